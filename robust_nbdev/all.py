@@ -1,0 +1,9 @@
+"Everything: `from robust_nbdev.all import *`, as with fastai's own `all` modules"
+import timm
+from fastai.vision.all import *
+from .core import *
+from .vit import *
+from .datasets import *
+from .attacks import *
+from .adv_train import *
+from .evaluate import *
