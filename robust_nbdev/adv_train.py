@@ -12,7 +12,7 @@ from .core import *
 from .attacks import *
 from fastai.basics import *
 
-# %% ../nbs/01a_adv_train.ipynb #6fa01c1c
+# %% ../nbs/01a_adv_train.ipynb #288acf6b
 class warmup:
     "A schedule that rises linearly from 0 to `eps` during the first `pct` of training, then stays"
     def __init__(self,
@@ -20,11 +20,11 @@ class warmup:
         pct:float=.1, # Share of the training during which it rises; 0: no warm-up
     ):
         if not 0<=pct<=1: raise ValueError(f'pct is a share of the training, between 0 and 1, got {pct}')
-        self.eps,self.pct = ball(eps).eps,pct
+        self.eps,self.pct = threat_model(eps).eps,pct
     def __call__(self, pct): return self.eps*min(1., pct/self.pct) if self.pct else self.eps
     def __repr__(self): return f'warmup({eps_str(self.eps)}, pct={self.pct:g})'
 
-# %% ../nbs/01a_adv_train.ipynb #dea32709
+# %% ../nbs/01a_adv_train.ipynb #87b5a2e2
 class AdvTrain(AdvCallback):
     "Train on the images that `attack` makes of each batch"
     def __init__(self,
@@ -32,14 +32,23 @@ class AdvTrain(AdvCallback):
         eps=None, # A number, or a schedule `pct -> eps` such as `warmup`; None: the attack's own
     ):
         if not callable(attack): raise TypeError(f'AdvTrain needs an attack, such as PGD(8/255, steps=2), got {attack!r}')
+        if eps is not None and not hasattr(attack, 'but'): raise TypeError(f'eps= needs an attack whose eps can be changed, attack.but(eps=...), got {attack!r}')
         self.attack,self.eps = attack,eps
 
     def current(self):
         "The attack at this point of the training"
         eps = self.eps(self.pct_train) if callable(self.eps) else self.eps
         kw = {} if eps is None else dict(eps=eps)
-        if isinstance(self.attack, Attack) and self.attack.loss is None: kw['loss'] = lambda z,_: self.learn.loss_func(z, *self.yb)
+        if isinstance(self.attack, Attack) and self.attack.loss is None: kw['loss'] = self.learn_loss
         return self.attack.but(**kw) if kw else self.attack
 
-    def before_batch(self): self.attack_batch(self.current(), seed=torch.initial_seed()%2**62+self.train_iter)
+    def learn_loss(self, z, _):
+        "The Learner's loss on this batch: one number per image where it has a `reduction`, else its mean"
+        lf = self.learn.loss_func
+        if not hasattr(lf, 'reduction'): return lf(z, *self.yb)
+        with NoneReduce(lf) as f: return f(z, *self.yb)
+
+    def before_batch(self):
+        attack = self.current()
+        self.attack_batch(attack, seed=torch.initial_seed()%2**62+self.train_iter, labels=getattr(attack,'loss',None)!=self.learn_loss)
     def __repr__(self): return f'AdvTrain({self.attack!r}'+(f', eps={self.eps if callable(self.eps) else eps_str(self.eps)}' if self.eps is not None else '')+')'

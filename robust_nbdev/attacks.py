@@ -93,7 +93,7 @@ def _land(x, x_adv):
     bits = y.view(torch.int16)
     return torch.where(over, bits-(y.float()-x.float()).sign().to(torch.int16), bits).view(x.dtype)
 
-# %% ../nbs/01_attacks.ipynb #43632c63
+# %% ../nbs/01_attacks.ipynb #7bf0f248
 @dataclass(frozen=True, repr=False)
 class Attack:
     "Base of all attacks: `attack(model, x, y) -> x_adv`"
@@ -104,7 +104,7 @@ class Attack:
 
     def __post_init__(self):
         if isinstance(self.eps, Ball): self._set(norm=type(self.eps).__name__, eps=self.eps.eps)
-        self._set(eps=ball(self.eps, self.norm).eps)
+        self._set(eps=threat_model(self.eps, self.norm).eps)
         for n in ('restarts','steps'):
             v = getattr(self, n, 1)
             if not isinstance(v, int) or v<(n=='restarts'): raise ValueError(f'{n} must be a whole number >= {int(n=="restarts")}, got {v!r}')
@@ -112,7 +112,7 @@ class Attack:
         for k,v in kw.items(): object.__setattr__(self, k, v)
 
     @property
-    def ball(self): return ball(self.eps, self.norm)
+    def ball(self): return threat_model(self.eps, self.norm)
     @property
     def name(self): return '_'.join([type(self).__name__.lower()+str(getattr(self,'steps','')), *(['l2'] if self.norm=='L2' else []), *([getattr(self.loss,'__name__','loss')] if self.loss else [])])
 

@@ -212,11 +212,11 @@ def fingerprint(
         h.update(k.encode()); h.update(v.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if isinstance(v,Tensor) and v.numel() else b'')
     return h.hexdigest()[:16]
 
-# %% ../nbs/01b_evaluate.ipynb #fb6a4b7c
-def _row(attack, ok, seed, secs, label=None):
+# %% ../nbs/01b_evaluate.ipynb #c1069548
+def _row(attack, ok, seed, secs, label=None, after=()):
     lo,hi = interval(ok.sum(), len(ok))
     eps = getattr(attack,'eps',None)
-    return dict(attack=label or ('clean' if attack is None else repr(attack)), norm=getattr(attack,'norm',None), eps=eps, accuracy=round(float(ok.mean()),6), low=lo, high=hi, n=len(ok), seed=seed, seconds=None if secs is None else round(secs,2))
+    return dict(attack=label or ('clean' if attack is None else repr(attack)), norm=getattr(attack,'norm',None), eps=eps, accuracy=round(float(ok.mean()),6), low=lo, high=hi, n=len(ok), seed=seed, seconds=None if secs is None else round(secs,2), after=list(after))
 
 def _group(attack): return str(getattr(attack,'norm',None)),getattr(attack,'eps',None)
 
@@ -249,7 +249,7 @@ def _same(batches, keys):
         if not torch.equal(image_seed(x.clamp(0,1)).cpu(), keys[i]): raise ValueError('the images changed between two passes over the data: turn shuffling and augmentation off')
         yield i,x,y
 
-# %% ../nbs/01b_evaluate.ipynb #e196db64
+# %% ../nbs/01b_evaluate.ipynb #484eab75
 def _begin(model, data, n, bs, seed, cascade, out, overwrite, device):
     "A report with its clean row; or the one in `out`, if it was begun on the same model, images and seed"
     t = time.time(); ok,keys,says = _first_pass(model, data, n, bs, device); t = time.time()-t
@@ -263,10 +263,11 @@ def _begin(model, data, n, bs, seed, cascade, out, overwrite, device):
     old = Report.load(out)
     diff = [k for k in ('fingerprint','data','n','seed','cascade') if old.meta.get(k)!=meta[k]]
     if diff: raise ValueError(f'{out} holds a report that differs in {", ".join(diff)}: choose another folder, or overwrite=True')
-    rep.rows += [r for r in old.rows if r['attack'] in old.verdicts and r['attack']!='clean']; rep.verdicts.update({k:v for k,v in old.verdicts.items() if k!='clean'})
+    rep.rows += [r for r in old.rows[1:] if r['attack'] in old.verdicts]
+    rep.verdicts.update({r['attack']:old.verdicts[r['attack']] for r in rep.rows[1:]})
     return rep,keys
 
-# %% ../nbs/01b_evaluate.ipynb #d5d8e646
+# %% ../nbs/01b_evaluate.ipynb #c740d16e
 def _device(model): return next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None
 
 def robust_report(
@@ -285,21 +286,21 @@ def robust_report(
     rep,keys = _begin(model, data, n, bs, seed, cascade, out, overwrite, _device(model))
     todo = [a for a in attacks if a is not None]
     for a in progress_bar(todo, display=progress, leave=False):
-        if repr(a) in rep.verdicts: continue
-        above = [rep.verdicts[repr(b)] for b in todo[:todo.index(a)] if cascade and _group(b)==_group(a)]
-        stand,t = np.logical_and.reduce([rep.verdicts['clean'], *above]),time.time()
+        above = [repr(b) for b in todo[:todo.index(a)] if cascade and _group(b)==_group(a)]
+        if any(r['attack']==repr(a) and r['after']==above for r in rep.rows): continue
+        stand,t = np.logical_and.reduce([rep.verdicts[o] for o in ('clean',*above)]),time.time()
         ok = run_attack(model, a, _same(eval_batches(data, n, bs, _device(model)), keys), stand, bs, seed)
-        rep.verdicts[repr(a)] = ok; rep.rows.append(_row(a, ok, seed, time.time()-t))
+        rep.verdicts[repr(a)] = ok; rep.rows = [r for r in rep.rows if r['attack']!=repr(a)]+[_row(a, ok, seed, time.time()-t, after=above)]
         if out is not None: rep.save(out)
     _finish(rep, todo, seed)
     if out is not None: rep.save(out)
     return rep
 
-# %% ../nbs/01b_evaluate.ipynb #b65c142c
+# %% ../nbs/01b_evaluate.ipynb #3f067162
 def _finish(rep, attacks, seed):
     "Order the rows, add the worst case of each threat model, and the doubts that only results can raise"
     order = ['clean']+[repr(a) for a in attacks]
-    rep.rows = sorted((r for r in rep.rows if r['attack'] in order), key=lambda r: order.index(r['attack']))
+    rep.rows = sorted(rep.rows, key=lambda r: order.index(r['attack']) if r['attack'] in order else len(order))
     for g,same in groupby(attacks, _group).items():
         oks = {repr(a):rep.verdicts[repr(a)] for a in same}
         if len(oks)>1: rep.rows.append(_row(same[0], np.logical_and.reduce(list(oks.values())), seed, None, 'worst case'+(f' {g[0]} {eps_str(g[1])}' if len({_group(a) for a in attacks})>1 and g[1] is not None else '')))

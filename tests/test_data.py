@@ -378,12 +378,12 @@ def test_settings_name_the_copy(tmp_path, monkeypatch, folders):
     settings_at(tmp_path, monkeypatch, f'[DEFAULT]\ncifar10 = {folders}\nimagenet = nowhere\n')
     assert cifar10(bs=4).c==3 and dataset('cifar10', bs=4).c==3
     with pytest.raises(FileNotFoundError, match='nowhere does not exist'): imagenet()
-    with pytest.raises(FileNotFoundError, match='nowhere'): profile_dls(Settings(settings('paper'), n_valid=2))   # a wrong path is not passed over
+    with pytest.raises(FileNotFoundError, match='nowhere'): profile_dls(RunSettings(settings('paper'), n_valid=2))   # a wrong path is not passed over
     debian = Path('/usr/share/datasets/fashion-mnist').exists()
     with pytest.raises(ValueError if debian else FileNotFoundError, match='60000 exist' if debian else 'dataset-fashion-mnist'): fashion_mnist(full=True, n_train=10**6)
 
 def test_profile_falls_back_with_a_notice(capsys):
-    s = Settings(settings('gpu'), n_train=50000, n_valid=10000, bs=32)
+    s = RunSettings(settings('gpu'), n_train=50000, n_valid=10000, bs=32)
     dls = profile_dls(s)
     out = capsys.readouterr().out
     assert out.count('\n')==1 and 'cifar10' in out and 'embedded Fashion-MNIST' in out and '/' not in out
@@ -393,10 +393,10 @@ def test_profile_falls_back_with_a_notice(capsys):
     held = profile_dls(settings('laptop'), valid='holdout', bs=10)
     assert (len(held.train_ds), len(held.valid_ds), held.bs)==(5000, 1000, 10) and capsys.readouterr().out==''
     assert len(profile_dls(settings('smoke'), download=False).train_ds)==512
-    with pytest.raises(ValueError, match='there are'): profile_dls(Settings(s, dataset='mnist'))
+    with pytest.raises(ValueError, match='there are'): profile_dls(RunSettings(s, dataset='mnist'))
 
 def test_profile_uses_the_copy(folders, capsys):
-    s = Settings(settings('smoke'), dataset='cifar10', cifar10=folders, n_train=6, n_valid=3, size=16, bs=3)
+    s = RunSettings(settings('smoke'), dataset='cifar10', cifar10=folders, n_train=6, n_valid=3, size=16, bs=3)
     dls = profile_dls(s)
     assert dls.one_batch()[0].shape==(3,3,16,16) and dls.about=='cifar10: 6 of 12 train, 3 of 7 val, balanced, seed 42' and capsys.readouterr().out==''
 
