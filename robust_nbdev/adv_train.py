@@ -12,7 +12,7 @@ from .core import *
 from .attacks import *
 from fastai.basics import *
 
-# %% ../nbs/01a_adv_train.ipynb #288acf6b
+# %% ../nbs/01a_adv_train.ipynb #f5146ce6
 class warmup:
     "A schedule that rises linearly from 0 to `eps` during the first `pct` of training, then stays"
     def __init__(self,
@@ -20,11 +20,11 @@ class warmup:
         pct:float=.1, # Share of the training during which it rises; 0: no warm-up
     ):
         if not 0<=pct<=1: raise ValueError(f'pct is a share of the training, between 0 and 1, got {pct}')
-        self.eps,self.pct = threat_model(eps).eps,pct
+        self.eps,self.pct = (eps if isinstance(eps, Ball) else L2(eps)).eps,pct
     def __call__(self, pct): return self.eps*min(1., pct/self.pct) if self.pct else self.eps
     def __repr__(self): return f'warmup({eps_str(self.eps)}, pct={self.pct:g})'
 
-# %% ../nbs/01a_adv_train.ipynb #87b5a2e2
+# %% ../nbs/01a_adv_train.ipynb #20a74f77
 class AdvTrain(AdvCallback):
     "Train on the images that `attack` makes of each batch"
     def __init__(self,
@@ -33,6 +33,8 @@ class AdvTrain(AdvCallback):
     ):
         if not callable(attack): raise TypeError(f'AdvTrain needs an attack, such as PGD(8/255, steps=2), got {attack!r}')
         if eps is not None and not hasattr(attack, 'but'): raise TypeError(f'eps= needs an attack whose eps can be changed, attack.but(eps=...), got {attack!r}')
+        if isinstance(eps, Ball): eps = eps.eps
+        if eps is not None and not callable(eps): attack.but(eps=eps)
         self.attack,self.eps = attack,eps
 
     def current(self):

@@ -7,9 +7,10 @@ Docs: https://robust-nbdev.github.io/robust_nbdev/attacks.html.md"""
 # %% auto #0
 __all__ = ['ce', 'margin', 'dlr', 'kl', 'Objective', 'Attack', 'PGD', 'FGSM', 'apgd_checkpoints', 'APGD']
 
-# %% ../nbs/01_attacks.ipynb #a89db8a5
+# %% ../nbs/01_attacks.ipynb #f875d73b
 from collections.abc import Callable
 from dataclasses import dataclass,field,fields,replace
+from numbers import Integral
 from .core import *
 from fastai.basics import *
 
@@ -22,12 +23,13 @@ def ce(
     if y is None: raise ValueError('this loss needs labels: attack(model, x, y); for the model\'s own predictions give y=model(x).argmax(1)')
     return F.cross_entropy(z, y, reduction='none')
 
-# %% ../nbs/01_attacks.ipynb #d42fd93f
+# %% ../nbs/01_attacks.ipynb #6e3d7b3d
 def margin(
     z:Tensor, # Logits [B,C]
     y:Tensor, # Labels [B]
 )->Tensor: # [B], positive where the image is misclassified
     "The best wrong logit minus the right one (the CW loss)"
+    if y is None or y.ndim!=1: raise TypeError(f'this loss needs class numbers [B], got {"no labels" if y is None else f"soft labels {list(y.shape)}"}: give y.argmax(1), or use loss=ce')
     zy = z.gather(1, y[:,None])
     return z.scatter(1, y[:,None], -torch.inf).amax(1)-zy[:,0]
 
@@ -50,7 +52,7 @@ def kl(
     return F.kl_div(z.log_softmax(1), z0.log_softmax(1), log_target=True, reduction='none').sum(1)
 kl.clean = True
 
-# %% ../nbs/01_attacks.ipynb #e6b42032
+# %% ../nbs/01_attacks.ipynb #02a3c94f
 class Objective:
     "A loss per image of `model`'s output, with its gradient to the images alone"
     def __init__(self,
@@ -63,7 +65,7 @@ class Objective:
     ):
         store_attr()
         self.n = int(t.max())+1 if labels and t is not None and t.ndim==1 else 0
-        self.cost,self.bad = 0,torch.zeros(len(x), dtype=torch.bool, device=x.device)
+        self.cost,self.flat,self.bad = 0,False,torch.zeros(len(x), dtype=torch.bool, device=x.device)
 
     def __call__(self, x_adv): # -> value [B] to be raised, output of the model
         self.cost += len(x_adv)
@@ -73,7 +75,7 @@ class Objective:
     def grad(self, x_adv): # -> gradient [B,C,H,W], value [B], output of the model
         x_adv = x_adv.detach().requires_grad_()
         v,z = self(x_adv)
-        if not v.requires_grad: warnings.warn('the model\'s output does not depend on its input: every gradient is zero'); return torch.zeros_like(x_adv),v,z
+        if not v.requires_grad: self.flat = True; return torch.zeros_like(x_adv),v,z
         g, = torch.autograd.grad(v.sum() if v.ndim else v*len(x_adv), x_adv)
         self.cost += len(x_adv)
         self.bad |= ~g.flatten(1).isfinite().all(1)
@@ -93,7 +95,7 @@ def _land(x, x_adv):
     bits = y.view(torch.int16)
     return torch.where(over, bits-(y.float()-x.float()).sign().to(torch.int16), bits).view(x.dtype)
 
-# %% ../nbs/01_attacks.ipynb #7bf0f248
+# %% ../nbs/01_attacks.ipynb #e6f1c73f
 @dataclass(frozen=True, repr=False)
 class Attack:
     "Base of all attacks: `attack(model, x, y) -> x_adv`"
@@ -107,7 +109,9 @@ class Attack:
         self._set(eps=threat_model(self.eps, self.norm).eps)
         for n in ('restarts','steps'):
             v = getattr(self, n, 1)
-            if not isinstance(v, int) or v<(n=='restarts'): raise ValueError(f'{n} must be a whole number >= {int(n=="restarts")}, got {v!r}')
+            if not isinstance(v, Integral) or v<(n=='restarts'): raise ValueError(f'{n} must be a whole number >= {int(n=="restarts")}, got {v!r}')
+            if hasattr(self, n): self._set(**{n:int(v)})
+        if not 0<=(getattr(self,'alpha',None) or 0)<float('inf'): raise ValueError(f'alpha is a step length in pixel units, >= 0, got {self.alpha!r}')
     def _set(self, **kw):
         for k,v in kw.items(): object.__setattr__(self, k, v)
 
@@ -136,7 +140,7 @@ def _reference(loss, model, x, y, target):
     if y is not None and t.ndim==1 and (t==check_labels(y, x)).any(): raise ValueError('target equals the label for some images: an attack cannot move them away from y towards y')
     return t,True
 
-# %% ../nbs/01_attacks.ipynb #5b749002
+# %% ../nbs/01_attacks.ipynb #f412fe40
 @patch
 def __call__(self:Attack,
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
@@ -154,6 +158,7 @@ def __call__(self:Attack,
         t,labels = _reference(loss, model, x0, y, target)
         obj = Objective(model, x0, t, loss, -1 if targeted else 1, labels)
         x_adv = self._best(obj, x0.float() if x0.element_size()<4 else x0, seed) if self.eps>0 else x0
+        if obj.flat: warnings.warn(f'{self}: the model\'s output does not depend on its input, every gradient is zero')
         if obj.bad.any(): warnings.warn(f'{self}: {int(obj.bad.sum())} of {len(x)} images had gradients that are not finite; those entries were taken as zero')
         return _land(x0, x_adv.detach()).as_subclass(type(x) if type(x) is not nn.Parameter else Tensor)
 

@@ -31,14 +31,14 @@ def demo_vit(
     vit = timm.create_model('vit_tiny_patch16_224', img_size=size, patch_size=patch, in_chans=c, num_classes=dls.c, embed_dim=96, depth=4, num_heads=4)
     return Normalized(vit, x.mean((0,2,3)).cpu(), x.std((0,2,3)).cpu())
 
-# %% ../nbs/08_cli.ipynb #d54c8ebe
+# %% ../nbs/08_cli.ipynb #6205e466
 def demo_train(
     dls:DataLoaders, # Images in [0,1]
     epochs:int, # Epochs of one-cycle training
     seed:int, # Of weights and order
     cbs=(), # `AdvTrain` or nothing
     metrics=(), # More columns
-    lr:float=2e-3, # Peak learning rate
+    lr:float=3e-3, # Peak learning rate
     bar:bool=True, # Show fastai's progress bar and table
 )->Learner:
     "A `demo_vit`, trained"
@@ -49,13 +49,13 @@ def demo_train(
     learn.fit_one_cycle(epochs, lr)
     return learn
 
-# %% ../nbs/08_cli.ipynb #4a0e6569
+# %% ../nbs/08_cli.ipynb #c75babfd
 def demo_table(
     reports:dict, # Name of the model -> `Report`, of the same attacks
 )->pd.DataFrame: # A row per attack, a column per model, in per cent
     "The reports side by side"
     first = next(iter(reports.values())).df
-    return pd.DataFrame({'attack':first.attack, **{k:[f'{100*a:.1f}' for a in r.df.accuracy] for k,r in reports.items()}})
+    return pd.DataFrame({k:[f'{100*a:.1f}' for a in r.df.accuracy] for k,r in reports.items()}, index=pd.Index(first.attack, name='attack'))
 
 # %% ../nbs/08_cli.ipynb #e2850001
 def both_right(
@@ -85,24 +85,31 @@ def demo_figure(
         ax = c.plot(ax=ax if ax is not None else subs[-1].subplots(), label=name)
     return fig
 
-# %% ../nbs/08_cli.ipynb #1290ab1a
+# %% ../nbs/08_cli.ipynb #5bfc0148
 def number(s:str)->float: # `'0.1'` or `'8/255'`
     "A number, or a fraction as papers write it"
     from fractions import Fraction
-    return float(Fraction(s))
+    try: return float(Fraction(s))
+    except ZeroDivisionError: raise ValueError(f'{s} divides by zero') from None
 
-def demo_settings(profile, eps, epochs, seed, device):
+def demo_settings(
+    profile:str=None, # Section of settings.ini
+    eps:float=None, # Radius in pixel units of [0,1]
+    epochs:int=None, # Epochs of each training
+    seed:int=None, # From 0 to 2**32-1
+    device:str=None, # As torch names it
+)->RunSettings:
     "The profile's settings with what the command line says instead; raises ValueError"
     s = settings(profile)
     for k,v in dict(eps=eps, epochs=epochs, seed=seed, device=device).items():
         if v is not None: s[k] = v
     if not 0<threat_model(s.eps).eps: raise ValueError(f'eps must be above 0, got {s.eps}: without a perturbation there is nothing to show')
     if s.epochs<1: raise ValueError(f'epochs must be at least 1, got {s.epochs}')
-    if s.seed<0: raise ValueError(f'seed must be at least 0, got {s.seed}')
+    if not 0<=s.seed<2**32: raise ValueError(f'seed must be between 0 and 2**32-1, got {s.seed}')
     if s.device is not None: torch.empty(1, device=s.device)
     return s
 
-# %% ../nbs/08_cli.ipynb #a5e5cc03
+# %% ../nbs/08_cli.ipynb #fbe658b3
 def run_demo(
     s, # Settings, see `demo_settings`
     out, # Folder for the report files and the picture; made if it does not exist
@@ -119,11 +126,12 @@ def run_demo(
         say(f'\n{name}: {adv if cbs else "no attack"}, {s.epochs} epochs')
         learners[name] = demo_train(dls, s.epochs, s.seed, cbs, bar=bar)
         reports[name] = learners[name].robust_report(attacks, out=out/name, overwrite=True, seed=s.seed, bs=250, progress=bar)
-    demo_figure(learners, attacks[1], PGD(steps=min(s.steps,10)), min(200, len(dls.valid_ds)), s.seed).savefig(out/'robust_demo.png', dpi=110)
-    t = demo_table(reports); t.to_csv(out/'robust_demo.csv', index=False)
+    fig = demo_figure(learners, attacks[1], PGD(steps=min(s.steps,10)), min(200, len(dls.valid_ds)), s.seed)
+    fig.savefig(out/'robust_demo.png', dpi=110); plt.close(fig)
+    t = demo_table(reports); t.to_csv(out/'robust_demo.csv')
     return t
 
-# %% ../nbs/08_cli.ipynb #cc6252e9
+# %% ../nbs/08_cli.ipynb #ef557814
 @call_parse
 def robust_demo(
     profile:str=None, # Section of settings.ini: smoke, laptop, gpu (default: ROBUST_PROFILE, else the file's own)
@@ -141,5 +149,5 @@ def robust_demo(
         t = run_demo(s, out, bar=sys.stdout.isatty())
     except (ValueError, TypeError, OSError, RuntimeError) as e: sys.exit(f'robust-demo: {e}')
     print(f'\nAccuracy in %, each row on what the rows above left standing: Linf, eps={eps_str(s.eps)}, n={s.n_valid}, seed={s.seed}\n')
-    print(t.to_string(index=False))
+    print(t.to_string())
     print(f'\n{time.time()-t0:.0f} seconds. In {out}/: robust_demo.png, robust_demo.csv, and report.json, report.csv, verdicts.npz of each model')

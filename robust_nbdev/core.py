@@ -9,12 +9,13 @@ __all__ = ['eps_str', 'mix64', 'image_seed', 'uniform', 'per_image', 'Ball', 'Li
            'in_chans', 'Normalized', 'Logits', 'attack_mode', 'check_images', 'check_labels', 'check_logits',
            'check_dls', 'AdvCallback']
 
-# %% ../nbs/00_core.ipynb #3f824b24
+# %% ../nbs/00_core.ipynb #1bf00c1a
 import warnings
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from fastai.basics import *
+from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.mixup import MixUp
 from fastai.data.transforms import Normalize
 
@@ -133,7 +134,7 @@ def unwrap(
         if inner is model: return model
         model = inner
 
-# %% ../nbs/00_core.ipynb #3d4469bb
+# %% ../nbs/00_core.ipynb #1e6f0755
 def _cfg(model): return getattr(model,'pretrained_cfg',None) or getattr(model,'default_cfg',None) or {}
 
 def in_chans(
@@ -143,9 +144,9 @@ def in_chans(
     model = unwrap(model)
     first = _cfg(model).get('first_conv')
     if isinstance(first, (tuple,list)): first = first[0]
-    try: w = model.get_submodule(first or '').weight
+    try: m = model.get_submodule(first or ''); w = m.weight
     except AttributeError: return None
-    return w.shape[1] if w.ndim==4 else None
+    return w.shape[1]*getattr(m,'groups',1) if w.ndim==4 else None
 
 # %% ../nbs/00_core.ipynb #1a4bc5e1
 class Normalized(Wrapper):
@@ -202,14 +203,14 @@ def attack_mode(
         for o,t in modes: o.training = t
         for p,g in grads: p.requires_grad_(g)
 
-# %% ../nbs/00_core.ipynb #5f3ecc3c
+# %% ../nbs/00_core.ipynb #f569cf4d
 def check_images(
     x:Tensor, # Images [B,C,H,W]
     model=None, # If given, its number of input channels is checked too
     tol:float=1e-4, # What counts as rounding
 )->Tensor: # A plain, detached tensor in [0,1], same dtype
     "Images that an attack may take; raises TypeError or ValueError and says what was given"
-    if not isinstance(x, Tensor) or not x.is_floating_point(): raise TypeError(f'images must be a floating point tensor in [0,1], got {getattr(x,"dtype",type(x).__name__)}: use x.float()/255')
+    if not isinstance(x, Tensor) or not x.is_floating_point(): raise TypeError(f'images must be a floating point tensor in [0,1], got {x.dtype if isinstance(x, Tensor) else type(x).__name__}: use torch.as_tensor(x).float(), divided by 255 if it counts to 255')
     if x.ndim<2 or not len(x): raise ValueError(f'expected a batch of images [B,C,H,W] with B>=1, got shape {list(x.shape)}')
     x = x.detach().as_subclass(Tensor)
     lo,hi = x.min().item(),x.max().item()
@@ -254,19 +255,19 @@ def check_dls(
     if any(isinstance(t, Normalize) for t in getattr(getattr(dl,'after_batch',None),'fs',[])):
         raise ValueError('the DataLoader ends with Normalize, so images are not in [0,1] and eps has no meaning: remove it (vision_learner: normalize=False) and wrap the model, Normalized(model, mean, std)')
 
-# %% ../nbs/00_core.ipynb #099e1743
+# %% ../nbs/00_core.ipynb #ada0ef78
 class AdvCallback(Callback):
     "Base of the callbacks that attack training batches"
     order,run_valid = MixUp.order+1,False
-    def before_fit(self):
-        for dl in self.dls.loaders: check_dls(dl)
+    def before_train(self): check_dls(self.dl)
+    def before_validate(self): check_dls(self.dl)
 
     @property
     def victim(self): return get_model(self.learn.model)
 
     def amp(self):
         "A scope of the Learner's mixed precision, closed before the training step opens its own"
-        return getattr(getattr(self.learn,'mixed_precision',None),'autocast',None) or nullcontext()
+        return next((c.autocast for c in self.learn.cbs if isinstance(c, MixedPrecision)), None) or nullcontext()
 
     def attack_batch(self,
         attack, # `attack(model, x, y, seed=) -> x_adv`

@@ -7,9 +7,9 @@ Docs: https://robust-nbdev.github.io/robust_nbdev/data.html.md"""
 # %% auto #0
 __all__ = ['FASHION', 'IMAGENETTE', 'CAMVID', 'RunSettings', 'settings', 'ImageSource', 'embedded_fashion', 'balanced',
            'choose_images', 'open_image', 'OpenImage', 'ClassNumber', 'CenterFit', 'CropFlip', 'ClampImage', 'BatchDL',
-           'to_ram', 'OpenMask', 'image_dls', 'read_folders', 'ParquetColumn', 'mask_lut', 'read_parquet', 'read_idx',
-           'read_cifar', 'read_camvid', 'read_images', 'find_images', 'fashion_mnist', 'cifar10', 'cifar100',
-           'imagenette', 'imagenet', 'imagenet100', 'camvid', 'dataset', 'profile_dls']
+           'to_ram', 'MaskClasses', 'image_dls', 'read_folders', 'ParquetColumn', 'mask_lut', 'read_parquet',
+           'read_idx', 'read_cifar', 'read_camvid', 'read_images', 'find_images', 'fashion_mnist', 'cifar10',
+           'cifar100', 'imagenette', 'imagenet', 'imagenet100', 'camvid', 'dataset', 'profile_dls']
 
 # %% ../nbs/00b_data.ipynb #0e141fe7
 import configparser, gzip, os, pickle, re
@@ -136,9 +136,9 @@ def balanced(
     rank = pd.Series(y[p]).groupby(y[p]).cumcount().to_numpy()
     return np.sort(p[np.argsort(rank, kind='stable')[:n]])
 
-# %% ../nbs/00b_data.ipynb #2ba28fd2
+# %% ../nbs/00b_data.ipynb #148008e8
 def choose_images(
-    src:ImageSource,
+    src:ImageSource, # What was found on disk
     valid:str='test', # `'test'`: the test images (`val` where a dataset keeps its test labels secret); `'val'`; `'holdout'`: part of the training images; `'only'`: as `'test'` (all images where there are no splits), for both loaders
     n_train:int=None, # Default: all
     n_valid:int=None, # Default: all; for `'holdout'` a tenth
@@ -168,13 +168,15 @@ def open_image(
     elif not isinstance(o, Image.Image): o = Image.open(io.BytesIO(o) if isinstance(o, bytes) else o)
     return (PILImageBW if mode=='L' else PILImage)(o.convert(mode))
 
-# %% ../nbs/00b_data.ipynb #d2ef5075
+# %% ../nbs/00b_data.ipynb #20445248
 _GIVEN = (Path,str,bytes,Image.Image,np.ndarray,Tensor)
 
 class OpenImage(Transform):
     "`open_image` as the first transform of a dataset"
     input_types = _GIVEN
-    def __init__(self, mode='RGB'): super().__init__(); self.mode = mode
+    def __init__(self,
+        mode:str='RGB', # `'RGB'`, or `'L'` for grey
+    ): super().__init__(); self.mode = mode
     def encodes(self, o): return open_image(o, self.mode)
     def batch(self, a):
         x = torch.from_numpy(a)
@@ -183,7 +185,9 @@ class OpenImage(Transform):
 class ClassNumber(DisplayedTransform):
     "An integer as a fastai category with a name"
     loss_func,order = CrossEntropyLossFlat(),1
-    def __init__(self, vocab): super().__init__(); self.vocab,self.c = L(vocab),len(vocab)
+    def __init__(self,
+        vocab, # Class names
+    ): super().__init__(); self.vocab,self.c = L(vocab),len(vocab)
     def encodes(self, o): return TensorCategory(int(o))
     def decodes(self, o): return Category(self.vocab[int(o)])
     def batch(self, a): return TensorCategory(torch.from_numpy(a))
@@ -287,11 +291,14 @@ def _tfms(item, batch, mode, size, pct):
     if own: batch += ClampImage()
     return item+ToTensor, batch+(IntToFloatTensor if not any(isinstance(o, IntToFloatTensor) for o in batch) else None)
 
-# %% ../nbs/00b_data.ipynb #4641fe05
-class OpenMask(Transform):
+# %% ../nbs/00b_data.ipynb #e6a753cf
+class MaskClasses(Transform):
     "A mask file, its values turned into class numbers"
     input_types,loss_func = _GIVEN,CrossEntropyLossFlat(axis=1, ignore_index=255)
-    def __init__(self, lut, vocab):
+    def __init__(self,
+        lut, # 256 numbers: the class of each value in the file; 255: ignored
+        vocab, # Class names
+    ):
         super().__init__()
         self.lut,self.vocab,self.c = np.array(lut, np.uint8),L(vocab),len(vocab)
     def encodes(self, o):
@@ -303,7 +310,7 @@ def _cat(a, b): return np.concatenate([a,b]) if isinstance(a, np.ndarray) and is
 def _datasets(train, valid, src, mode):
     n = len(train[0]),len(valid[0])
     splits = [list(range(n[0])),list(range(n[0],sum(n)))]
-    yt = ClassNumber(src.vocab) if src.lut is None else OpenMask(src.lut, src.vocab)
+    yt = ClassNumber(src.vocab) if src.lut is None else MaskClasses(src.lut, src.vocab)
     tls = [TfmdLists(_cat(a,b), t, splits=splits) for a,b,t in zip(train, valid, (OpenImage(mode),yt))]
     return Datasets(tls=tls, n_inp=1)
 

@@ -8,8 +8,8 @@ Docs: https://robust-nbdev.github.io/robust_nbdev/evaluate.html.md"""
 __all__ = ['eval_batches', 'packed', 'predict', 'show_adv', 'AdvValid', 'RobustAccuracy', 'self_check', 'interval', 'Report',
            'fingerprint', 'run_attack', 'robust_report', 'Curve', 'eps_curve']
 
-# %% ../nbs/01b_evaluate.ipynb #6a540dfc
-import hashlib,json,os,time,platform
+# %% ../nbs/01b_evaluate.ipynb #ed6cc9b2
+import hashlib,json,os,time,platform,warnings,zipfile
 from .core import *
 from .attacks import *
 from fastai.basics import *
@@ -17,8 +17,16 @@ from fastai.data.core import TfmdDL
 from fastai.vision.core import show_image
 from fastprogress.fastprogress import progress_bar
 
-# %% ../nbs/01b_evaluate.ipynb #9ea2cd46
-def _fixed(dl): return dl.new(shuffle=False, drop_last=False) if isinstance(dl, TfmdDL) else dl
+# %% ../nbs/01b_evaluate.ipynb #df462170
+def _loader(data, bs=64):
+    "Batches of `data`, in order and complete; raises ValueError where that cannot be had"
+    check_dls(data)
+    if isinstance(data, TfmdDL): return data.new(shuffle=False, drop_last=False)
+    if getattr(data, 'drop_last', False): raise ValueError('the DataLoader drops its last batch: give one with drop_last=False')
+    if not (isinstance(data, (tuple,list)) and isinstance(data[0], (Tensor,np.ndarray))): return data
+    x,y = map(torch.as_tensor, data)
+    if len(x)!=len(y): raise ValueError(f'{len(x)} images, but {len(y)} labels')
+    return zip(x.split(bs), y.split(bs))
 
 def eval_batches(
     data, # A DataLoader, or a tuple (images, labels) of tensors
@@ -27,12 +35,13 @@ def eval_batches(
     device=None, # Where to put the batches; None: leave them
 ):
     "Yield (positions, images, labels) in a fixed order, nothing dropped"
-    check_dls(data); seen = 0
-    if isinstance(data, (tuple,list)) and isinstance(data[0], Tensor): data = zip(*[o.split(bs) for o in map(torch.as_tensor, data)])
-    for b in _fixed(data):
+    seen,data = 0,_loader(data, bs)
+    for b in data:
         if not isinstance(b,(tuple,list)) or len(b)!=2: raise ValueError(f'a batch must be (images, labels), got {type(b).__name__}'+(f' of {len(b)}' if hasattr(b,'__len__') else ''))
         x,y = [o[:None if n is None else n-seen] for o in to_device(tuple(b), device)]
-        if len(x): yield torch.arange(seen, seen+len(x)),x.as_subclass(Tensor),check_labels(y, x)
+        if len(x):
+            y = check_labels(y, x)
+            yield torch.arange(seen, seen+len(x)),x.as_subclass(Tensor),y if y.ndim==1 else y.argmax(1)
         seen += len(x)
         if seen==n: return
     if n is not None: raise ValueError(f'asked for n={n} images, the data has {seen}')
@@ -85,7 +94,7 @@ def show_adv(
             if pred is None: ax.set_title(f'delta, {getattr(attack,"name","attack")}', fontsize=9)
             else: ax.set_title(name(int(pred[r])), color='green' if pred[r]==y[r] else 'red', fontsize=9)
 
-# %% ../nbs/01b_evaluate.ipynb #f9c336b7
+# %% ../nbs/01b_evaluate.ipynb #dcdc7833
 @patch
 def show_adv(self:Learner,
     attack, # Any attack
@@ -94,13 +103,13 @@ def show_adv(self:Learner,
     **kw
 ):
     "Show clean | delta | adversarial for the first images of a DataLoader"
-    x,y = next(iter(_fixed(self.dls[ds_idx])))[:2]
+    x,y = next(iter(_loader(self.dls[ds_idx])))[:2]
     show_adv(get_model(self.model), *[o[:max_n] for o in to_device((x,y), self.dls.device)], attack, vocab=getattr(self.dls,'vocab',None), **kw)
 
-# %% ../nbs/01b_evaluate.ipynb #9aaed0c0
+# %% ../nbs/01b_evaluate.ipynb #a88eb310
 class AdvValid(AdvCallback):
     "Attack every validation batch, so that all metrics and predictions are those under attack"
-    run_train,run_valid = False,True
+    run_train,run_valid,_stateattrs = False,True,('clean_x',)
     def __init__(self,
         attack, # Any attack; None leaves the images clean
         seed:int=0, # Of the attack
@@ -111,7 +120,7 @@ class AdvValid(AdvCallback):
     def after_validate(self): self.clean_x = None
     def __repr__(self): return f'AdvValid({self.attack!r})'
 
-# %% ../nbs/01b_evaluate.ipynb #a1425117
+# %% ../nbs/01b_evaluate.ipynb #e5831eb0
 class RobustAccuracy(Metric):
     "Share of validation images that the model gets right under `attack`; a column called like `pgd10_acc`"
     def __init__(self,
@@ -121,6 +130,7 @@ class RobustAccuracy(Metric):
     def reset(self): self.ok,self.count = 0,0
     def accumulate(self, learn):
         if learn.training: return
+        if not self.count and sum(m.name==self.name for m in learn.metrics)>1: warnings.warn(f'two columns are called {self.name}: tell them apart with RobustAccuracy(attack, name=...)')
         x = learn.adv_valid.clean_x if hasattr(learn,'adv_valid') else learn.x
         model,y = get_model(learn.model),check_labels(learn.y, x)
         self.ok += (predict(model, self.attack(model, x, y))==y).sum().item()
@@ -160,10 +170,15 @@ def interval(
     ci = binomtest(int(k), int(n)).proportion_ci(.95, 'wilson')
     return round(float(ci.low),4),round(float(ci.high),4)
 
-# %% ../nbs/01b_evaluate.ipynb #bd576e06
+# %% ../nbs/01b_evaluate.ipynb #15f55ec3
 class Report:
     "Rows of robust accuracy, per-image verdicts and warnings; renders in a notebook, prints in a terminal, saves to a folder"
-    def __init__(self, meta, rows=(), verdicts=None, warnings=()):
+    def __init__(self,
+        meta:dict, # What was measured: title, model, n, seed, ...
+        rows=(), # A dict per attack
+        verdicts:dict=None, # Attack -> [N] bool: right or wrong
+        warnings=(), # Sentences
+    ):
         self.meta,self.rows,self.verdicts,self.warnings = meta,list(rows),verdicts or {},list(warnings)
 
     @property
@@ -178,7 +193,7 @@ class Report:
     def __repr__(self): return '\n'.join([self.meta['title'], self._table().to_string(index=False)]+[f'warning: {o}' for o in self.warnings])
     def _repr_html_(self): return f'<p>{self.meta["title"]}</p>'+self._table().to_html(index=False, border=0)+''.join(f'<p><b>warning:</b> {o}</p>' for o in self.warnings)
 
-# %% ../nbs/01b_evaluate.ipynb #a7bde4ad
+# %% ../nbs/01b_evaluate.ipynb #93a36065
 def _atomic(path, write):
     tmp = path.with_name(path.name+'.tmp'); write(tmp); os.replace(tmp, path)
 
@@ -199,17 +214,20 @@ def load(cls:Report,
     out, # Folder that `save` wrote
 ):
     "The report in a folder"
-    d = json.loads((Path(out)/'report.json').read_text())
-    with np.load(Path(out)/'verdicts.npz') as f: return cls(d['meta'], d['rows'], dict(f), d['warnings'])
+    try:
+        d = json.loads((Path(out)/'report.json').read_text())
+        with np.load(Path(out)/'verdicts.npz') as f: return cls(d['meta'], d['rows'], dict(f), d['warnings'])
+    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as e: raise ValueError(f'{out} holds no readable report ({type(e).__name__}: {e}): choose another folder, or overwrite=True') from e
 
-# %% ../nbs/01b_evaluate.ipynb #e6cb5a22
+# %% ../nbs/01b_evaluate.ipynb #3d7a1f99
 def fingerprint(
     model, # An `nn.Module`, or any callable (then '')
 )->str: # 16 hex digits
     "A hash of all weights and buffers: a report is continued only on the model it was begun with"
+    if not isinstance(model, nn.Module): return ''
     h = hashlib.sha256()
-    for k,v in (model.state_dict() if isinstance(model, nn.Module) else {}).items():
-        h.update(k.encode()); h.update(v.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if isinstance(v,Tensor) and v.numel() else b'')
+    for k,v in model.state_dict().items():
+        h.update(k.encode()); h.update(v.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if isinstance(v,Tensor) and v.numel() else b'')
     return h.hexdigest()[:16]
 
 # %% ../nbs/01b_evaluate.ipynb #c1069548
@@ -233,33 +251,36 @@ def run_attack(
     for i,x,y in packed(batches, torch.from_numpy(stand), bs): ok[i.numpy()] = (predict(model, attack(model, x, y, seed=seed))==y).cpu().numpy()
     return ok
 
-# %% ../nbs/01b_evaluate.ipynb #16c98273
+# %% ../nbs/01b_evaluate.ipynb #26e4ea99
+def _keys(x, y): return mix64(image_seed(x.clamp(0,1))+mix64(y+1)).cpu()
+
 def _first_pass(model, data, n, bs, device):
     "Clean verdicts [N], a key per image [N], and the doubts about the model"
     ok,keys,says = [],[],None
     for i,x,y in eval_batches(data, n, bs, device):
         x = check_images(x, model)
         if says is None: says = self_check(model, x, y)
-        ok.append((predict(model, x)==y).cpu()); keys.append(image_seed(x).cpu())
+        ok.append((predict(model, x)==y).cpu()); keys.append(_keys(x, y))
     if not ok: raise ValueError('there are no images to evaluate: the data is empty')
     return torch.cat(ok).numpy(),torch.cat(keys),says
 
 def _same(batches, keys):
     for i,x,y in batches:
-        if not torch.equal(image_seed(x.clamp(0,1)).cpu(), keys[i]): raise ValueError('the images changed between two passes over the data: turn shuffling and augmentation off')
+        if not torch.equal(_keys(x, y), keys[i]): raise ValueError('the images changed between two passes over the data: turn shuffling and augmentation off')
         yield i,x,y
 
-# %% ../nbs/01b_evaluate.ipynb #484eab75
+# %% ../nbs/01b_evaluate.ipynb #edc03999
 def _begin(model, data, n, bs, seed, cascade, out, overwrite, device):
     "A report with its clean row; or the one in `out`, if it was begun on the same model, images and seed"
     t = time.time(); ok,keys,says = _first_pass(model, data, n, bs, device); t = time.time()-t
     net = type(unwrap(model)).__name__
     meta = dict(title=f'Robust accuracy of {net} on {len(ok)} images'+(', each attack on what the ones above left standing' if cascade else ', each attack alone'),
-        model=net, fingerprint=fingerprint(model), data=f'{int(keys.sum())&(2**64-1):016x}', n=len(ok), seed=seed, cascade=cascade, device=str(device), torch=torch.__version__, machine=platform.machine())
+        model=net, fingerprint=fingerprint(model), data=f'{int((keys*mix64(torch.arange(len(keys)))).sum())&(2**64-1):016x}', n=len(ok), seed=seed, cascade=cascade, device=str(device), torch=torch.__version__, machine=platform.machine())
     if isinstance(model, nn.Module) and model.training: says.append('the model was in training mode; it was evaluated in evaluation mode')
     if len(ok)<1000: says.append(f'{len(ok)} images only: differences of a few points mean nothing')
     rep = Report(meta, [_row(None, ok, seed, t)], {'clean':ok}, says)
     if out is None or overwrite or not (Path(out)/'report.json').exists(): return rep,keys
+    if not meta['fingerprint']: raise ValueError(f'{out} holds a report, and a plain function cannot be recognised as the model it was begun with: choose another folder, or overwrite=True')
     old = Report.load(out)
     diff = [k for k in ('fingerprint','data','n','seed','cascade') if old.meta.get(k)!=meta[k]]
     if diff: raise ValueError(f'{out} holds a report that differs in {", ".join(diff)}: choose another folder, or overwrite=True')
@@ -267,7 +288,7 @@ def _begin(model, data, n, bs, seed, cascade, out, overwrite, device):
     rep.verdicts.update({r['attack']:old.verdicts[r['attack']] for r in rep.rows[1:]})
     return rep,keys
 
-# %% ../nbs/01b_evaluate.ipynb #c740d16e
+# %% ../nbs/01b_evaluate.ipynb #4fc4b8af
 def _device(model): return next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None
 
 def robust_report(
@@ -284,8 +305,9 @@ def robust_report(
 )->Report:
     "Clean accuracy, a row per attack, the worst case per image, and warnings"
     rep,keys = _begin(model, data, n, bs, seed, cascade, out, overwrite, _device(model))
-    todo = [a for a in attacks if a is not None]
-    for a in progress_bar(todo, display=progress, leave=False):
+    todo = list(dict.fromkeys(a for a in attacks if a is not None))
+    if len(set(map(repr, todo)))<len(todo): raise ValueError(f'two different attacks print alike, so their rows could not be told apart: {[repr(a) for a in todo]}; give their losses names')
+    for a in progress_bar(todo, leave=False) if progress else todo:
         above = [repr(b) for b in todo[:todo.index(a)] if cascade and _group(b)==_group(a)]
         if any(r['attack']==repr(a) and r['after']==above for r in rep.rows): continue
         stand,t = np.logical_and.reduce([rep.verdicts[o] for o in ('clean',*above)]),time.time()
@@ -322,11 +344,20 @@ def robust_report(self:Learner,
     self.model.to(self.dls.device)
     return robust_report(get_model(self.model), dl, attacks, bs=kw.pop('bs', getattr(dl,'bs',None) or 64), progress=hasattr(self,'progress') if progress is None else progress, **kw)
 
-# %% ../nbs/01b_evaluate.ipynb #04dbec38
+# %% ../nbs/01b_evaluate.ipynb #02d51975
 class Curve:
     "Accuracy against eps: `df`, `plot()` and `warnings`"
-    def __init__(self, df, title, warnings=()): self.df,self.title,self.warnings = df,title,list(warnings)
-    def plot(self, ax=None, label=None, **kw):
+    def __init__(self,
+        df:pd.DataFrame, # A row per eps: eps, accuracy, low, high, n, seed
+        title:str, # Attack, norm, n and seed
+        warnings=(), # Sentences
+    ): self.df,self.title,self.warnings = df,title,list(warnings)
+
+    def plot(self,
+        ax=None, # Matplotlib axes; None: new ones
+        label:str=None, # For the legend
+        **kw # For `ax.plot`
+    ): # The axes
         "Accuracy with its 95% interval"
         ax = ax or plt.subplots(figsize=(4.5,3))[1]
         ax.plot(self.df.eps, self.df.accuracy, marker='o', label=label, **kw)
@@ -336,7 +367,7 @@ class Curve:
         return ax
     def __repr__(self): return '\n'.join([self.title, self.df.to_string(index=False)]+[f'warning: {o}' for o in self.warnings])
 
-# %% ../nbs/01b_evaluate.ipynb #7c5a628e
+# %% ../nbs/01b_evaluate.ipynb #b2a4b1ca
 def eps_curve(
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
     data, # A DataLoader or (images, labels), see `eval_batches`
@@ -349,6 +380,7 @@ def eps_curve(
     "Accuracy under `attack` at each eps; warns where a larger eps does not lower it, or a huge one leaves more than chance"
     kw = dict(n=n, bs=bs, device=_device(model))
     clean,keys,says = _first_pass(model, data, **kw)
+    eps = list(eps)
     oks = [clean if e==0 else run_attack(model, attack.but(eps=e), _same(eval_batches(data, **kw), keys), clean, bs, seed) for e in eps]
     df = pd.DataFrame([dict(eps=float(e), **{k:v for k,v in _row(attack, ok, seed, None).items() if k in ('accuracy','low','high','n','seed')}) for e,ok in zip(eps,oks)])
     up = [(a,b) for (_,a),(_,b) in zip(df.sort_values('eps')[:-1].iterrows(), df.sort_values('eps')[1:].iterrows()) if b.low>a.high]
@@ -357,7 +389,12 @@ def eps_curve(
     return Curve(df, f'{attack.name}, {attack.norm}, n={len(clean)}, seed={seed}', says)
 
 @patch
-def eps_curve(self:Learner, attack, eps, ds_idx:int=1, **kw):
+def eps_curve(self:Learner,
+    attack:Attack, # Its own eps is replaced
+    eps, # Radii in pixel units
+    ds_idx:int=1, # 0: training images, 1: validation images
+    **kw # See `eps_curve`
+)->Curve:
     "`eps_curve` of this Learner's model on its validation images"
     self.model.to(self.dls.device)
     return eps_curve(get_model(self.model), self.dls[ds_idx], attack, eps, **kw)
