@@ -24,17 +24,17 @@ class warmup:
     def __call__(self, pct): return self.eps*min(1., pct/self.pct) if self.pct else self.eps
     def __repr__(self): return f'warmup({eps_str(self.eps)}, pct={self.pct:g})'
 
-# %% ../nbs/01a_adv_train.ipynb #20a74f77
+# %% ../nbs/01a_adv_train.ipynb #d5c8a436
 class AdvTrain(AdvCallback):
     "Train on the images that `attack` makes of each batch"
     def __init__(self,
         attack:Attack, # Any attack; where it has no loss of its own, it climbs the Learner's loss
         eps=None, # A number, or a schedule `pct -> eps` such as `warmup`; None: the attack's own
     ):
-        if not callable(attack): raise TypeError(f'AdvTrain needs an attack, such as PGD(8/255, steps=2), got {attack!r}')
+        check_attack(attack)
         if eps is not None and not hasattr(attack, 'but'): raise TypeError(f'eps= needs an attack whose eps can be changed, attack.but(eps=...), got {attack!r}')
         if isinstance(eps, Ball): eps = eps.eps
-        if eps is not None and not callable(eps): attack.but(eps=eps)
+        if eps is not None: attack.but(eps=eps(1.) if callable(eps) else eps)
         self.attack,self.eps = attack,eps
 
     def current(self):
@@ -46,11 +46,17 @@ class AdvTrain(AdvCallback):
 
     def learn_loss(self, z, _):
         "The Learner's loss on this batch: one number per image where it has a `reduction`, else its mean"
-        lf = self.learn.loss_func
-        if not hasattr(lf, 'reduction'): return lf(z, *self.yb)
-        with NoneReduce(lf) as f: return f(z, *self.yb)
+        lf,yb = self.learn.loss_func,[o.as_subclass(Tensor) if isinstance(o,Tensor) else o for o in self.yb]
+        base = getattr(getattr(lf,'__self__',None), 'old_lf', lf)
+        if not hasattr(base, 'reduction'): return lf(z, *yb)
+        with NoneReduce(base): v = lf(z, *yb)
+        return v.view(len(self.x), -1).mean(1) if v.numel()%len(self.x)==0 else v.mean()
+
+    def before_train(self):
+        super().before_train()
+        if sum(isinstance(c, AdvTrain) for c in self.learn.cbs)>1: raise ValueError('the Learner has two AdvTrain callbacks, so the second would attack attacked images: remove one, learn.remove_cb(AdvTrain)')
 
     def before_batch(self):
         attack = self.current()
-        self.attack_batch(attack, seed=torch.initial_seed()%2**62+self.train_iter, labels=getattr(attack,'loss',None)!=self.learn_loss)
+        self.attack_batch(attack, seed=torch.initial_seed()%2**62+self.epoch, labels=getattr(attack,'loss',None)!=self.learn_loss)
     def __repr__(self): return f'AdvTrain({self.attack!r}'+(f', eps={self.eps if callable(self.eps) else eps_str(self.eps)}' if self.eps is not None else '')+')'

@@ -8,8 +8,8 @@ Docs: https://robust-nbdev.github.io/robust_nbdev/cli.html.md"""
 __all__ = ['demo_vit', 'demo_train', 'demo_table', 'both_right', 'demo_figure', 'number', 'demo_settings', 'run_demo',
            'robust_demo']
 
-# %% ../nbs/08_cli.ipynb #61eb317f
-import sys,time
+# %% ../nbs/08_cli.ipynb #099235a5
+import sys,time,warnings
 import timm
 from .core import *
 from .vit import *
@@ -20,25 +20,25 @@ from .evaluate import *
 from fastai.vision.all import *
 from fastcore.script import call_parse
 
-# %% ../nbs/08_cli.ipynb #b6149e63
+# %% ../nbs/08_cli.ipynb #a4b70fb8
 def demo_vit(
     dls:DataLoaders, # Gives channels, image size and classes
 )->Normalized: # Random weights
-    "A small ViT of four blocks, width 96, that fits the images; normalised with their own mean and deviation"
+    "A small ViT of three blocks, width 96, that fits the images; normalised with their own mean and deviation"
     x = dls.one_batch()[0].as_subclass(Tensor)
     c,size = x.shape[1],tuple(x.shape[-2:])
     patch = 16 if min(size)>=128 else 7 if size==(28,28) else 4
-    vit = timm.create_model('vit_tiny_patch16_224', img_size=size, patch_size=patch, in_chans=c, num_classes=dls.c, embed_dim=96, depth=4, num_heads=4)
+    vit = timm.create_model('vit_tiny_patch16_224', img_size=size, patch_size=patch, in_chans=c, num_classes=dls.c, embed_dim=96, depth=3, num_heads=4)
     return Normalized(vit, x.mean((0,2,3)).cpu(), x.std((0,2,3)).cpu())
 
-# %% ../nbs/08_cli.ipynb #6205e466
+# %% ../nbs/08_cli.ipynb #6aca0875
 def demo_train(
     dls:DataLoaders, # Images in [0,1]
     epochs:int, # Epochs of one-cycle training
     seed:int, # Of weights and order
     cbs=(), # `AdvTrain` or nothing
     metrics=(), # More columns
-    lr:float=3e-3, # Peak learning rate
+    lr:float=5e-3, # Peak learning rate
     bar:bool=True, # Show fastai's progress bar and table
 )->Learner:
     "A `demo_vit`, trained"
@@ -109,7 +109,7 @@ def demo_settings(
     if s.device is not None: torch.empty(1, device=s.device)
     return s
 
-# %% ../nbs/08_cli.ipynb #fbe658b3
+# %% ../nbs/08_cli.ipynb #c8641845
 def run_demo(
     s, # Settings, see `demo_settings`
     out, # Folder for the report files and the picture; made if it does not exist
@@ -125,29 +125,31 @@ def run_demo(
     for name,cbs in dict(plain=[], robust=[adv]).items():
         say(f'\n{name}: {adv if cbs else "no attack"}, {s.epochs} epochs')
         learners[name] = demo_train(dls, s.epochs, s.seed, cbs, bar=bar)
+        say(f'{name}: attacks')
         reports[name] = learners[name].robust_report(attacks, out=out/name, overwrite=True, seed=s.seed, bs=250, progress=bar)
     fig = demo_figure(learners, attacks[1], PGD(steps=min(s.steps,10)), min(200, len(dls.valid_ds)), s.seed)
     fig.savefig(out/'robust_demo.png', dpi=110); plt.close(fig)
-    t = demo_table(reports); t.to_csv(out/'robust_demo.csv')
+    t = demo_table(reports); t.attrs['warnings'] = [f'{k}: {w}' for k,r in reports.items() for w in r.warnings]
+    t.to_csv(out/'robust_demo.csv')
     return t
 
-# %% ../nbs/08_cli.ipynb #ef557814
+# %% ../nbs/08_cli.ipynb #167765f8
 @call_parse
 def robust_demo(
     profile:str=None, # Section of settings.ini: smoke, laptop, gpu (default: ROBUST_PROFILE, else the file's own)
     eps:number=None, # Radius of the attacks, Linf, pixel units of [0,1]: 0.1 or 8/255 (default: the profile's)
     epochs:int=None, # Epochs of each training (default: the profile's)
-    out:str='robust_demo', # Folder for robust_demo.png and the report files
+    out:str=None, # Folder for robust_demo.png and the report files (default: `out` in settings.ini)
     seed:int=None, # Of weights, order and attacks (default: the profile's)
     device:str=None, # cpu, cuda, cuda:1, mps (default: a GPU where there is one)
 ):
     "Train a plain and a robust vision transformer, attack both, print the table and draw the picture"
-    import matplotlib; matplotlib.use('agg')
     t0 = time.time()
     try:
-        s = demo_settings(profile, eps, epochs, seed, device)
+        s = demo_settings(profile, eps, epochs, seed, device); out = out or s.out
         t = run_demo(s, out, bar=sys.stdout.isatty())
     except (ValueError, TypeError, OSError, RuntimeError) as e: sys.exit(f'robust-demo: {e}')
     print(f'\nAccuracy in %, each row on what the rows above left standing: Linf, eps={eps_str(s.eps)}, n={s.n_valid}, seed={s.seed}\n')
     print(t.to_string())
+    for w in t.attrs['warnings']: print(f'warning: {w}')
     print(f'\n{time.time()-t0:.0f} seconds. In {out}/: robust_demo.png, robust_demo.csv, and report.json, report.csv, verdicts.npz of each model')

@@ -9,11 +9,8 @@ __all__ = ['eps_str', 'mix64', 'image_seed', 'uniform', 'per_image', 'Ball', 'Li
            'in_chans', 'Normalized', 'Logits', 'attack_mode', 'check_images', 'check_labels', 'check_logits',
            'check_dls', 'AdvCallback']
 
-# %% ../nbs/00_core.ipynb #1bf00c1a
-import warnings
+# %% ../nbs/00_core.ipynb #d29588c3
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from fractions import Fraction
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.mixup import MixUp
@@ -73,31 +70,34 @@ def per_image(
     "One number per image, in a shape that multiplies images"
     return v.view(-1, *[1]*(x.ndim-1))
 
-# %% ../nbs/00_core.ipynb #f3e7fc45
+# %% ../nbs/00_core.ipynb #dc8116d4
 class Ball:
     "A radius `eps` in pixel units of [0,1]; `Linf` and `L2` say what distance means"
+    largest = float('inf')
     def __init__(self, eps:float): # Radius; raises ValueError if negative, not finite, or in units of 255
-        eps = float(eps)
+        try: eps = float(eps)
+        except (TypeError, ValueError): raise TypeError(f'eps must be a number such as 8/255, got {eps!r}') from None
         if not 0<=eps<float('inf'): raise ValueError(f'eps must be a finite number >= 0, got {eps}')
-        if isinstance(self, Linf) and eps>1: raise ValueError(f'eps={eps:g} is larger than the pixel range [0,1]; write {eps:g}/255 for {eps:g} grey levels')
+        if eps>self.largest: raise ValueError(f'eps={eps:g} is larger than the pixel range [0,1]; write {eps:g}/255 for {eps:g} grey levels')
         self.eps = eps
     def __repr__(self): return f'{type(self).__name__}({eps_str(self.eps)})'
     def __eq__(self, o): return type(o) is type(self) and o.eps==self.eps
     def __hash__(self): return hash((type(self), self.eps))
 
-# %% ../nbs/00_core.ipynb #3575535a
+# %% ../nbs/00_core.ipynb #7ad035e8
 class Linf(Ball):
     "Each pixel moves by at most `eps`"
-    def rand(self, x, seed): return (2*uniform(seed, x)-1)*self.eps
+    largest = 1.
+    def rand(self, x, seed=0): return (2*uniform(image_seed(x, seed), x)-1)*self.eps
     def step(self, g): return g.nan_to_num(0,0,0).sign()
     def project(self, x, delta): return (x+delta.clamp(-self.eps, self.eps)).clamp(0,1)-x
     def size(self, delta): return delta.flatten(1).abs().amax(1)
 
-# %% ../nbs/00_core.ipynb #10684940
+# %% ../nbs/00_core.ipynb #3d269dce
 class L2(Ball):
     "The Euclidean length of an image's whole change is at most `eps`"
-    def rand(self, x, seed):
-        n = x[0].numel()
+    def rand(self, x, seed=0):
+        n,seed = x[0].numel(),image_seed(x, seed)
         return self.step(torch.special.ndtri(uniform(seed, x)))*self.eps*per_image(uniform(seed, x[:,:1].flatten(1)[:,:1], 1), x)**(1/n)
     def step(self, g):
         g = g.nan_to_num(0,0,0)
@@ -134,21 +134,22 @@ def unwrap(
         if inner is model: return model
         model = inner
 
-# %% ../nbs/00_core.ipynb #1e6f0755
+# %% ../nbs/00_core.ipynb #53fa60ad
 def _cfg(model): return getattr(model,'pretrained_cfg',None) or getattr(model,'default_cfg',None) or {}
 
 def in_chans(
     model:nn.Module, # A timm model, or anything that wraps one
 )->int|None: # Input channels, or None for a model that does not say
-    "How many channels the model's first layer takes, read from the layer that its timm configuration names"
+    "How many channels the model's first layer takes, read from the layer that its timm configuration names (None where that layer sees folded pixels)"
     model = unwrap(model)
     first = _cfg(model).get('first_conv')
-    if isinstance(first, (tuple,list)): first = first[0]
+    if isinstance(first, (tuple,list)): first = next(iter(first), None)
     try: m = model.get_submodule(first or ''); w = m.weight
-    except AttributeError: return None
-    return w.shape[1]*getattr(m,'groups',1) if w.ndim==4 else None
+    except (AttributeError, RuntimeError): return None
+    c = w.shape[1]*getattr(m,'groups',1) if w.ndim==4 else None
+    return None if c is None or c%(4*_cfg(model).get('input_size',(c,))[0])==0 else c
 
-# %% ../nbs/00_core.ipynb #1a4bc5e1
+# %% ../nbs/00_core.ipynb #6afea213
 class Normalized(Wrapper):
     "`model((x-mean)/std)`, for images `x` in [0,1]"
     def __init__(self,
@@ -161,6 +162,7 @@ class Normalized(Wrapper):
         cfg,c = _cfg(unwrap(model)),in_chans(model)
         if (mean is None or std is None) and 'mean' not in cfg: raise ValueError(f'{type(unwrap(model)).__name__} has no timm configuration to read statistics from: give mean= and std=')
         for n,v in (('mean',mean),('std',std)): self.register_buffer(n, self._stat(cfg[n] if v is None else v, c))
+        if c is not None and not {len(self.mean),len(self.std)}<={1,c}: raise ValueError(f'the model takes {c} channels, got {len(self.mean)} means and {len(self.std)} deviations')
         if not (self.std>0).all(): raise ValueError(f'std must be positive, got {self.std.flatten().tolist()}')
 
     @staticmethod
@@ -187,23 +189,24 @@ class Logits(Wrapper):
         o = self.model(x)
         return o[self.pick] if isinstance(o,dict) or isinstance(self.pick,int) else getattr(o, self.pick)
 
-# %% ../nbs/00_core.ipynb #71dc0f4e
+# %% ../nbs/00_core.ipynb #e471b110
 @contextmanager
 def attack_mode(
     model, # An `nn.Module`; any other callable is left alone
 ):
     "Evaluation mode, frozen weights, gradients on; every module's mode and every parameter's `requires_grad` restored at the end"
     m = model if isinstance(model, nn.Module) else nn.Identity()
-    modes,grads = [(o,o.training) for o in m.modules()],[(p,p.requires_grad) for p in m.parameters()]
+    m_mode,modes,grads = m.training,[(o,o.training) for o in m.modules()],[(p,p.requires_grad) for p in m.parameters()]
     try:
         m.eval()
         for p,_ in grads: p.requires_grad_(False)
         with torch.inference_mode(False), torch.enable_grad(): yield model
     finally:
+        m.train(m_mode)
         for o,t in modes: o.training = t
         for p,g in grads: p.requires_grad_(g)
 
-# %% ../nbs/00_core.ipynb #f569cf4d
+# %% ../nbs/00_core.ipynb #8b8ef42e
 def check_images(
     x:Tensor, # Images [B,C,H,W]
     model=None, # If given, its number of input channels is checked too
@@ -213,7 +216,7 @@ def check_images(
     if not isinstance(x, Tensor) or not x.is_floating_point(): raise TypeError(f'images must be a floating point tensor in [0,1], got {x.dtype if isinstance(x, Tensor) else type(x).__name__}: use torch.as_tensor(x).float(), divided by 255 if it counts to 255')
     if x.ndim<2 or not len(x): raise ValueError(f'expected a batch of images [B,C,H,W] with B>=1, got shape {list(x.shape)}')
     x = x.detach().as_subclass(Tensor)
-    lo,hi = x.min().item(),x.max().item()
+    lo,hi = torch.stack(x.aminmax()).tolist()
     if not (lo>=-tol and hi<=1+tol): raise ValueError(f'images must lie in [0,1], got values from {lo:g} to {hi:g}: divide by 255, or remove Normalize from the data and use Normalized(model)')
     c = in_chans(model) if isinstance(model, nn.Module) else None
     if x.ndim==4 and c not in (None, x.shape[1]): raise ValueError(f'the model takes {c} channel(s), the images have {x.shape[1]}: shape {list(x.shape)}')
@@ -234,7 +237,7 @@ def check_labels(
     if y.min()<0: raise ValueError(f'labels must be class numbers >= 0, got {y.min().item()}')
     return y
 
-# %% ../nbs/00_core.ipynb #966eae5f
+# %% ../nbs/00_core.ipynb #17d5d2b7
 def check_logits(
     z, # What the model returned
     x:Tensor, # For these images [B,...]
@@ -242,8 +245,10 @@ def check_logits(
     n:int=0, # Number of classes that the labels need (`y.max()+1`)
 )->Tensor: # `z` as float32 (float64 stays)
     "The model's output, if it is logits [B,C] for the labels at hand; raises TypeError or ValueError and says what to do"
+    if y is None and not isinstance(z, Tensor): return z
     if not isinstance(z, Tensor): raise TypeError(f'the model returned {type(z).__name__}, not a tensor of logits [B,C]: wrap it, Logits(model, pick=...)')
     if y is not None and (z.ndim!=2 or len(z)!=len(x)): raise TypeError(f'expected logits [{len(x)},C] from the model, got shape {list(z.shape)}')
+    if y is not None and z.shape[1]==1: raise ValueError('the model has one output, and one logit has no runner-up: make it two, torch.cat([torch.zeros_like(z), z], 1), with labels 0 and 1')
     if y is not None and (z.shape[1]<n or (y.ndim==2 and y.shape!=z.shape)): raise ValueError(f'labels for {max(n, y.shape[-1] if y.ndim==2 else 0)} classes do not fit a model with {z.shape[1]} outputs')
     return z.float() if z.dtype in (torch.float16,torch.bfloat16) else z
 

@@ -142,7 +142,7 @@ def test_a_ball_as_eps():
     with pytest.raises(ValueError, match='8/255'): AdvTrain(PGD(.1), eps=8)
 
 def test_no_attack_no_callback():
-    with pytest.raises(TypeError, match='needs an attack'): AdvTrain(.1)
+    with pytest.raises(TypeError, match='expected an attack'): AdvTrain(.1)
 
 def test_any_function_is_an_attack():
     l = synth_learner(cbs=[KeepClean(), AdvTrain(lambda model, x, y, seed=0: (x+.25).clamp(0,1)), Seen()]); l.fit(1, 1e-3)
@@ -398,7 +398,6 @@ def test_normalize_in_the_dls_is_refused():
         l.dls.add_tfms([Normalize.from_stats([.5],[.5])], 'after_batch')
         with pytest.raises(ValueError, match=words): run(l)
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize('run', [lambda l: l.validate(), lambda l: l.get_preds()], ids=['validate','get_preds'])
 def test_a_refusal_does_not_lock_the_learner(run):
     "fastai's validation takes a lock before `before_fit` and frees it only if `before_fit` returns: refuse later, or the next call waits for ever"
@@ -448,3 +447,46 @@ def test_distributed_wrapper_is_trained_and_the_network_attacked():
         l.fit(1, 1e-3, cbs=Wrap())
         assert len(calls)==4+len(l.dls.valid) and close(weights(l), weights(ref), 1e-6)
     finally: dist.destroy_process_group()
+
+# --- found by a reviewer ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('a,b,run', [(AdvTrain(ADV), AdvTrain(ADV), 'fit'), (AdvValid(ADV), AdvValid(ADV), 'validate')])
+def test_two_of_a_kind_are_refused(a, b, run):
+    l = synth_learner(cbs=a)
+    with pytest.raises(ValueError, match='two Adv'): l.fit(1, 1e-3, cbs=b) if run=='fit' else l.validate(cbs=b)
+    l.fit(1, 1e-3) if run=='fit' else l.validate()
+
+@pytest.mark.parametrize('mix', [None, MixUp, CutMix])
+@pytest.mark.parametrize('attack', [APGD(.1, steps=3), PGD(.1, steps=1, restarts=2)])
+def test_attacks_that_need_a_loss_per_image(mix, attack):
+    l = synth_learner(cbs=[AdvTrain(attack)]+([mix()] if mix else [])); lf = l.loss_func; l.fit(1, 1e-3)
+    assert l.loss_func is lf and lf.reduction=='mean'
+
+def test_accumulated_gradient_equals_the_full_batch_with_a_random_start():
+    got = {}
+    for bs,cbs in ((16,[]),(4,[GradientAccumulation(16)])):
+        dls = synth_dls(16, bs=bs); dls.train = dls.train.new(shuffle=False)
+        class Stop(Callback):
+            order = GradientAccumulation.order+1
+            def before_step(self): got[bs] = torch.cat([p.grad.flatten() for p in self.model.parameters()]); raise CancelFitException()
+        synth_learner(dls=dls, cbs=[AdvTrain(PGD(.1, steps=2)), Stop(), *cbs]).fit(1, 1e-3)
+    assert torch.allclose(got[4], got[16], atol=1e-5*got[16].abs().max())
+
+def test_layers_that_merge_weights_on_eval_are_unmerged():
+    class Merge(nn.Linear):
+        merged = False
+        def train(self, mode=True): self.merged = not mode; return super().train(mode)
+    m = nn.Sequential(nn.Flatten(), Merge(784,4)).train(); x = torch.rand(2,1,28,28)
+    PGD(.1, steps=1)(m, x, torch.tensor([0,1]))
+    assert m[1].training and not m[1].merged
+
+def test_a_model_that_writes_into_its_input():
+    m = nn.Sequential(nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(784,4)); x = torch.rand(2,1,28,28); was = x.clone()
+    class Half(nn.Module):
+        def forward(self, x): return m(x.mul_(.5))
+    PGD(.1, steps=2)(Half(), x, torch.tensor([0,1])); predict(Half(), x)
+    assert torch.equal(x, was)
+
+def test_compiled_model_trains():
+    l = synth_learner(cbs=AdvTrain(ADV)); l.model = torch.compile(l.model, backend='eager'); l.fit(1, 1e-3)
+    assert len(l.recorder.values)==1

@@ -663,3 +663,22 @@ def test_attacks_are_values():
     import pickle
     assert pickle.loads(pickle.dumps(APGD(.1, loss=dlr)))==APGD(.1, loss=dlr) and len(pickle.dumps(PGD(.1)))<1000
     assert FGSM(.1).but(eps=.2)==FGSM(.2)
+
+# --- found by a reviewer ----------------------------------------------------------------------------------------------------------
+
+def test_clean_losses_know_no_target_and_need_a_start():
+    m,x = tiny_vit(num_classes=4),torch.rand(2,1,28,28)
+    with pytest.raises(ValueError, match='no target'): PGD(.1, loss=kl)(m, x, target=torch.tensor([0,1]), targeted=True)
+    for f in (lambda: FGSM(.1, loss=kl), lambda: PGD(.1, loss=kl, rand=False)):
+        with pytest.raises(ValueError, match='start elsewhere'): f()
+
+def test_units_of_alpha_and_words_for_losses():
+    with pytest.raises(ValueError, match='2/255'): PGD(8/255, alpha=2)
+    with pytest.raises(TypeError, match='such as ce'): PGD(.1, loss='ce')
+    with pytest.raises(TypeError, match='8/255'): PGD('8/255')
+
+def test_scripted_models_and_folded_pixels():
+    import timm
+    m = torch.jit.script(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12,3)))
+    assert PGD(.1, steps=2)(m, torch.rand(2,3,2,2), torch.tensor([0,1])).shape==(2,3,2,2)
+    assert in_chans(timm.create_model('tresnet_m', num_classes=3)) is None

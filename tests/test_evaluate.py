@@ -48,7 +48,7 @@ def test_different_attacks_have_different_columns():
 
 def test_metric_does_nothing_in_training(learn):
     n = []
-    l = synth_learner(metrics=RobustAccuracy(lambda m,x,y: n.append(len(x)) or x)); l.fit(1, 1e-3)
+    l = synth_learner(metrics=RobustAccuracy(lambda m,x,y,seed=0: n.append(len(x)) or x)); l.fit(1, 1e-3)
     assert sum(n)==len(l.dls.valid_ds)
 
 def test_metric_restores_the_model(learn):
@@ -111,12 +111,20 @@ class Net(nn.Module):
     def __init__(self, f=lambda m,x: m(x)): super().__init__(); self.m,self.f = tiny_vit(num_classes=4),f
     def forward(self, x): return self.f(self.m, x)
 FAULTS = dict(zero=(lambda m,x: m(x.round()), 'gradient is exactly zero for 100%'), quantised=(lambda m,x: m((x*255).round()/255), 'gradient is exactly zero'), nan=(lambda m,x: m(x)+(x.flatten(1).sum(1)*0).sqrt()[:,None]*torch.arange(4), 'not finite for 100%'),
-    softmax=(lambda m,x: m(x).softmax(1), 'probabilities'), log_softmax=(lambda m,x: m(x).log_softmax(1), 'probabilities'), noise=(lambda m,x: m(x+.1*torch.randn_like(x)), 'the model is random'))
+    softmax=(lambda m,x: m(x).softmax(1), 'probabilities'), confident=(lambda m,x: m(x)*1e5, 'cross-entropy underflows'), noise=(lambda m,x: m(x+.1*torch.randn_like(x)), 'the model is random'))
 @pytest.mark.parametrize('k', FAULTS)
 def test_planted_faults_are_named(k):
     f,words = FAULTS[k]; x = torch.rand(16,1,28,28, generator=torch.Generator().manual_seed(0))
     says = self_check(Net(f), x, torch.arange(16)%4)
     assert len(says)==1 and words in says[0]
+def test_log_probabilities_are_logits():
+    "Cross-entropy and margin of log_softmax(z) are those of z: nothing to warn of"
+    assert self_check(Net(lambda m,x: m(x).log_softmax(1)), torch.rand(16,1,28,28), torch.arange(16)%4)==[]
+
+def test_outputs_that_are_no_numbers_count_as_wrong():
+    net,x = Net(lambda m,x: m(x)*float('nan')),torch.rand(16,1,28,28)
+    assert (predict(net, x)==-1).all() and any('not a number for 100%' in o for o in self_check(net, x, torch.zeros(16).long()))
+
 def test_few_zero_gradients_are_no_fault_and_many_are():
     g = torch.Generator().manual_seed(0); x = torch.rand(100,1,28,28, generator=g)*.5
     def f(m, x): return m(torch.where(x.detach().amax((1,2,3), keepdim=True)>.9, x.detach(), x))

@@ -1,4 +1,5 @@
 "`robust_report` and `eps_curve`: rows by hand, worst cases, files, resumption, refusals (R05, R14, R26-R29, R31, R33)."
+from robust_nbdev.adv_train import *
 import json
 import numpy as np, pandas as pd, pytest, torch
 from torch import nn
@@ -298,3 +299,49 @@ def test_curve_sees_an_attack_that_fails_at_large_eps(model, data):
         def run(self, obj, x, seed): return super().run(obj, x, seed) if self.eps<.15 else x
     c = eps_curve(model, data, Weak(steps=3), [.1,.2])
     assert any('accuracy rises' in o for o in c.warnings)
+
+# --- found by a reviewer ----------------------------------------------------------------------------------------------------------
+
+def test_one_output_is_refused():
+    one = nn.Sequential(nn.Flatten(), nn.Linear(64,1))
+    for y in (torch.zeros(8,1), torch.zeros(8).long()):
+        with pytest.raises((ValueError,TypeError), match='one output|one class per image'): robust_report(one, (torch.rand(8,1,8,8),y), [FGSM(.1)])
+
+def test_several_classes_per_image_are_refused(model):
+    with pytest.raises(ValueError, match='one class per image'): robust_report(model, (torch.rand(4,1,28,28),torch.ones(4,4)), [])
+
+def test_data_that_can_be_read_once_is_refused(model, data):
+    with pytest.raises(ValueError, match='only once'): robust_report(model, zip(data[0].split(50),data[1].split(50)), [A['fgsm']])
+
+def test_resume_notices_a_model_that_acts_differently(model, data, tmp_path):
+    from robust_nbdev.vit import attn_scale
+    with attn_scale(model, 30.): robust_report(model, data, [A['fgsm']], out=tmp_path)
+    with pytest.raises(ValueError, match='clean predictions'): robust_report(model, data, [A['fgsm']], out=tmp_path)
+
+def test_a_loss_of_ones_own_is_not_resumed(model, data, tmp_path):
+    def mine(z, y): return -ce(z, y)
+    a = robust_report(model, data, [PGD(E, steps=3, loss=mine)], out=tmp_path).df.accuracy[1]
+    def mine(z, y): return ce(z, y)
+    b = robust_report(model, data, [PGD(E, steps=3, loss=mine)], out=tmp_path).df.accuracy[1]
+    assert b==robust_report(model, data, [PGD(E, steps=3, loss=mine)]).df.accuracy[1]<a
+
+def test_worst_case_counts_rows_of_an_earlier_call(model, data, tmp_path):
+    robust_report(model, data, [A['fgsm'],A['pgd'],A['apgd']], out=tmp_path)
+    d = robust_report(model, data, [A['fgsm']], out=tmp_path).df
+    assert d.accuracy.iloc[-1]<=d.accuracy.iloc[:-1].min() and d.attack.iloc[-1]=='worst case'
+
+def test_reports_leave_the_random_state(model, data):
+    import random
+    torch.manual_seed(3); before = torch.get_rng_state(),random.getstate(),np.random.get_state()[1].tolist()
+    robust_report(model, data, [A['fgsm']]); eps_curve(model, data, A['fgsm'], [0.,.1])
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1]==random.getstate() and before[2]==np.random.get_state()[1].tolist()
+
+@pytest.mark.parametrize('bad,words', [(PGD,'PGD is a class'), (.1,'expected an attack'), ('pgd','expected an attack'), (lambda m,x,y: x,'seed=0')])
+def test_what_is_no_attack(bad, words, model, data):
+    for f in (lambda: robust_report(model, data, [bad]), lambda: RobustAccuracy(bad), lambda: AdvValid(bad), lambda: AdvTrain(bad)):
+        with pytest.raises(TypeError, match=words): f()
+
+def test_what_is_no_data_or_model(model, data):
+    l = synth_learner()
+    with pytest.raises(TypeError, match='dls.valid'): robust_report(model, l.dls, [])
+    with pytest.raises(TypeError, match='learn.model'): robust_report(l, data, [])
