@@ -345,3 +345,11 @@ def test_what_is_no_data_or_model(model, data):
     l = synth_learner()
     with pytest.raises(TypeError, match='dls.valid'): robust_report(model, l.dls, [])
     with pytest.raises(TypeError, match='learn.model'): robust_report(l, data, [])
+
+def test_a_constant_answer_is_no_robustness(model, data):
+    class Always(nn.Module):
+        def forward(self, x): return torch.tensor([0.,9.,0.,0.]).expand(len(x),-1)+0*x.sum()
+    words = [o for o in robust_report(Always(), data, []).warnings if 'constant answer' in o]
+    assert len(words)==1 and 'class 1 for 100%' in words[0]
+    one = torch.zeros_like(data[1])+1
+    assert not [o for o in robust_report(Always(), (data[0],one), []).warnings if 'constant answer' in o]
