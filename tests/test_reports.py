@@ -1,5 +1,4 @@
 "`robust_report` and `eps_curve`: rows by hand, worst cases, files, resumption, refusals (R05, R14, R26-R29, R31, R33)."
-from robust_nbdev.adv_train import *
 import json
 import numpy as np, pandas as pd, pytest, torch
 from torch import nn
@@ -8,6 +7,7 @@ from fastai.vision.all import Normalize
 from fastai.callback.schedule import *
 from robust_nbdev.core import *
 from robust_nbdev.attacks import *
+from robust_nbdev.adv_train import *
 from robust_nbdev.evaluate import *
 from robust_nbdev.evaluate import Report, eval_batches, packed, fingerprint, interval
 from robust_nbdev.test_utils import *
