@@ -255,8 +255,8 @@ def test_accumulation_clip_and_mixed_precision_together():
     l = synth_learner(cbs=[GradientClip(1.), MixedPrecision(torch.bfloat16), MixUp(.4), GradientAccumulation(32), AdvTrain(ADV), GetGrads()]); l.fit(1, 1e-3)
     assert l.recorder.values[0][0]<3 and len(l.get_grads.grads)==2 and not torch.is_autocast_enabled('cpu')
 
-def test_lr_find():
-    l = synth_learner(cbs=[AdvTrain(ADV, eps=warmup(.1))]); w = weights(l)
+def test_lr_find(tmp_path):
+    l = synth_learner(path=tmp_path, cbs=[AdvTrain(ADV, eps=warmup(.1))]); w = weights(l)
     l.lr_find(num_it=12, show_plot=False)
     assert same(weights(l), w)
     l.fit(1, 1e-3); assert not same(weights(l), w)
