@@ -109,7 +109,7 @@ def demo_settings(
     if s.device is not None: torch.empty(1, device=s.device)
     return s
 
-# %% ../nbs/08_cli.ipynb #c8641845
+# %% ../nbs/08_cli.ipynb #6e4c9b0b
 def run_demo(
     s, # Settings, see `demo_settings`
     out, # Folder for the report files and the picture; made if it does not exist
@@ -129,11 +129,11 @@ def run_demo(
         reports[name] = learners[name].robust_report(attacks, out=out/name, overwrite=True, seed=s.seed, bs=250, progress=bar)
     fig = demo_figure(learners, attacks[1], PGD(steps=min(s.steps,10)), min(200, len(dls.valid_ds)), s.seed)
     fig.savefig(out/'robust_demo.png', dpi=110); plt.close(fig)
-    t = demo_table(reports); t.attrs['warnings'] = [f'{k}: {w}' for k,r in reports.items() for w in r.warnings]
+    t = demo_table(reports); t.attrs.update(n=reports['robust'].meta['n'], warnings=[f'{k}: {w}' for k,r in reports.items() for w in r.warnings])
     t.to_csv(out/'robust_demo.csv')
     return t
 
-# %% ../nbs/08_cli.ipynb #167765f8
+# %% ../nbs/08_cli.ipynb #471ba707
 @call_parse
 def robust_demo(
     profile:str=None, # Section of settings.ini: smoke, laptop, gpu (default: ROBUST_PROFILE, else the file's own)
@@ -149,7 +149,7 @@ def robust_demo(
         s = demo_settings(profile, eps, epochs, seed, device); out = out or s.out
         t = run_demo(s, out, bar=sys.stdout.isatty())
     except (ValueError, TypeError, OSError, RuntimeError) as e: sys.exit(f'robust-demo: {e}')
-    print(f'\nAccuracy in %, each row on what the rows above left standing: Linf, eps={eps_str(s.eps)}, n={s.n_valid}, seed={s.seed}\n')
+    print(f'\nAccuracy in %, each row on what the rows above left standing: Linf, eps={eps_str(s.eps)}, n={t.attrs["n"]}, seed={s.seed}\n')
     print(t.to_string())
     for w in t.attrs['warnings']: print(f'warning: {w}')
     print(f'\n{time.time()-t0:.0f} seconds. In {out}/: robust_demo.png, robust_demo.csv, and report.json, report.csv, verdicts.npz of each model')

@@ -117,10 +117,10 @@ def show_adv(self:Learner,
     with no_random(0): x,y = next(iter(_loader(self.dls[ds_idx])))[:2]
     show_adv(get_model(self.model), *[o[:max_n] for o in to_device((x,y), self.dls.device)], attack, vocab=getattr(self.dls,'vocab',None), **kw)
 
-# %% ../nbs/01b_evaluate.ipynb #5086a388
+# %% ../nbs/01b_evaluate.ipynb #cc7a62b0
 class AdvValid(AdvCallback):
     "Attack every validation batch, so that all metrics and predictions are those under attack"
-    order,run_train,run_valid,_stateattrs = AdvCallback.order,False,True,('clean_x',)
+    run_train,run_valid,_stateattrs = False,True,('clean_x',)
     def __init__(self,
         attack, # Any attack; None leaves the images clean
         seed:int=0, # Of the attack

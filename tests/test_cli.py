@@ -77,3 +77,11 @@ def test_bad_arguments_leave_no_folder(failures):
 def test_help(failures):
     code,_,out = failures[0]['--help']
     assert code in (0,None) and all(o in out for o in ('--profile','--eps','--epochs','--out','--seed','--device','Train a plain and a robust vision transformer'))
+
+def test_number_of_images_is_the_one_measured(tmp_path):
+    "Where a dataset is not to be had, fewer images than the profile asks for may be measured, and that number is printed"
+    from fastcore.basics import noop
+    from robust_nbdev.cli import demo_settings, run_demo
+    from robust_nbdev.datasets import RunSettings
+    s = RunSettings(demo_settings('smoke'), dataset='imagenet100', imagenet100=None, size=None, n_train=128, n_valid=1500)
+    assert run_demo(s, tmp_path, bar=False, say=noop).attrs['n']==1000
