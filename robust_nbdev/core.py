@@ -50,7 +50,7 @@ def image_seed(
     salt = mix64(torch.tensor((int(seed)+1)*-_GOLD % 2**63, device=x.device))
     return mix64((bits*mix64(torch.arange(1, bits.shape[1]+1, device=x.device))).sum(1)+salt)
 
-# %% ../nbs/00_core.ipynb #54cc711c
+# %% ../nbs/00_core.ipynb #0ba83159
 def uniform(
     seed:Tensor, # [B] int64, see `image_seed`
     like:Tensor, # [B,...]: gives shape and device
@@ -58,7 +58,7 @@ def uniform(
 )->Tensor: # As `like`, strictly between 0 and 1, float32 (float64 if `like` is)
     "Uniform noise that depends on each image's seed and on nothing else"
     j = torch.arange(1, like[0].numel()+1, device=like.device)
-    bits = mix64(mix64(seed+stream*_M1)[:,None] + j*_GOLD)
+    bits = mix64(mix64(seed+((stream*_M1+2**63)%2**64-2**63))[:,None] + j*_GOLD)
     dt = torch.promote_types(like.dtype, torch.float32)
     return ((_shr(bits,41).to(dt)+.5)/2**23).view(like.shape)
 

@@ -617,7 +617,7 @@ def plain_apgd(m, x, y, x0, eps, steps, norm):
 def test_apgd_is_the_published_algorithm(trained, norm, eps):
     m,x,y = [o[:16] if isinstance(o, torch.Tensor) else o for o in trained]
     a = APGD(eps, norm=norm, steps=100)                                       # where the paper's checkpoints and the code's are the same
-    x0 = x+a.start(x, image_seed(x))
+    x0 = x+a.start(None, x, image_seed(x))['d']
     want = [plain_apgd(m, x[i], y[i], x0[i], eps, 100, norm) for i in range(len(x))]
     x_adv = a(m, x, y)
     right = predict(m, x_adv)==y
@@ -632,7 +632,7 @@ def test_apgd_agrees_with_autoattack(trained, norm, eps, loss):
     aa = pytest.importorskip('pyautoattack.autopgd_base')
     m,x,y = trained
     a = APGD(eps, norm=norm, steps=30, loss=dict(ce=ce, dlr=dlr)[loss])
-    x0 = x+a.start(x, image_seed(x))
+    x0 = x+a.start(None, x, image_seed(x))['d']
     ref = aa.APGDAttack(m, n_iter=30, norm=norm, n_restarts=1, eps=eps, loss=loss, device='cpu', seed=0)
     ref.init_hyperparam(x)
     _,_,_,adv = ref.attack_single_run(x, y, x_init=x0)
