@@ -8,7 +8,7 @@ Docs: https://robust-nbdev.github.io/robust_nbdev/attacks.html.md"""
 __all__ = ['ce', 'margin', 'cw', 'scaled_ce', 'dlr', 'dlr_t', 'kl', 'feat_cos', 'mse', 'Objective', 'Counted', 'Value', 'Attack',
            'check_call', 'check_attack', 'PGD', 'FGSM', 'FGSM_RS', 'MIFGSM', 'CWPGD', 'GAMAPGD', 'GAMAFW',
            'apgd_checkpoints', 'APGD', 'APGDT', 'WorstCase', 'Transfer', 'choose_target', 'Fast', 'Square', 'FAB',
-           'AutoAttack', 'aa_ball', 'loss_trace']
+           'AutoAttack', 'loss_trace']
 
 # %% ../nbs/01_attacks.ipynb #40e10a73
 from collections.abc import Callable
@@ -708,7 +708,7 @@ class FAB(Attack):
         a = _fab(seed)(logits, norm=self.norm, n_restarts=self.restarts, n_iter=self.steps, eps=self.eps, seed=seed%2**32, targeted=self.targets>0, n_target_classes=min(self.targets, c-1), device=x.device)
         with _own_rng(x): return self.ball.project(x, a.perturb(x, obj.y)-x)+x
 
-# %% ../nbs/01_attacks.ipynb #1407f4bb
+# %% ../nbs/01_attacks.ipynb #91d3a02b
 @dataclass(frozen=True, repr=False)
 class AutoAttack(Value):
     "The ensemble that robustness is reported with: APGD-CE, targeted APGD, targeted FAB and Square, each on the images that still stand"
@@ -725,6 +725,8 @@ class AutoAttack(Value):
         if self.version not in ('custom',*_versions): raise ValueError(f'version must be one of {list(_versions)} or custom, got {self.version!r}')
         if (self.version=='custom')!=bool(self.attacks): raise ValueError("attacks= goes with version='custom', and 'custom' needs attacks")
         WorstCase(self.members(10))
+    @property
+    def ball(self): return threat_model(self.eps, self.norm)
     @property
     def name(self): return '_'.join(['autoattack', *([self.version] if self.version!='standard' else []), *(['l2'] if self.norm=='L2' else [])])
     def members(self, classes:int): # Of the model
@@ -749,7 +751,7 @@ def _members(eps, norm, c, version):
     return {'apgd-ce':APGD(eps, restarts=n, **draws, **kw), 'apgd-dlr':APGD(eps, loss=dlr if c>2 else margin, restarts=n, **draws, **kw),
         'apgd-t':APGDT(eps, targets=min(9,c-1), **kw) if c>2 else APGD(eps, loss=margin, **kw), 'fab':FAB(eps, targets=0, restarts=n, **kw), 'fab-t':FAB(eps, targets=min(9,c-1), **kw), 'square':Square(eps, **kw)}
 
-# %% ../nbs/01_attacks.ipynb #0b8c09b8
+# %% ../nbs/01_attacks.ipynb #12c218e4
 def _reference_aa(aa, model, x, y, seed):
     "The whole of pyautoattack on one batch, its warnings passed on, global random state and tracer restored"
     import logging,sys
@@ -764,9 +766,7 @@ def _reference_aa(aa, model, x, y, seed):
             x_adv = a.run_standard_evaluation(x0, obj.y, batch_size=len(x0))[0]
     finally: log.removeHandler(ear); log.propagate = spread; sys.settrace(trace)
     for m in heard: warnings.warn(f'{aa}: {m}')
-    return _like(_land(check_images(x), aa_ball(aa).project(x0, x_adv.detach()-x0)+x0), x)
-
-def aa_ball(aa): return threat_model(aa.eps, aa.norm)
+    return _like(_land(check_images(x), aa.ball.project(x0, x_adv.detach()-x0)+x0), x)
 
 # %% ../nbs/01_attacks.ipynb #84152340
 def loss_trace(
