@@ -9,10 +9,11 @@ __all__ = ['FASHION', 'IMAGENETTE', 'CAMVID', 'RunSettings', 'settings', 'ImageS
            'choose_images', 'open_image', 'OpenImage', 'ClassNumber', 'CenterFit', 'CropFlip', 'ClampImage', 'BatchDL',
            'to_ram', 'MaskClasses', 'image_dls', 'read_folders', 'ParquetColumn', 'mask_lut', 'read_parquet',
            'read_idx', 'read_cifar', 'read_camvid', 'read_images', 'find_images', 'fashion_mnist', 'cifar10',
-           'cifar100', 'imagenette', 'imagenet', 'imagenet100', 'camvid', 'dataset', 'profile_dls']
+           'cifar100', 'imagenette', 'imagenet', 'imagenet100', 'camvid', 'dataset', 'profile_dls', 'find_source',
+           'canonical']
 
-# %% ../nbs/00b_data.ipynb #0e141fe7
-import configparser, gzip, os, pickle, re
+# %% ../nbs/00b_data.ipynb #3bce0251
+import configparser, gzip, hashlib, os, pickle, re
 from importlib.resources import files
 from types import SimpleNamespace
 from urllib.request import Request, urlopen
@@ -92,7 +93,7 @@ def settings(
                 except (ValueError,ZeroDivisionError,RuntimeError) as e: raise ValueError(f'{f}, [{sec}]: {k} = {v} is not a valid value') from e
     return RunSettings(profile=profile, **{k:res[k] for k in order})
 
-# %% ../nbs/00b_data.ipynb #1441af03
+# %% ../nbs/00b_data.ipynb #e17c6ccf
 def _take(x, idxs):
     "Items of an array, a list or a `ParquetColumn`"
     return x[idxs] if isinstance(x, np.ndarray) else x.take(idxs) if hasattr(x,'take') else [x[i] for i in idxs]
@@ -103,8 +104,9 @@ class ImageSource:
         splits:dict, # `train`, `val`, `test` (those that exist) -> (images, labels). Images: paths, encoded bytes, or uint8 [N,H,W] or [N,H,W,3]. Labels: int64 [N], or masks
         vocab, # Class names
         lut=None, # For masks: 256 numbers, the class of each value in the file (255: ignored)
+        order:str='', # What says that the images come in the order in which the dataset was published; empty: nothing does
     ):
-        self.vocab,self.lut = L(vocab),lut
+        self.vocab,self.lut,self.order = L(vocab),lut,order
         self.splits = {k:(x, np.asarray(y, np.int64) if lut is None else y) for k,(x,y) in sorted(splits.items(), key=lambda o: o[0]!='train')}
         for k,(x,y) in self.splits.items():
             if len(x)!=len(y): raise ValueError(f'{k}: {len(x)} images, {len(y)} labels')
@@ -414,7 +416,7 @@ def _parquets(path, name):
     if len(sets)>1: raise ValueError(f'{path} holds parquet files of several datasets, {sorted(sets)}: pass one file, or name=')
     return fs
 
-# %% ../nbs/00b_data.ipynb #d50d8065
+# %% ../nbs/00b_data.ipynb #66f9d3b2
 def _class_names(pf):
     meta = pf.schema_arrow.metadata or {}
     if b'class_names' in meta: return json.loads(meta[b'class_names'])
@@ -429,9 +431,10 @@ def _table(fs, path):
     if not im or not lab: raise ValueError(f'{path}: expected columns image and label (or mask), found {cols}')
     small = [o for o in (lab,'index','split') if o in cols and o!='mask']
     df = pd.concat([pq.read_table(f, columns=small).to_pandas() if small else pd.DataFrame(index=range(pq.ParquetFile(f).metadata.num_rows)) for f in fs], ignore_index=True)
-    return im,lab,df.sort_values('index', kind='stable') if 'index' in df else df
+    if 'index' in df: df = df.sort_values('index', kind='stable'); df.attrs['order'] = 'from the column index of the file' if np.array_equal(df['index'], np.arange(len(df))) else ''
+    return im,lab,df
 
-# %% ../nbs/00b_data.ipynb #b76561d4
+# %% ../nbs/00b_data.ipynb #40cc6b7c
 CAMVID = 'Sky,Building,Pole,Road,Pavement,Tree,SignSymbol,Fence,Car,Pedestrian,Bicyclist'.split(',')
 
 def mask_lut(
@@ -463,9 +466,9 @@ def read_parquet(
             if masks or (len(y) and y.min()>=0): splits[_SPLITS.get(s.lower(),s)] = ParquetColumn(group, im, d.index),y
     if not splits: raise ValueError(f'{path}: no image has a label')
     names = _class_names(_pq().ParquetFile(fs[0])) or (CAMVID if masks else range(1+max(y.max() for _,y in splits.values())))
-    return ImageSource(splits, *mask_lut(names)) if masks else ImageSource(splits, [str(o) for o in names])
+    return ImageSource(splits, *mask_lut(names)) if masks else ImageSource(splits, [str(o) for o in names], order=df.attrs.get('order',''))
 
-# %% ../nbs/00b_data.ipynb #40955139
+# %% ../nbs/00b_data.ipynb #56a19f72
 def read_idx(
     path:Path, # Holds `train-images-idx3-ubyte` and so on, gzipped or not
     name:str='', # Not used
@@ -480,7 +483,7 @@ def read_idx(
         dims = np.frombuffer(b, '>i4', b[3], 4)
         if b[:3]!=b'\0\0\x08' or len(b)!=4+4*b[3]+dims.prod(): raise ValueError(f'{p} is damaged: {len(b)} bytes do not fit its header')
         return np.frombuffer(b, np.uint8, offset=4+4*b[3]).reshape(dims).copy()
-    return ImageSource({k:(get(f'{f}-images-idx3-ubyte'), get(f'{f}-labels-idx1-ubyte')) for k,f in (('train','train'),('test','t10k'))}, FASHION)
+    return ImageSource({k:(get(f'{f}-images-idx3-ubyte'), get(f'{f}-labels-idx1-ubyte')) for k,f in (('train','train'),('test','t10k'))}, FASHION, order='as in the original files')
 
 def read_cifar(
     path:Path, # Holds `cifar-10-batches-py` or `cifar-100-python`, or is one of them
@@ -496,7 +499,7 @@ def read_cifar(
         def part(fs):
             bs = [get(f) for f in fs]
             return np.concatenate([b['data'] for b in bs]).reshape(-1,3,32,32).transpose(0,2,3,1).copy(), [o for b in bs for o in b[lab]]
-        return ImageSource(dict(train=part(train), test=part([test])), get(meta)[names])
+        return ImageSource(dict(train=part(train), test=part([test])), get(meta)[names], order='as in the original files')
 
 # %% ../nbs/00b_data.ipynb #13c51589
 _MERGE = {o:c for c,os_ in dict(
@@ -533,7 +536,7 @@ def read_images(
     raise FileNotFoundError(f'{path} '+('has no images in a form that can be read' if path.exists() else 'does not exist')+': expected train/ and test/ (or val/) '
         'with a folder per class, parquet files, IDX files, CIFAR batches, or CamVid folders')
 
-# %% ../nbs/00b_data.ipynb #f3884ab8
+# %% ../nbs/00b_data.ipynb #d8b9798c
 _SETS = dict(  # folders are looked for in fastai's data folder, behind the one that `untar_data` of the first URL makes
     fashion_mnist=dict(dirs=['/usr/share/datasets/fashion-mnist', 'FashionMNIST'], how='Debian has it: apt-get install dataset-fashion-mnist'),
     cifar10=dict(size=32, dirs=['cifar10', 'cifar-10-batches-py'], url=URLs.CIFAR), cifar100=dict(size=32, dirs=['cifar100', 'cifar-100-python'], url=URLs.CIFAR_100),
@@ -560,6 +563,7 @@ def find_images(
     download:bool=True, # Let fastai fetch it if it is nowhere and its server answers within 3 seconds
 )->ImageSource:
     "A named dataset, wherever it is; raises FileNotFoundError with all the places where it was looked for"
+    if name not in _SETS: raise ValueError(f'no dataset {name!r}, there are: {", ".join(_SETS)}')
     d,path = _SETS[name],path or settings().get(name)
     if path: return read_images(path, name)
     places,url = [_fastai_data()/o for o in d['dirs']],d.get('url')
@@ -668,3 +672,45 @@ def profile_dls(
     kw.update(n_valid=n, n_train=min(kw.get('n_train') or 6000, 6000-n*(kw.get('valid')=='holdout')))
     print(f'{s.dataset} is not on this machine and cannot be fetched: {kw["n_train"]}+{n} images of the embedded Fashion-MNIST instead')
     return fashion_mnist(**{k:v for k,v in kw.items() if k not in ('full','path','download')})
+
+# %% ../nbs/00b_data.ipynb #e379fd4d
+def find_source(
+    data, # A named dataset, a folder or a parquet file
+    n:int=None, # Images wanted for validation: above 1000 of Fashion-MNIST the full dataset is needed
+)->tuple: # (`ImageSource`, its name, its usual size or None)
+    "The dataset that somebody names, nothing decoded; raises ValueError or FileNotFoundError"
+    if data=='fashion_mnist' and (n or 0)<=1000: return embedded_fashion(),'fashion_mnist (embedded subset)',None
+    if data in _SETS: return find_images(data),data,_SETS[data].get('size')
+    if not Path(data).expanduser().exists(): raise ValueError(f'no dataset and no folder is called {str(data)!r}; datasets: {", ".join(_SETS)}')
+    return read_images(data),Path(data).stem,None
+
+# %% ../nbs/00b_data.ipynb #1630f0a3
+_ORDER = dict(cifar10=('cec8a24a1e92aa2e','9ba28c0857ab703c'))  # of the original test labels as bytes, and of the pixels of the first 16 images
+
+def _digest(*arrays): return hashlib.sha256(b''.join(np.ascontiguousarray(a, np.uint8).tobytes() for a in arrays)).hexdigest()[:16]
+
+def _numbers(x):
+    "The number in each file name, for instance of `cat/0_cat.png`; None unless every file has one of its own"
+    ms = [re.search(r'\d+', o.stem) if isinstance(o, Path) else None for o in x] if isinstance(x, (list,L)) else [None]
+    ns = [int(m[0]) for m in ms if m]
+    return np.array(ns) if len(ns)==len(ms)==len({*ns}) else None
+
+def _in_order(x, y, name):
+    "Positions in the published order and how that is known, or None"
+    for i,why in ((np.arange(len(y)),''),(_numbers(x),'from the numbers in the file names, ')):
+        if i is None: continue
+        if why: i = np.argsort(i)
+        if _digest(y[i])==_ORDER[name][0]: return i,why+'checked against the published labels'
+
+def canonical(
+    src:ImageSource, # Where the test images are
+    name:str, # Which dataset they are
+)->ImageSource: # `test` alone, in the published order; `.order` says how that is known
+    "The test images in the order in which they were published; raises ValueError where it is lost, or where pixels are not the original ones"
+    if src.lut is not None or 'test' not in src.splits: raise ValueError(f'{name}: no labelled test images in {src}')
+    x,y = src.splits['test']
+    i,why = (_in_order(x, y, name) or (None,'')) if name in _ORDER else (np.arange(len(y)),src.order)
+    if not why: raise ValueError(f'{name}: this copy does not have the test images in the order in which they were published (or not all of them), so "the first n" are not those of others: '
+        'take the original files, or parquet files with a column index')
+    if name in _ORDER and _digest(*(open_image(o) for o in src.take('test', i[:16])[0]))!=_ORDER[name][1]: raise ValueError(f'{name}: the order is the published one, but the pixels are not: a lossy or resized copy?')
+    return ImageSource(dict(test=src.take('test', i)), src.vocab, order=why)

@@ -1,16 +1,17 @@
-"`robust-demo` as a newcomer types it, each time in a process of its own."
-import json, os, re, subprocess, sys
+"`robust-demo` and `robust-eval` as a newcomer types them, and what they are made of."
+import argparse, gzip, json, os, re, signal, subprocess, sys, time
 from pathlib import Path
-import pandas as pd, pytest
+import numpy as np, pandas as pd, pytest, timm, torch
 from PIL import Image
 
 HEAD = """import sys, io, json, contextlib, traceback, runpy
-def main(args): sys.argv = ['robust-demo',*args]; runpy.run_path(__file__+'_bin/robust-demo', run_name='__main__')
+def main(args, cmd='robust-demo'): sys.argv = [cmd,*args]; runpy.run_path(__file__+'_bin/'+cmd, run_name='__main__')
 """
-COMMAND = "import sys\nfrom robust_nbdev.cli import robust_demo\nsys.exit(robust_demo())\n"            # what the installed script does
+COMMAND = "import sys\nfrom robust_nbdev.__main__ import {0}\nsys.exit({0}())\n"            # what the installed script does
 def script(cwd, code, *args):
     "Run `code` as a script, as the installed command is: importing torch takes seconds, so several calls share a process"
-    (f:=cwd.parent/f'{cwd.name}.py').write_text(HEAD+code); b = f.with_name(f.name+'_bin'); b.mkdir(exist_ok=True); (b/'robust-demo').write_text(COMMAND)
+    (f:=cwd.parent/f'{cwd.name}.py').write_text(HEAD+code); b = f.with_name(f.name+'_bin'); b.mkdir(exist_ok=True)
+    for o in ('robust-demo','robust-eval'): (b/o).write_text(COMMAND.format(o.replace('-','_')))
     return subprocess.run([sys.executable, f, *args], cwd=cwd, capture_output=True, text=True, timeout=250, env=os.environ|dict(OMP_NUM_THREADS='1', PYTHONWARNINGS='ignore', ROBUST_PROFILE='smoke'))
 
 @pytest.fixture(scope='module')
@@ -45,21 +46,23 @@ def test_second_run_gives_the_same_table_and_another_seed_another(run, tmp_path)
 
 BAD = {'--eps 8':'8/255', '--eps -1':'>= 0', '--eps 0':'above 0', '--eps abc':'abc', '--eps 1/0':'1/0', '--eps nan':'nan', '--eps inf':'inf', '--epochs 0':'at least 1, got 0', '--epochs -3':'-3', '--epochs 1.5':'1.5', '--profile nope':'nope', '--device nope':'nope', '--seed -1':'between 0 and',
     '--seed 99999999999999999999':'99999999999999999999', '--out afile':'afile', '--nonsense 1':'nonsense', '--eps':'--eps', 'extra':'extra'}
-@pytest.fixture(scope='module')
-def failures(tmp_path_factory):
-    "All at once, in one process, since importing torch takes seconds: code and words of each"
-    d = tmp_path_factory.mktemp('bad'); (d/'afile').write_text('')
-    r = script(d, '''out = {}
-for args in json.loads(sys.argv[1]):
+CATCH = '''import shlex
+out,(_,todo,cmd) = {},sys.argv
+for args in json.loads(todo):
     err,std,code = io.StringIO(),io.StringIO(),0
     with contextlib.redirect_stderr(err), contextlib.redirect_stdout(std):
-        try: main(args.split())
+        try: main(shlex.split(args), cmd)
         except SystemExit as e:
             code = e.code
             if isinstance(code, str): err.write(code); code = 1
         except BaseException as e: code = -1; err.write(traceback.format_exc())
     out[args] = code,err.getvalue(),std.getvalue()
-print('RESULT'+json.dumps(out))''', json.dumps([*BAD,'--help']))
+print('RESULT'+json.dumps(out))'''
+@pytest.fixture(scope='module')
+def failures(tmp_path_factory):
+    "All at once, in one process, since importing torch takes seconds: code and words of each"
+    d = tmp_path_factory.mktemp('bad'); (d/'afile').write_text('')
+    r = script(d, CATCH, json.dumps([*BAD,'--help']), 'robust-demo')
     return json.loads(r.stdout.split('RESULT')[1]),d
 
 @pytest.mark.parametrize('args', BAD)
@@ -85,3 +88,236 @@ def test_number_of_images_is_the_one_measured(tmp_path):
     from robust_nbdev.datasets import RunSettings
     s = RunSettings(demo_settings('smoke'), dataset='imagenet100', imagenet100=None, size=None, n_train=128, n_valid=1500)
     assert run_demo(s, tmp_path, bar=False, say=noop).attrs['n']==1000
+
+# --- robust-eval: attacks as text
+
+from robust_nbdev.attacks import *
+from robust_nbdev.core import Normalized, unwrap
+from robust_nbdev import attacks as attacks_module, cli, datasets
+from robust_nbdev.cli import *
+from robust_nbdev.evaluate import robust_report
+
+SMALL = 'vit_tiny_patch16_224(patch_size=7, embed_dim=48, depth=1, num_heads=2)'
+def small(n=10, c=1, seed=0):
+    torch.manual_seed(seed)
+    return Normalized(timm.create_model('vit_tiny_patch16_224', img_size=28, patch_size=7, in_chans=c, num_classes=n, embed_dim=48, depth=1, num_heads=2), [.3]*c, [.4]*c).eval()
+
+@pytest.mark.parametrize('text,attacks', [('fgsm', [FGSM(8/255)]), ('clean , FGSM,pgd20', [None, FGSM(8/255), PGD(8/255, steps=20)]), ('pgd20_dlr', [PGD(8/255, steps=20, loss=dlr)]), ('PGD-20', [PGD(8/255, steps=20)]),
+    ('pgd5_l2', [PGD(.5, norm='L2', steps=5)]), ('apgd-l2-margin,\n apgd', [APGD(.5, norm='L2', loss=margin), APGD(8/255)]), ('PGD(8/255, steps=20, restarts=2),fgsm', [PGD(8/255, steps=20, restarts=2), FGSM(8/255)]),
+    ('pgd(4/255, rand=False, alpha=1e-2)', [PGD(4/255, rand=False, alpha=.01)]), ('PGD(.5, norm="L2", loss=margin)', [PGD(.5, norm='L2', loss=margin)]), ('PGD(steps=3),APGD(norm="L2")', [PGD(8/255, steps=3), APGD(.5, norm='L2')])])
+def test_attacks_are_read(text, attacks):
+    assert parse_attacks(text)==attacks
+    assert parse_attacks(', '.join(map(repr, filter(None, attacks))).replace("'",'"'))==[a for a in attacks if a]     # what a report prints can be typed
+
+def test_eps_and_norm_of_the_command_line():
+    assert parse_attacks('fgsm,PGD(2/255),PGD(steps=2),pgd_l2', .1)==[FGSM(.1), PGD(2/255), PGD(.1, steps=2), PGD(.5, norm='L2')]
+    assert parse_attacks('fgsm,pgd_linf,PGD(norm="Linf")', 1., 'L2')==[FGSM(1., norm='L2'), PGD(8/255), PGD(8/255)]
+
+@pytest.mark.parametrize('text,says', [('pgdd','there are: clean, pgd, fgsm'), ('pgd20_nope','losses ce, margin, dlr'), ('PGD(8)','8/255'), ('PGD(step=3)','steps'), ('fgsm5','FGSM'), ('PGD(steps=1.5)','1.5'), ('PGDD(1)','APGD'), ('','expected'), ('fgsm pgd','cannot be read'),
+    ('PGD(8/0)','divides by zero'), ('3','expected an attack'), ('"PGD"','expected an attack'), ('__import__("os").system("x")','neither'), ('PGD(eps=open("x"))','open'), ('[x for x in y]','neither'), ('PGD(2**9)','neither'), ('lambda: 1','neither'), ('PGD(loss=os)','os'),
+    ('fgsm)','cannot be read'), ('fgsm],[pgd','list of attacks'), ('('*3000,'cannot be read'), ('pgd_l7','norm'), ('a'*2000,'no attack'), ('PGD(**{})','neither'), ('\x00','cannot be read'), ('PGD("a"*9)','neither')])
+def test_bad_attacks_are_refused_in_words(text, says):
+    with pytest.raises((ValueError,TypeError), match=re.escape(says)) as e: parse_attacks(text)
+    assert '\n' not in str(e.value).strip()
+
+def test_new_attacks_are_found(monkeypatch):
+    class APGDT(APGD): pass
+    class Many:
+        def __init__(self, attacks): self.attacks = attacks
+        def __call__(self, model, x, y, *, seed=0): return x
+    class AutoAttack(Many):
+        def __init__(self, eps=8/255, norm='Linf', version='standard'): self.eps,self.norm,self.version = eps,norm,version
+    for c in (APGDT,Many,AutoAttack): monkeypatch.setattr(attacks_module, c.__name__, c, raising=False)
+    monkeypatch.setattr(attacks_module, '__all__', [*attacks_module.__all__,'APGDT','Many','AutoAttack'])
+    a,b,c,d = parse_attacks('apgd-t,apgd9,Many([fgsm, PGD(2/255)]),aa', .25)
+    assert type(a) is APGDT and a.eps==.25 and b==APGD(.25, steps=9) and c.attacks==[FGSM(.25), PGD(2/255)] and (d.eps,d.version)==(.25,'standard')
+    with pytest.raises(ValueError, match='attacks'): parse_attacks('many')
+    with pytest.raises(ValueError, match='steps'): parse_attacks('aa5')
+    assert cli._bench_attacks(None, .5, 'L2', 'plus')[0].version=='plus'
+
+# --- robust-eval: models
+
+def forms(m, d):
+    sd = m.state_dict(); net = {k.removeprefix('model.'):v for k,v in sd.items() if k.startswith('model.')}
+    ddp,comp = ({f'{p}{k}':v for k,v in sd.items()} for p in ('module.','_orig_mod.'))
+    for k,o in dict(plain=sd, net=net, ddp=ddp, comp=dict(model={f'module.{k}':v for k,v in comp.items()}, opt={'state':{}}), train=dict(state_dict=ddp, args=argparse.Namespace(a=1), epoch=3)).items(): torch.save(o, d/f'{k}.pth')
+    ema = {f'module.{k}':v for k,v in sd.items()}; torch.save({**ema,'n_averaged':torch.tensor(3)}, d/'ema.pt')
+    from safetensors.torch import save_file
+    save_file({k:v.contiguous().clone() for k,v in comp.items()}, d/'st.safetensors')
+    return sorted(o for o in d.iterdir())
+
+def test_every_form_of_checkpoint_gives_the_same_outputs(tmp_path):
+    m = small(); x = torch.rand(3,1,28,28); want = m(x)
+    fs = forms(m, tmp_path); assert len(fs)==7
+    for f in fs:
+        kw = dict(mean=[.3], std=[.4]) if f.stem=='net' else {}
+        got,line,_ = eval_model(SMALL, f, size=28, **kw)
+        assert torch.allclose(got(x), want, atol=1e-6) and f.name in line, f
+    assert not torch.allclose(eval_model(SMALL, tmp_path/'net.pth', size=28)[0](x), want, atol=1e-3)                   # timm's statistics instead
+
+def test_checkpoints_that_do_not_fit_say_what(tmp_path):
+    torch.save(small().state_dict(), f:=tmp_path/'a.pth')
+    with pytest.raises(ValueError, match=r'a.pth does not fit VisionTransformer: .*missing: .*shaped: .*patch_embed.proj.weight \[48, 1, 7, 7\] where the model has'): eval_model('vit_tiny_patch16_224', f, size=28)
+    with pytest.raises(ValueError, match='head.weight'): eval_model(SMALL, f, size=28, n_classes=5)
+    with pytest.raises(ValueError, match='unknown'): eval_model('resnet18', f)
+    with pytest.raises(FileNotFoundError, match='no checkpoint'): eval_model(SMALL, tmp_path/'b.pth')
+    for name,o in dict(c=b'', d=b'garbage'*99).items():
+        for end in ('.pth','.safetensors'):
+            (g:=tmp_path/(name+end)).write_bytes(o)
+            with pytest.raises(ValueError, match='not a file of weights'): eval_model(SMALL, g)
+    torch.save(dict(epoch=1), g:=tmp_path/'e.pth')
+    with pytest.raises(ValueError, match='holds no state dict'): eval_model(SMALL, g)
+
+class Evil:
+    def __reduce__(self): return (os.mkdir, ('evil_was_here',))
+def test_nothing_in_a_checkpoint_is_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path); torch.save(dict(state_dict=small().state_dict(), x=Evil()), f:=tmp_path/'a.pth')
+    with pytest.raises(ValueError, match='not a file of weights'): eval_model(SMALL, f)
+    assert not (tmp_path/'evil_was_here').exists()
+
+def test_timm_names():
+    for spec,says in {'vit_smal_patch16_224':'near: vit_small_patch16_224', 'resnet18(nope=1)':'nope', 'resnet18(':'name', 'vit_tiny_patch16_224(patch_size=open)':'open', 'vit_tiny_patch16_224.nope':'augreg'}.items():
+        with pytest.raises(ValueError, match=re.escape(says)): timm_model(spec)
+    assert unwrap(timm_model('swin_tiny_patch4_window7_224(depths=[1,1], embed_dim=12, num_heads=[1,2])', size=64, num_classes=3)).num_classes==3
+    a,b,c = (eval_model('resnet18', seed=s, classes=3)[0].state_dict()['model.conv1.weight'] for s in (1,1,2))
+    assert torch.equal(a, b) and not torch.equal(a, c)                                                                  # so that a report on random weights resumes
+
+@pytest.fixture
+def folder(tmp_path):
+    g = np.random.default_rng(0)
+    for i in range(24): (f:=tmp_path/'data'/'ab'[i%2]/f'{i}.png').parent.mkdir(parents=True, exist_ok=True); Image.fromarray(g.integers(0, 256, (28,28,3), dtype=np.uint8)).save(f)
+    return tmp_path/'data'
+
+def evaluate(model, data, out, attacks='fgsm', **kw):
+    ks = dict(eps=.02, size=28)|kw; mk = {k:ks.pop(k) for k in ('checkpoint','n_classes','overwrite','mean','std') if k in ks}
+    return run_eval(eval_settings('smoke', data=str(data), device='cpu', **ks), parse_attacks(attacks, ks['eps']), model, out=out, **mk)
+
+def test_folders(folder, tmp_path):
+    rep = evaluate(SMALL, folder, tmp_path/'o')
+    assert rep.meta['n']==24 and 'data, all 24 images' in rep.meta['title'] and any('random' in w for w in rep.warnings)
+    assert rep.verdicts['clean'].shape==(24,) and (tmp_path/'o'/'report.json').exists() and 'random weights' in (tmp_path/'o'/'report.json').read_text()
+    rep = evaluate(SMALL, folder, None, n=10); assert rep.meta['n']==10 and '10 of the 24 images, balanced over classes, seed 42' in rep.meta['title']
+    with pytest.raises(ValueError, match='25 images asked for, 24 exist'): evaluate(SMALL, folder, None, n=25)
+    for k in ('val','test'):
+        new = folder.with_name(f'with_{k}'); new.mkdir(); folder.rename(new/k)
+        rep = evaluate(SMALL, new, None); assert f"all 24 images of the part {k}" in rep.meta["title"] and not any("folder train" in w for w in rep.warnings)
+        (new/k).rename(folder)
+    new = folder.with_name('only_train'); new.mkdir(); folder.rename(new/'train')
+    assert any('folder train' in w for w in evaluate(SMALL, new, None).warnings)
+
+def test_the_report_is_the_one_that_robust_report_gives(tmp_path):
+    m = small(); torch.save(m.state_dict(), f:=tmp_path/'m.pth')
+    rep = evaluate(SMALL, 'fashion_mnist', tmp_path/'o', 'fgsm,pgd3', checkpoint=f, n=1000)
+    src = datasets.embedded_fashion(); x,y = src.splits['test']
+    want = robust_report(m, (torch.from_numpy(x)[:,None].float()/255, torch.from_numpy(y)), [FGSM(.02), PGD(.02, steps=3)], seed=rep.meta['seed'])
+    assert rep.df.accuracy.tolist()==want.df.accuracy.tolist() and all(np.array_equal(rep.verdicts[k], want.verdicts[k]) for k in want.verdicts)
+    with pytest.raises(ValueError, match='differs in fingerprint'): evaluate(SMALL, 'fashion_mnist', tmp_path/'o', 'fgsm', n=1000)
+
+def test_classes_of_model_and_images(folder):
+    with pytest.raises(ValueError, match='10 outputs and the images have 2 classes.*--n-classes 10'): evaluate('resnet18(num_classes=10)', folder, None)
+    assert evaluate('resnet18', folder, None, n_classes=10).meta['n']==24
+    with pytest.raises(ValueError, match='cannot take images'): evaluate('vit_tiny_patch16_224(depth=1, img_size=32)', folder, None)
+    new = folder.with_name('in'); new.mkdir()
+    for o,k in zip('ab',('n02102040','n01440764')): (folder/o).rename(new/k)
+    rep = evaluate('resnet18(num_classes=1000)', new, None); assert 'the 2 of its 1000 outputs' in rep.meta['title']
+    net,_ = of_imagenet(timm_model('resnet18').eval(), ['n02102040','tench']); x = torch.rand(2,3,32,32)
+    assert torch.equal(net(x), net.model(x)[:,[217,0]])
+
+def test_fastai_export(folder, tmp_path):
+    from fastai.vision.all import ImageDataLoaders, Learner, Normalize, nn, CrossEntropyLossFlat
+    dls = ImageDataLoaders.from_folder(folder, valid_pct=.2, seed=0, bs=4, num_workers=0, device='cpu', batch_tfms=[Normalize.from_stats([.2]*3, [.7]*3)])
+    net = small(2, 3).model; learn = Learner(dls, net, loss_func=CrossEntropyLossFlat()); learn.path = tmp_path; learn.export('m.pkl')
+    got,line,vocab = eval_model(checkpoint=tmp_path/'m.pkl'); x = torch.rand(3,3,28,28)
+    assert torch.allclose(got(x), net.eval()((x-.2)/.7), atol=1e-6) and list(vocab)==['a','b'] and 'm.pkl' in line
+    rep = evaluate(None, folder, None, checkpoint=tmp_path/'m.pkl'); assert rep.meta['n']==24 and not any('calls its' in w for w in rep.warnings)
+    (folder/'a').rename(folder/'c')
+    assert any('calls its classes a, b' in w for w in evaluate(None, folder, None, checkpoint=tmp_path/'m.pkl').warnings)
+    for kw in (dict(model='resnet18'), dict(pretrained=True)):
+        with pytest.raises(ValueError, match='whole model'): eval_model(checkpoint=tmp_path/'m.pkl', **kw)
+    (tmp_path/'bad.pkl').write_bytes(b'abc')
+    with pytest.raises(ValueError, match='cannot be opened as a Learner'): eval_model(checkpoint=tmp_path/'bad.pkl')
+
+# --- robust-eval as typed
+
+BAD_EVAL = {'':'--model NAME', '--model nope':'near', '--model resnet18 --data nowhere':"'nowhere'", '--model resnet18 --data camvid_not':'fashion_mnist, cifar10', '--model resnet18 --attacks pgdd':'there are: clean, pgd, fgsm', '--model resnet18 --attacks ""':'expected',
+    '--model resnet18 --eps 8':'8/255', '--model resnet18 --eps x':'x', '--model resnet18 --norm L7':'Linf', '--model resnet18 --n 0':'at least 1', '--model resnet18 --n 1001':'fashion_mnist', '--model resnet18 --seed -1':'between 0', '--model resnet18 --bs 0':'at least 1',
+    '--model resnet18 --device nope':'nope', '--model resnet18 --checkpoint no.pth':'no.pth', '--checkpoint no.pkl':'no.pkl', '--checkpoint no.pth':'--model NAME', '--model resnet18 --checkpoint a.pth --pretrained':'choose one', '--model resnet18 --checkpoint afile':'not a file of weights',
+    '--model resnet18 --out afile':'is a file', '--model resnet18 --std 0':'std must be positive', '--model resnet18 --mean 1,2':'one per channel (1), got 2', '--model resnet18 --mean x':'x', '--model resnet18 --profile nope':'nope', '--model resnet18 --data empty':'no images', '--nonsense 1':'nonsense'}
+@pytest.fixture(scope='module')
+def eval_failures(tmp_path_factory):
+    d = tmp_path_factory.mktemp('bad_eval'); (d/'afile').write_text(''); (d/'empty').mkdir()
+    r = script(d, CATCH, json.dumps([*BAD_EVAL,'--help']), 'robust-eval')
+    return json.loads(r.stdout.split('RESULT')[1]),d
+
+@pytest.mark.parametrize('args', BAD_EVAL)
+def test_bad_arguments_of_eval_are_one_clear_line(eval_failures, args):
+    code,err,out = eval_failures[0][args]
+    last = err.strip().splitlines()[-1] if err.strip() else ''
+    assert code not in (0,None,-1) and 'Traceback' not in err, err
+    assert last.startswith('robust-eval: ') and BAD_EVAL[args] in last and ('usage' in err or (len(err.strip().splitlines())==1 and code==1)), err
+    assert not out.strip(), 'it had begun to work'
+
+def test_eval_leaves_no_folder_after_an_error_and_has_help(eval_failures):
+    res,d = eval_failures
+    assert sorted(p.name for p in d.iterdir())==['afile','empty']
+    assert res['--help'][0] in (0,None) and all(f'--{o}' in res['--help'][2] for o in 'model checkpoint pretrained data attacks eps norm n seed bs device out overwrite size n-classes mean std profile'.split())
+
+SLOW = ['--model', SMALL, '--n', '300', '--attacks', 'fgsm,PGD(0.001, steps=150),pgd2', '--eps', '0.001', '--device', 'cpu', '--data', 'fashion_mnist']
+def started(d, name):
+    "robust-eval in a process of its own, once its first row is on disk"
+    env = os.environ|dict(OMP_NUM_THREADS='1', PYTHONWARNINGS='ignore', ROBUST_PROFILE='smoke'); (f:=d/'robust_eval.py').write_text(COMMAND.format('robust_eval'))
+    p = subprocess.Popen([sys.executable, f, *SLOW, '--out', name], cwd=d, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    j,t = d/name/'report.json',time.time()
+    while not j.exists() and p.poll() is None and time.time()-t<60: time.sleep(.02)
+    assert p.poll() is None, p.communicate()
+    return p,json.loads(j.read_text())['rows']
+
+@pytest.mark.skipif(os.name=='nt', reason='signals')
+def test_a_killed_run_is_continued(tmp_path):
+    (d:=tmp_path/'run').mkdir()
+    p,rows = started(d, 'out'); p.kill(); p.wait()
+    assert [r['attack'] for r in rows]==['clean','FGSM(0.001)'] and p.returncode==-signal.SIGKILL
+    q,_ = started(d, 'other'); q.send_signal(signal.SIGINT); _,err = q.communicate()
+    assert q.returncode==130 and 'same command continues' in err and 'Traceback' not in err
+    r = script(d, "a = json.loads(sys.argv[1])\nfor o in ('out','whole'):\n    try: main(a+['--out',o], 'robust-eval')\n    except SystemExit as e:\n        if e.code: raise", json.dumps(SLOW))
+    assert r.returncode==0, r.stderr
+    a,b = (json.loads((d/o/'report.json').read_text()) for o in ('out','whole')); old = rows[1]
+    assert a['rows'][1]['seconds']==old['seconds'] and a['rows'][1]==old                                                 # not computed again
+    cut = lambda rs: [{k:v for k,v in o.items() if k!='seconds'} for o in rs]
+    assert cut(a['rows'])==cut(b['rows']) and a['warnings']==b['warnings'] and a['meta']==b['meta'] and len(a['rows'])==5
+    with np.load(d/'out'/'verdicts.npz') as u, np.load(d/'whole'/'verdicts.npz') as v: assert {*u}=={*v} and all(np.array_equal(u[k], v[k]) for k in u)
+    assert 'worst case' in r.stdout and '%|' not in r.stdout+r.stderr and '\r' not in r.stdout and '\x1b' not in r.stdout    # no bar where nobody looks
+
+# --- robust_bench
+
+def idx(d, n=40):
+    src = datasets.embedded_fashion()
+    for k,f in (('train','train'),('test','t10k')):
+        for a,kind in zip(src.take(k, np.arange(n)), ('images-idx3','labels-idx1')): (d/f'{f}-{kind}-ubyte').write_bytes(b'\0\0\x08'+bytes([a.ndim])+np.array(a.shape, '>i4').tobytes()+a.astype(np.uint8).tobytes())
+    return src.take('test', np.arange(n))
+
+def test_bench_takes_the_first_n(tmp_path):
+    x,y = idx(tmp_path); m = small(); x = torch.from_numpy(x)[:,None].float()/255
+    atts = [FGSM(.01), PGD(.01, steps=3)]
+    r = robust_bench(m, 'fashion_mnist', eps=.01, n=30, path=tmp_path, attacks=atts, out=tmp_path/'o', bs=7)
+    clean,robust,rep = r; want = robust_report(m, (x[:30], torch.as_tensor(y[:30])), atts)
+    assert (clean,robust)==(r.clean,r.robust) and rep.rows[0]['accuracy']==want.rows[0]['accuracy'] and abs(robust-want.rows[-1]['accuracy'])<1e-6 and r.report.meta['n']==30
+    assert all(o in rep.meta['title'] for o in ('first 30 of 40','published order','eps=0.01','Linf')) and 'first 30 of 40' in (tmp_path/'o'/'report.json').read_text() and repr(r).startswith('BenchResult(clean=')
+    again = robust_bench(m, 'fashion_mnist', eps=.01, n=30, path=tmp_path, attacks=atts, out=tmp_path/'o')
+    assert [o['seconds'] for o in again.report.rows[1:]]==[o['seconds'] for o in rep.rows[1:]]
+    assert robust_bench(m, 'fashion_mnist', eps=.01, path=tmp_path, attacks=atts[0]).report.meta['n']==40
+
+def test_bench_refuses(tmp_path):
+    idx(tmp_path); m = small(); kw = dict(path=tmp_path, attacks=FGSM(8/255))
+    for says,o in {'n=41.*40 test images':dict(n=41), 'n=0':dict(n=0), 'must be of Linf, eps=4/255':dict(eps=4/255), 'must be of L2':dict(norm='L2'), 'got none':dict(attacks=[None])}.items():
+        with pytest.raises(ValueError, match=says): robust_bench(m, 'fashion_mnist', **{**kw,**o})
+    with pytest.raises(ValueError, match='there are: fashion_mnist'): robust_bench(m, 'mnist', attacks=FGSM(8/255))
+    if 'AutoAttack' not in attack_types():
+        with pytest.raises(ValueError, match='no AutoAttack'): robust_bench(m, 'fashion_mnist', path=tmp_path)
+
+def test_bench_says_where_the_order_is_lost(tmp_path):
+    for i in range(12): (f:=tmp_path/'c'/'test'/f'class{i%2}'/f'{i//2}.png').parent.mkdir(parents=True, exist_ok=True); Image.new('RGB', (32,32), (i,20*i,9)).save(f)
+    m = Normalized(timm.create_model('resnet18', num_classes=2)).eval(); kw = dict(path=tmp_path/'c', attacks=FGSM(8/255), n=5)
+    with pytest.raises(ValueError, match='cifar10: this copy does not have the test images in the order.*strict=False'): robust_bench(m, **kw)
+    r = robust_bench(m, strict=False, out=tmp_path/'o', **kw)
+    assert any('not comparable' in w for w in r.report.warnings) and 'not comparable' in (tmp_path/'o'/'report.json').read_text() and 'the order of this copy' in r.report.meta['title']

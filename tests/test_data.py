@@ -410,3 +410,56 @@ def test_source_checks():
 def test_online_gives_up_quickly():
     t = time.time()
     assert REAL_ONLINE('http://127.0.0.1:9/x') is False and REAL_ONLINE('http://10.255.255.1/x', .5) is False and time.time()-t<4
+
+# --- the published order
+
+@pytest.fixture
+def published(monkeypatch):
+    "Six images that take CIFAR-10's place: their order and pixels are the published ones"
+    ims,y = [img(i) for i in range(6)],[1,0,0,1,1,0]
+    monkeypatch.setitem(D._ORDER, 'cifar10', (D._digest(y), D._digest(*ims)))
+    return ims,y
+
+def in_order(src, ims, y):
+    c = canonical(src, 'cifar10')
+    return c.labels('test').tolist()==y and all(np.array_equal(open_image(o), i) for o,i in zip(c.splits['test'][0], ims)) and [*c.splits]==['test'] and c.order
+
+def test_canonical_order_from_batches_and_parquet(published, tmp_path):
+    ims,y = published; b = mkbatches(tmp_path, ims, y); assert 'labels' in in_order(read_images(b, 'cifar10'), ims, y)
+    def pqt(name, order, **cols):
+        t = pa.table(dict(image=[png(ims[i]) for i in order], label=[y[i] for i in order], **cols)); pq.write_table(t, tmp_path/f'{name}_test.parquet'); return read_images(tmp_path/f'{name}_test.parquet')
+    assert in_order(pqt('asis', range(6)), ims, y)
+    back = [5,4,3,2,1,0]
+    assert in_order(pqt('index', back, index=back), ims, y)
+    for src in (pqt('lost', back), pqt('part', back[:4], index=back[:4])):
+        with pytest.raises(ValueError, match='order in which they were published'): canonical(src, 'cifar10')
+    lossy = [i.copy() for i in ims]; lossy[0][0,0,0] ^= 1
+    t = pa.table(dict(image=list(map(png, lossy)), label=y)); pq.write_table(t, tmp_path/'lossy_test.parquet')
+    with pytest.raises(ValueError, match='lossy'): canonical(read_images(tmp_path/'lossy_test.parquet'), 'cifar10')
+    assert canonical(read_images(tmp_path/'index_test.parquet'), 'cifar100').order=='from the column index of the file'
+    for n in ('asis','part'):
+        with pytest.raises(ValueError, match='published'): canonical(read_images(tmp_path/f'{n}_test.parquet'), 'cifar100')
+
+def mkbatches(tmp, ims, y):
+    d = tmp/'cifar-10-batches-py'; d.mkdir()
+    a = np.stack(ims).transpose(0,3,1,2).reshape(len(ims),-1)
+    for f in [*(f'data_batch_{i}' for i in range(1,6)),'test_batch']: (d/f).write_bytes(pickle.dumps(dict(data=a, labels=y)))
+    (d/'batches.meta').write_bytes(pickle.dumps(dict(label_names=['a','b'])))
+    return tmp
+
+def test_canonical_order_from_folders(published, tmp_path):
+    ims,y = published
+    for form in ('{}_x','img{:04d}'):
+        for i,(a,k) in enumerate(zip(ims, y)): (f:=tmp_path/form[:3]/'test'/'ab'[k]/f'{form.format(i)}.png').parent.mkdir(parents=True, exist_ok=True); Image.fromarray(a).save(f)
+        assert 'file names' in in_order(read_images(tmp_path/form[:3]), ims, y)
+    for i,(a,k) in enumerate(zip(ims, y)): (f:=tmp_path/'own'/'test'/'ab'[k]/f'{i//2}.png').parent.mkdir(parents=True, exist_ok=True); Image.fromarray(a).save(f)
+    with pytest.raises(ValueError, match='published'): canonical(read_images(tmp_path/'own'), 'cifar10')
+    with pytest.raises(ValueError, match='no labelled test images'): canonical(read_images(tmp_path/'own'/'test'), 'cifar10')
+
+def test_find_source(folders, monkeypatch):
+    src,name,size = find_source(folders); assert (name,size)==(folders.name,None) and len(src.labels('val'))==7
+    assert find_source('fashion_mnist', 1000)[1]=='fashion_mnist (embedded subset)'
+    for o,e in (('mnist',ValueError), ('fashion_mnist',FileNotFoundError), ('cifar10',FileNotFoundError)):
+        with pytest.raises(e, match='fashion_mnist|cifar10'): find_source(o, 1001)
+    monkeypatch.setattr(D, 'settings', lambda: dict(cifar10=folders)); assert find_source('cifar10')[1:]==('cifar10', 32)
+    with pytest.raises(ValueError, match='there are: fashion_mnist'): find_images('mnist')
