@@ -7,3 +7,4 @@ from .datasets import *
 from .attacks import *
 from .adv_train import *
 from .evaluate import *
+from .cli import robust_bench

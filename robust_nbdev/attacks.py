@@ -7,15 +7,18 @@ Docs: https://robust-nbdev.github.io/robust_nbdev/attacks.html.md"""
 # %% auto #0
 __all__ = ['ce', 'margin', 'cw', 'scaled_ce', 'dlr', 'dlr_t', 'kl', 'feat_cos', 'mse', 'Objective', 'Counted', 'Value', 'Attack',
            'check_call', 'check_attack', 'PGD', 'FGSM', 'FGSM_RS', 'MIFGSM', 'CWPGD', 'GAMAPGD', 'GAMAFW',
-           'apgd_checkpoints', 'APGD', 'APGDT', 'WorstCase', 'Transfer', 'choose_target', 'Fast', 'Square', 'FAB',
-           'AutoAttack', 'loss_trace']
+           'apgd_checkpoints', 'APGD', 'APGDT', 'patch_cells', 'PatchAttack', 'RandomOcclusion', 'patch_attention',
+           'pcgrad', 'PatchFool', 'WorstCase', 'Transfer', 'choose_target', 'Fast', 'Square', 'FAB', 'AutoAttack',
+           'loss_trace']
 
-# %% ../nbs/01_attacks.ipynb #40e10a73
+# %% ../nbs/01_attacks.ipynb #1951434b
 from collections.abc import Callable
 from dataclasses import dataclass,field,fields,replace
 from inspect import signature
 from numbers import Integral
+import math
 from contextlib import contextmanager,nullcontext
+from functools import lru_cache
 from .core import *
 from .vit import *
 from fastai.basics import *
@@ -473,13 +476,11 @@ class APGD(Attack):
         u = self.ball.project(x, d+per_image(size, x)*self.ball.step(g))
         return torch.where(per_image(first, x), u, self.ball.project(x, d+.75*(u-d)+.25*(d-old)))
 
-# %% ../nbs/01_attacks.ipynb #3a4abfad
+# %% ../nbs/01_attacks.ipynb #39afe276
 @patch
 def reconsider(self:APGD, s, g, i):
     "At its checkpoints an image whose loss has risen too rarely, or whose best stands still, halves its step and returns to its best point"
-    cs = apgd_checkpoints(self.steps)
-    window = torch.zeros(self.steps+1, device=i.device); window[cs] = torch.tensor(np.diff([0,*cs]), dtype=window.dtype, device=i.device)
-    w = window[i]
+    w = _windows(self.steps, i.device)[i]
     halve = (w>0) & ((s['ups']<=self.rho*w) | (~s['halved'] & (s['check']>=s['best_v'])))
     back = _where(halve, dict(d=s['best_d'], g=s['best_g'], size=s['size']/2), dict(d=s['d'], g=g, size=s['size']))
     at = _where(w>0, dict(ups=torch.zeros_like(s['ups']), check=s['best_v'], halved=halve), s)
@@ -499,6 +500,13 @@ def run(self:APGD, obj, x, seed):
     return x+torch.where(per_image(won, x), adv, best)
 
 def _where(m, a, b): return {k: torch.where(per_image(m, a[k]), a[k], b[k]) for k in a}
+
+@lru_cache(maxsize=64)
+def _windows(steps, device):
+    "For each iteration the length of the window that ends there, or 0"
+    cs = apgd_checkpoints(steps); w = torch.zeros(steps+1)
+    w[cs] = torch.tensor(np.diff([0,*cs]), dtype=w.dtype)
+    return w.to(device)
 
 # %% ../nbs/01_attacks.ipynb #15a0a32f
 @dataclass(frozen=True, repr=False)
@@ -533,6 +541,214 @@ def objective(self:APGDT, model, x, y=None, target=None):
 
 @patch
 def _best(self:APGDT, obj, x, seed): return self.run(obj, x, image_seed(x, seed))
+
+# %% ../nbs/01_attacks.ipynb #0e44c1eb
+from numbers import Real
+from timm.layers import PatchEmbed, to_2tuple
+from timm.models.cait import Cait
+from timm.models.vision_transformer import VisionTransformer
+
+# %% ../nbs/01_attacks.ipynb #0ccc69fb
+def patch_cells(
+    x:Tensor, # Images [B,C,H,W]
+    size:tuple, # Height and width of a patch in pixels
+)->Tensor: # [H,W] int64: the number of the patch that holds each pixel
+    "Patches numbered row by row, as a ViT numbers them"
+    r,c = [torch.arange(n, device=x.device)//s for n,s in zip(x.shape[-2:], size)]
+    return r[:,None]*(c[-1]+1)+c
+
+# %% ../nbs/01_attacks.ipynb #1a8a87a8
+def _cuts(model, x):
+    "Height and width of the model's patches in pixels; None for a model that has none"
+    pe = getattr(unwrap(model),'patch_embed',None)
+    if isinstance(pe, PatchEmbed): return tuple(pe.patch_size)
+    if hasattr(pe,'dynamic_feat_size'): return tuple(s//g for s,g in zip(x.shape[-2:], patch_grid(model, x)))
+    return to_2tuple(pe.patch_size) if hasattr(pe,'patch_size') else None
+
+def _top(score, k): return torch.zeros_like(score, dtype=torch.bool).scatter(1, score.topk(k).indices, True)
+
+# %% ../nbs/01_attacks.ipynb #8f3fa603
+@dataclass(frozen=True, repr=False)
+class PatchAttack(Value):
+    "Base of attacks that rewrite whole patches and leave all other pixels alone; no `eps`, no `norm`"
+    _least,_most,_choices = {},{},{}
+
+    def __post_init__(self):
+        self._whole(**self._least)
+        for n,hi in self._most.items():
+            if not isinstance(v:=getattr(self,n), Real) or not 0<=v<=hi or v==float('inf'): raise ValueError(f'{n} must be a number from 0 to {hi:g}, got {v!r}' if hi<float('inf') else f'{n} must be a finite number >= 0, got {v!r}')
+        for n,options in self._choices.items():
+            if (v:=getattr(self,n)) not in options: raise ValueError(f'{n} must be one of {list(options)}, got {v!r}')
+    @property
+    def name(self): return super().name+str(getattr(self,'steps',''))
+
+# %% ../nbs/01_attacks.ipynb #1c67b853
+@patch
+def __call__(self:PatchAttack,
+    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    x:Tensor, # Images [B,C,H,W] in [0,1]; raises TypeError or ValueError for anything else
+    y=None, # Labels [B] (any integer type), or soft labels [B,C]
+    *, target=None, # Labels [B] to reach, with `targeted=True`
+    targeted:bool=False, # Go towards `target`, instead of away from `y`
+    seed=0, # An int, or an int64 tensor [B] with one seed per image
+)->Tensor: # Adversarial images: shape, dtype and type of `x`, detached
+    "The adversarial images"
+    check_call(model, target, targeted)
+    with attack_mode(model):
+        x0 = check_images(x, model)
+        if x0.ndim!=4: raise ValueError(f'patches need images [B,C,H,W], got shape {list(x.shape)}')
+        t,labels = _reference(ce, model, x0, y, target)
+        obj = Objective(model, x0, t, ce, -1 if targeted else 1, labels)
+        xf = x0.float() if x0.element_size()<4 else x0
+        x_adv = self.run(obj, xf, image_seed(xf, seed))
+        if obj.flat: warnings.warn(f'{self}: the model\'s output does not depend on its input, every gradient is zero')
+        if obj.bad.any(): warnings.warn(f'{self}: {int(obj.bad.sum())} of {len(x)} images had gradients that are not finite; those entries were taken as zero')
+        return _like(x_adv.detach().to(x0.dtype), x)
+
+# %% ../nbs/01_attacks.ipynb #e897f696
+@dataclass(frozen=True, repr=False)
+class RandomOcclusion(PatchAttack):
+    "Cover a random share of the patches; no gradients, any model"
+    share:float = field(default=.1, kw_only=True) # Share of the patches, rounded, at least one (0: none)
+    patch:int = field(default=None, kw_only=True) # Side of a patch in pixels, or (height, width); None: the model's own, else 16
+    fill:str = field(default='black', kw_only=True) # `'black'`, `'mean'` (each image's own, per channel) or `'noise'` (uniform)
+    draws:int = field(default=1, kw_only=True) # Random draws, of which each image keeps the worst; 1: the model is not run at all
+    _least,_most,_choices = dict(draws=1),dict(share=1),dict(fill=('black','mean','noise'))
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.patch is not None and not all(isinstance(o, Integral) and o>0 for o in to_2tuple(self.patch)): raise ValueError(f'patch is a side in pixels, such as 16, or (height, width), got {self.patch!r}')
+    def cover(self, x, seed, cells):
+        "One draw"
+        n,fill = int(cells.max())+1,dict(black=torch.zeros_like, mean=lambda x: x.mean((2,3), keepdim=True), noise=partial(uniform, seed))[self.fill](x)
+        k = max(round(self.share*n), 1) if self.share else 0
+        return torch.where(_top(uniform(seed, x.new_empty(len(x), n), 1), k)[:,None,cells], fill, x)
+
+# %% ../nbs/01_attacks.ipynb #d76d336b
+@patch
+def run(self:RandomOcclusion, obj, x, seed):
+    "From the clean images `x`, the worst of some draws"
+    size = to_2tuple(self.patch) if self.patch else _cuts(obj.model, x) or (16,16)
+    cells = patch_cells(x, size)
+    x_adv = self.cover(x, seed, cells)
+    if self.draws==1: return x_adv
+    v,z = _plain(obj, x_adv)
+    won = obj.fooled(z)
+    for r in range(1, self.draws):
+        new = self.cover(x, mix64(seed+r), cells)
+        v1,z = _plain(obj, new)
+        f = obj.fooled(z)
+        better = (f&~won) | ((f==won)&(v1>v))
+        x_adv,v,won = torch.where(per_image(better, x), new, x_adv),torch.where(better, v1, v),won|f
+    return x_adv
+
+# %% ../nbs/01_attacks.ipynb #5cf95dda
+def _attends(model):
+    "The timm model inside `model`. Raises TypeError for a model without attention between all patches"
+    m = unwrap(model)
+    if not isinstance(m, (VisionTransformer,Cait)): raise TypeError(f'{type(m).__name__} has no attention between all patches of an image: use a timm ViT, DeiT or CaiT, plain or inside Normalized. RandomOcclusion(patch=16) takes any model')
+    return m
+
+def patch_attention(
+    model:nn.Module, # A timm ViT or CaiT, maybe inside `Normalized`
+    x:Tensor, # Images [B,C,H,W]
+    blocks:list=None, # Which blocks; None: all that hold patches
+    logits:bool=False, # Return the model's output as well?
+)->list: # Per block [B,N,n]: log of the attention, mean over heads, that each of N tokens pays to each of n patches. With `logits`: that list and the model's output
+    "How much attention the patches receive: no columns for class, register and extra tokens"
+    m = _attends(model)
+    maps,z = attn_maps(model, x, pre_softmax=True, logits=True)
+    p,n = 0 if isinstance(m, Cait) else m.num_prefix_tokens,math.prod(patch_grid(model, x))
+    res = [check_logits(maps[i], x).log_softmax(-1).logsumexp(1)[...,p:p+n]-math.log(maps[i].shape[1]) for i in (range_of(m.blocks) if blocks is None else blocks)]
+    return (res,z) if logits else res
+
+# %% ../nbs/01_attacks.ipynb #50c72c9f
+def pcgrad(
+    g:Tensor, # Gradients [B,...]
+    ref:Tensor, # Gradients [B,...] that must not be worked against
+    how:str='projection', # `'projection'`; `'paper-code'`: divides by ||ref|| where the projection divides by its square, as Patch-Fool's published code does
+)->Tensor: # [B,...]
+    "`g` without the part that conflicts with `ref`, image by image"
+    u = L2(1.).step(ref)
+    dot = (g*u).flatten(1).sum(1).clamp(max=0)
+    return g-per_image(dot, g)*(u if how=='projection' else ref)
+
+# %% ../nbs/01_attacks.ipynb #82510679
+class _Seen:
+    "A model that notes the attention of some blocks as it runs"
+    def __init__(self, model, blocks): self.model,self.blocks,self.log = model,blocks,[]
+    def __call__(self, x):
+        self.log,z = patch_attention(self.model, x, self.blocks, logits=True)
+        return z
+
+def _first_half(depth):
+    "Blocks 1 .. depth/2-1, as in the published code; block 0 in models so shallow that none is left"
+    half = max(depth//2, 1)
+    return range(min(1, half-1), half)
+
+# %% ../nbs/01_attacks.ipynb #beb52f88
+@dataclass(frozen=True, repr=False)
+class PatchFool(PatchAttack):
+    "Patch-Fool (Fu et al., 2022): paint the patch that receives most attention; returns the first fooling point of each image, else the last"
+    steps:int = field(default=250, kw_only=True) # Iterations of Adam; it stops early once every image of the batch is fooled
+    lr:float = field(default=.22, kw_only=True) # Step length in normalised units, times .95 every ten steps
+    block:int = field(default=4, kw_only=True) # Block whose attention chooses the patch, counted from 0; the last of a shallower model
+    weight:float = field(default=.002, kw_only=True) # Of the attention term; 0: cross-entropy alone
+    patches:int = field(default=1, kw_only=True) # Patches per image
+    select:str = field(default='attention', kw_only=True) # Which: `'attention'` or `'random'`
+    pcgrad:str = field(default='projection', kw_only=True) # `'projection'` or `'paper-code'`, see `pcgrad`
+    _least,_most = dict(steps=0, block=0, patches=1),dict(lr=float('inf'), weight=float('inf'))
+    _choices = dict(select=('attention','random'), pcgrad=('projection','paper-code'))
+
+# %% ../nbs/01_attacks.ipynb #ed5d9c41
+def _vit_cells(model, x):
+    "[H,W], the model's patch at each pixel. Raises ValueError where patches do not tile the images"
+    pad = getattr(_attends(model).patch_embed,'dynamic_img_pad',False)
+    size,(h,w) = _cuts(model, x),x.shape[-2:]
+    if not pad and (h%size[0] or w%size[1]): raise ValueError(f'images of {h}x{w} are not a multiple of the patch, {size[0]}x{size[1]} pixels: resize them to {max(h//size[0],1)*size[0]}x{max(w//size[1],1)*size[1]}')
+    return patch_cells(x, size)
+
+@patch
+def choose(self:PatchFool, obj, x, seed, n):
+    "-> [B,n] bool: the patches to paint"
+    if self.patches>n: raise ValueError(f'patches={self.patches}, but the model cuts an image into {n}')
+    if self.select=='random': return _top(uniform(seed, x.new_empty(len(x), n), 1), self.patches)
+    see = obj.model
+    see.blocks = [min(self.block, len(unwrap(see.model).blocks)-1)]
+    _plain(obj, x)
+    return _top(see.log[0].exp().mean(1), self.patches)
+
+# %% ../nbs/01_attacks.ipynb #a64a00c1
+@patch
+def grad(self:PatchFool, obj, x, d, std, mask, chosen):
+    "-> gradient to `d/std`, output of the model"
+    d = d.detach().requires_grad_()
+    v,z = obj(torch.where(mask, d, x))
+    if not v.requires_grad: obj.flat = True; return torch.zeros_like(d),z
+    att = [(o.mean(1)*chosen).sum(1)/self.patches for o in obj.model.log] if self.weight else []
+    if not all(o.requires_grad for o in att): raise ValueError('the model hides its attention from the gradient: model.set_grad_checkpointing(False), or PatchFool(weight=0)')
+    gs = [torch.autograd.grad(o.sum(), d, retain_graph=j<len(att))[0] for j,o in enumerate([v,*att])]
+    for g in gs: obj.bad |= ~g.flatten(1).isfinite().all(1)
+    g,*att = [(g*std).nan_to_num(0,0,0) for g in gs]
+    return g+sum(self.weight*pcgrad(o, g, self.pcgrad) for o in att),z.detach()
+
+# %% ../nbs/01_attacks.ipynb #9300e017
+@patch
+def run(self:PatchFool, obj, x, seed):
+    "From the clean images `x`, climb `obj` inside the chosen patches"
+    see = obj.model = _Seen(obj.model, [])
+    cells,std = _vit_cells(see.model, x),next((o.std.to(x) for o in see.model.modules() if isinstance(o, Normalized)), 1)
+    chosen = self.choose(obj, x, seed, int(cells.max())+1)
+    mask,see.blocks = chosen[:,None,cells],_first_half(len(unwrap(see.model).blocks)) if self.weight else []
+    d,m,s = uniform(seed, x),torch.zeros_like(x),torch.zeros_like(x)
+    won,adv = torch.zeros_like(obj.bad),x
+    for i in range(self.steps):
+        g,z = self.grad(obj, x, d, std, mask, chosen)
+        new = obj.fooled(z)&~won; adv = torch.where(per_image(new, x), d, adv); won = won|new
+        if won.all(): break
+        m,s = .9*m+.1*g,.999*s+.001*g*g
+        d = (d+self.lr*.95**(i//10)*std*(m/(1-.9**(i+1)))/((s/(1-.999**(i+1))).sqrt()+1e-8)).clamp(0,1)
+    return torch.where(mask, torch.where(per_image(won, x), adv, d), x)
 
 # %% ../nbs/01_attacks.ipynb #bc9eb7f7
 @dataclass(frozen=True, repr=False)
@@ -625,7 +841,7 @@ class Fast(Wrapper):
     def forward(self, x):
         with nullcontext() if self.dtype is None else torch.autocast(x.device.type, self.dtype): return self._run[0](x).float()
 
-# %% ../nbs/01_attacks.ipynb #207ad70f
+# %% ../nbs/01_attacks.ipynb #00f4d966
 def _package(name):
     from importlib import import_module
     try: return import_module(f'pyautoattack{name}')
@@ -642,17 +858,20 @@ def _square(seed):
     "The package's Square, with random numbers that depend on the seed, the query and, where it draws one per image, on the image"
     class OwnSquare(_package('.square').SquareAttack):
         def attack_single_run(self, x, y):
-            self.rows,self.n,self.shapes = image_seed(x, seed),0,0
+            self.rows,self.n,self.shapes,self.pool = image_seed(x, seed),0,0,torch.empty(0)
             return super().attack_single_run(x, y)
         def check_shape(self, x):
             x = super().check_shape(x); self.shapes += 1
             if self.norm=='L2' and self.shapes%3==1: self.rows = image_seed(x, seed)
             return x
         def draw(self, shape):
-            self.n += 1; shape = list(shape)
-            if len(shape)==4: return uniform(self.rows, self.rows.new_zeros(shape, dtype=torch.float32), self.n)
-            return uniform(mix64(torch.full((1,), seed, device=self.device)), torch.zeros(1, *shape, device=self.device), self.n)[0]
-        def random_choice(self, shape): return (2*self.draw(shape)-1).sign()
+            k = math.prod(shape)
+            if len(shape)<4 and k<=len(self.pool): u,self.pool = self.pool[:k],self.pool[k:]; return u.view(*shape)
+            self.n += 1
+            if len(shape)==4: return uniform(self.rows, self.rows.new_zeros(list(shape), dtype=torch.float32), self.n)
+            self.pool = uniform(mix64(tensor([seed])), torch.zeros(1, 4096+k), self.n)[0]
+            return self.draw(shape)
+        def random_choice(self, shape): return (2*self.draw(shape)-1).sign().to(self.device)
         def random_int(self, low=0, high=1, shape=(1,)): return (low+(high-low)*self.draw(shape)).long()
     return OwnSquare
 

@@ -599,7 +599,7 @@ def _bar(attack, stand, progress):
     bar.update(0)
     return tell
 
-# %% ../nbs/01b_evaluate.ipynb #c5e0a17a
+# %% ../nbs/01b_evaluate.ipynb #55b0233b
 def _finish(rep, attacks, seed):
     "Order the rows, add the worst case of each threat model, and the doubts that only results can raise"
     order = ['clean']+[repr(a) for a in attacks]
@@ -608,7 +608,8 @@ def _finish(rep, attacks, seed):
     groups = groupby(rep.rows[1:], lambda r: (r['norm'],r['eps']))
     for (norm,eps),rows in groups.items():
         ok = np.minimum.reduce([rep.verdicts[r['attack']] for r in rows])
-        if len(rows)>1: rep.rows.append({**_row(None, ok, seed, None, 'worst case'+(f' {norm} {eps_str(eps)}' if len(groups)>1 and eps is not None else '')), 'norm':norm, 'eps':eps})
+        of = '' if len(groups)==1 else ' without eps' if eps is None else f' {norm} {eps_str(eps)}'
+        if len(rows)>1: rep.rows.append({**_row(None, ok, seed, None, 'worst case'+of), 'norm':norm, 'eps':eps})
     for same in groupby(attacks, _group).values(): rep.warnings += _order_doubts(rep, same)
 
 def _order_doubts(rep, same):
