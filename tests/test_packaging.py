@@ -33,7 +33,7 @@ def test_contents(wheel):
     assert {n for n in names if n.endswith('.py')}=={p.relative_to(ROOT).as_posix() for p in (ROOT/'robust_nbdev').rglob('*.py')}
     assert {n.split('/')[0] for n in names}=={'robust_nbdev',f'robust_nbdev-{robust_nbdev.__version__}.dist-info'}
     info = {n.split('/')[-1]:z.read(n).decode() for n in names if 'dist-info' in n}
-    assert 'robust-demo = robust_nbdev.__main__:robust_demo' in info['entry_points.txt'] and f'Version: {robust_nbdev.__version__}' in info['METADATA'] and 'License-Expression: Apache-2.0' in info['METADATA'] and 'LICENSE' in info
+    assert 'robust-demo = robust_nbdev.__main__:robust_demo' in info['entry_points.txt'] and 'robust-eval = robust_nbdev.__main__:robust_eval' in info['entry_points.txt'] and f'Version: {robust_nbdev.__version__}' in info['METADATA'] and 'License-Expression: Apache-2.0' in info['METADATA'] and 'LICENSE' in info
     assert sum(o.file_size for o in z.infolist())<20e6
 
 def test_versions_agree(): assert f'"{robust_nbdev.__version__}"' in (ROOT/'CHANGELOG.md').read_text() or robust_nbdev.__version__ in (ROOT/'CHANGELOG.md').read_text()
