@@ -137,7 +137,7 @@ def run_demo(
     t.to_csv(out/'robust_demo.csv')
     return t
 
-# %% ../nbs/08_cli.ipynb #471ba707
+# %% ../nbs/08_cli.ipynb #9626be2b
 @call_parse
 def robust_demo(
     profile:str=None, # Section of settings.ini: smoke, laptop, gpu (default: ROBUST_PROFILE, else the file's own)
@@ -156,15 +156,15 @@ def robust_demo(
     print(f'\nAccuracy in %, each row on what the rows above left standing: Linf, eps={eps_str(s.eps)}, n={t.attrs["n"]}, seed={s.seed}\n')
     print(t.to_string())
     for w in t.attrs['warnings']: print(f'warning: {w}')
-    print(f'\n{time.time()-t0:.0f} seconds. In {out}/: robust_demo.png, robust_demo.csv, and report.json, report.csv, verdicts.npz of each model')
+    print(f"\n{time.time()-t0:.0f} seconds. In {out}/: robust_demo.png, robust_demo.csv, and for each model a report: report.html, report.png, report.json, report.csv, verdicts.npz, predictions.npz")
 
-# %% ../nbs/08_cli.ipynb #92fbbfc1
+# %% ../nbs/08_cli.ipynb #c5ff06d8
 def attack_types(
 )->dict: # Name -> class
     "Every class of attacks in `robust_nbdev.attacks`: what is called as `attack(model, x, y, seed=)`"
     mod = sys.modules[Attack.__module__]
     def is_attack(c):
-        if not isinstance(c, type) or c is Attack or not any('__call__' in vars(o) for o in c.__mro__): return False
+        if not isinstance(c, type) or c in (Attack, PatchAttack, Transfer) or not any('__call__' in vars(o) for o in c.__mro__): return False
         try: inspect.signature(c.__call__).bind(None, None, None, None, seed=0)
         except TypeError: return False
         return True
@@ -174,7 +174,8 @@ def attack_losses(
 )->dict: # Name -> function
     "Every loss in `robust_nbdev.attacks`: a function whose first argument is the logits `z`"
     mod = sys.modules[Attack.__module__]
-    return {k:f for k in mod.__all__ if inspect.isfunction(f:=getattr(mod,k)) and next(iter(inspect.signature(f).parameters),'')=='z'}
+    def is_loss(f): return inspect.isfunction(f) and [p.name for p in inspect.signature(f).parameters.values() if p.default is p.empty][:1]==['z'] and sum(p.default is p.empty for p in inspect.signature(f).parameters.values())==2
+    return {k:getattr(mod,k) for k in mod.__all__ if is_loss(getattr(mod,k))}
 
 # %% ../nbs/08_cli.ipynb #e1c529ba
 _RADIUS = dict(Linf=8/255, L2=.5)
@@ -499,7 +500,7 @@ def run_eval(
     rep = robust_report(net, dl, attacks, seed=s.seed, bs=s.bs, out=out, overwrite=overwrite, progress=bar)
     return _noted(rep, f'Model: {what}. Images: {line}', says, out)
 
-# %% ../nbs/08_cli.ipynb #dc5b3419
+# %% ../nbs/08_cli.ipynb #88bb825a
 def numbers(s:str)->list: # `'0.5'` or `'0.485,0.456,0.406'`
     "Numbers between commas"
     return [number(o) for o in s.split(',')]
@@ -535,8 +536,8 @@ def robust_eval(
         out = Path(out or _out(s, model, checkpoint))
         rep = run_eval(s, parse_attacks(attacks, s.eps, norm), model, checkpoint, n_classes, out, overwrite, sys.stdout.isatty(), pretrained=pretrained, mean=mean, std=std)
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as e: sys.exit(f'robust-eval: {" ".join(str(e).replace("overwrite=True","--overwrite").replace("pass path=","give --data a copy").split())}')
-    except KeyboardInterrupt: print('\nrobust-eval: interrupted; the same command continues after the last finished row', file=sys.stderr); sys.exit(130)
-    print(f'{rep}\n\n{time.time()-t0:.0f} seconds. In {out}/: report.json, report.csv, verdicts.npz')
+    except KeyboardInterrupt: print('\nrobust-eval: interrupted; the same command continues where this one stopped', file=sys.stderr); sys.exit(130)
+    print(f'{rep}\n\n{time.time()-t0:.0f} seconds. In {out}/: report.html, report.png, report.json, report.csv, verdicts.npz, predictions.npz')
 
 # %% ../nbs/08_cli.ipynb #dadbb706
 class BenchResult(NamedTuple):
@@ -567,7 +568,7 @@ def _bench_attacks(attacks, eps, norm, version):
     if bad or not attacks: raise ValueError(f'attacks must be of {norm}, eps={eps_str(eps)}, got {bad or "none"}')
     return list(attacks)
 
-# %% ../nbs/08_cli.ipynb #ea1864ab
+# %% ../nbs/08_cli.ipynb #03162d38
 def robust_bench(
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
     dataset:str='cifar10', # A named dataset
@@ -593,9 +594,5 @@ def robust_bench(
     dls = image_dls(src, bs=bs, size=size, valid='only', mode='L' if ifnone(c, 1)==1 and dataset=='fashion_mnist' else 'RGB', item_tfms=None, batch_tfms=None, device='cpu')
     rep = robust_report(model, dls.valid, attacks, seed=seed, bs=bs, out=out, **kw)
     _noted(rep, f'{dataset}, the first {len(dls.valid_ds)} of {N} test images ({order}), {norm}, eps={eps_str(eps)}', says, out)
-    return BenchResult(*_bench_accuracies(rep, norm, eps), rep)
-
-def _bench_accuracies(rep, norm, eps):
-    "Clean accuracy, and the share of images that stands every attack of the threat model"
-    keys = [r['attack'] for r in rep.rows if r['attack'] in rep.verdicts and r['norm'] in (None,norm) and math.isclose(ifnone(r['eps'], eps), eps)]
-    return float(rep.verdicts['clean'].mean()),float(np.logical_and.reduce([rep.verdicts[k] for k in keys]).mean())
+    stand = np.minimum.reduce([rep.verdicts[k] for k in ('clean',*map(repr, attacks))])
+    return BenchResult(float(rep.verdicts['clean'].mean()), float(stand.mean()), rep)

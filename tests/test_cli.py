@@ -22,7 +22,7 @@ def run(tmp_path_factory):
 
 def test_demo_writes_what_it_says(run):
     out,r = run
-    assert {p.relative_to(out).as_posix() for p in out.rglob('*') if p.is_file()}=={'robust_demo.png','robust_demo.csv',*(f'{m}/{f}' for m in ('plain','robust') for f in ('report.json','report.csv','verdicts.npz'))}
+    assert {p.relative_to(out).as_posix() for p in out.rglob('*') if p.is_file()}=={'robust_demo.png','robust_demo.csv',*(f'{m}/{f}' for m in ('plain','robust') for f in ('report.json','report.csv','report.html','report.png','verdicts.npz','predictions.npz'))}
     assert min(Image.open(out/'robust_demo.png').size)>400 and 'Traceback' not in r.stderr
     t = pd.read_csv(out/'robust_demo.csv')
     assert t.columns.tolist()==['attack','plain','robust'] and t.attack.tolist()==['clean','FGSM(0.1)','PGD(0.1, steps=3)','APGD(0.1, steps=3)','worst case']
@@ -113,7 +113,7 @@ def test_eps_and_norm_of_the_command_line():
     assert parse_attacks('fgsm,PGD(2/255),PGD(steps=2),pgd_l2', .1)==[FGSM(.1), PGD(2/255), PGD(.1, steps=2), PGD(.5, norm='L2')]
     assert parse_attacks('fgsm,pgd_linf,PGD(norm="Linf")', 1., 'L2')==[FGSM(1., norm='L2'), PGD(8/255), PGD(8/255)]
 
-@pytest.mark.parametrize('text,says', [('pgdd','there are: clean, pgd, fgsm'), ('pgd20_nope','losses ce, margin, dlr'), ('PGD(8)','8/255'), ('PGD(step=3)','steps'), ('fgsm5','FGSM'), ('PGD(steps=1.5)','1.5'), ('PGDD(1)','APGD'), ('','expected'), ('fgsm pgd','cannot be read'),
+@pytest.mark.parametrize('text,says', [('pgdd','there are: clean, '), ('pgd20_nope','losses ce, margin, cw'), ('PGD(8)','8/255'), ('PGD(step=3)','steps'), ('fgsm5','FGSM'), ('PGD(steps=1.5)','1.5'), ('PGDD(1)','APGD'), ('','expected'), ('fgsm pgd','cannot be read'),
     ('PGD(8/0)','divides by zero'), ('3','expected an attack'), ('"PGD"','expected an attack'), ('__import__("os").system("x")','neither'), ('PGD(eps=open("x"))','open'), ('[x for x in y]','neither'), ('PGD(2**9)','neither'), ('lambda: 1','neither'), ('PGD(loss=os)','os'),
     ('fgsm)','cannot be read'), ('fgsm],[pgd','list of attacks'), ('('*3000,'cannot be read'), ('pgd_l7','norm'), ('a'*2000,'no attack'), ('PGD(**{})','neither'), ('\x00','cannot be read'), ('PGD("a"*9)','neither')])
 def test_bad_attacks_are_refused_in_words(text, says):
@@ -239,7 +239,7 @@ def test_fastai_export(folder, tmp_path):
 
 # --- robust-eval as typed
 
-BAD_EVAL = {'':'--model NAME', '--model nope':'near', '--model resnet18 --data nowhere':"'nowhere'", '--model resnet18 --data camvid_not':'fashion_mnist, cifar10', '--model resnet18 --attacks pgdd':'there are: clean, pgd, fgsm', '--model resnet18 --attacks ""':'expected',
+BAD_EVAL = {'':'--model NAME', '--model nope':'near', '--model resnet18 --data nowhere':"'nowhere'", '--model resnet18 --data camvid_not':'fashion_mnist, cifar10', '--model resnet18 --attacks pgdd':'there are: clean, ', '--model resnet18 --attacks ""':'expected',
     '--model resnet18 --eps 8':'8/255', '--model resnet18 --eps x':'x', '--model resnet18 --norm L7':'Linf', '--model resnet18 --n 0':'at least 1', '--model resnet18 --n 1001':'fashion_mnist', '--model resnet18 --seed -1':'between 0', '--model resnet18 --bs 0':'at least 1',
     '--model resnet18 --device nope':'nope', '--model resnet18 --checkpoint no.pth':'no.pth', '--checkpoint no.pkl':'no.pkl', '--checkpoint no.pth':'--model NAME', '--model resnet18 --checkpoint a.pth --pretrained':'choose one', '--model resnet18 --checkpoint afile':'not a file of weights',
     '--model resnet18 --out afile':'is a file', '--model resnet18 --std 0':'std must be positive', '--model resnet18 --mean 1,2':'one per channel (1), got 2', '--model resnet18 --mean x':'x', '--model resnet18 --profile nope':'nope', '--model resnet18 --data empty':'no images', '--nonsense 1':'nonsense'}

@@ -187,7 +187,7 @@ def test_two_losses_of_one_name_are_two_attacks(model, data):
 def test_files_agree(model, data, tmp_path):
     rep = robust_report(model, data, list(A.values()), out=tmp_path/'new'/'folder'); out = tmp_path/'new'/'folder'
     j,c = json.loads((out/'report.json').read_text()),pd.read_csv(out/'report.csv')
-    assert sorted(p.name for p in out.iterdir())==['report.csv','report.json','verdicts.npz']
+    assert sorted(p.name for p in out.iterdir())==['predictions.npz','report.csv','report.html','report.json','report.png','verdicts.npz']
     assert [r['attack'] for r in j['rows']]==c.attack.tolist()==rep.df.attack.tolist() and [r['accuracy'] for r in j['rows']]==c.accuracy.tolist()
     with np.load(out/'verdicts.npz') as v:
         assert set(v)=={'clean',*map(repr,A.values())} and all(v[r['attack']].mean()==pytest.approx(r['accuracy']) and len(v[r['attack']])==r['n'] for r in j['rows'] if r['attack'] in v)
@@ -224,7 +224,7 @@ def test_resumed_after_a_kill_gives_the_same_table(model, data, tmp_path):
     third = mk(False); assert drop(robust_report(model, data, third, out=tmp_path))==drop(rep) and sum(a.n for a in third)==0
     fresh = mk(False); robust_report(model, data, fresh, out=tmp_path, overwrite=True); assert all(a.n for a in fresh)
 
-@pytest.mark.parametrize('when', ['verdicts.npz','report.csv','report.json'])
+@pytest.mark.parametrize('when', ['predictions.npz','verdicts.npz','report.csv','report.json'])
 def test_killed_while_writing(model, data, tmp_path, monkeypatch, when):
     "Whichever of the three files is the last one written, the resumed table is whole"
     import robust_nbdev.evaluate as ev
