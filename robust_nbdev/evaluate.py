@@ -147,7 +147,7 @@ class AdvValid(AdvCallback):
     def after_validate(self): self.clean_x = None
     def __repr__(self): return f'AdvValid({self.attack!r})'
 
-# %% ../nbs/01b_evaluate.ipynb #a0b75722
+# %% ../nbs/01b_evaluate.ipynb #a4ab3880
 class RobustAccuracy(Metric):
     "Share of validation images that the model gets right under `attack`; a column called like `pgd10_acc`"
     def __init__(self,
@@ -162,8 +162,8 @@ class RobustAccuracy(Metric):
         if not self.count and sum(m.name==self.name for m in learn.metrics)>1: warnings.warn(f'two columns are called {self.name}: tell them apart with RobustAccuracy(attack, name=...)')
         x = next((c.clean_x for c in learn.cbs if isinstance(c, AdvValid)), learn.x)
         model,y = get_model(learn.model),hard_labels(learn.y, x)
-        self.ok += learn.to_detach((predict(model, self.attack(model, x, y, seed=0))==y).float().mean()).item()*len(y)
-        self.count += len(y)
+        ok = learn.to_detach(predict(model, self.attack(model, x, y, seed=0))==y)
+        self.ok,self.count = self.ok+ok.sum().item(),self.count+len(ok)
     @property
     def value(self): return self.ok/self.count if self.count else None
     @property
