@@ -43,13 +43,13 @@ def margin(
     zy = z.gather(1, y[:,None])
     return z.scatter(1, y[:,None], -torch.inf).amax(1)-zy[:,0]
 
-# %% ../nbs/01_attacks.ipynb #8eb868d9
+# %% ../nbs/01_attacks.ipynb #7d3eb0fc
 def cw(
     z:Tensor, # Logits [B,C]
     y:Tensor, # Labels [B]
     kappa:float=10., # Confidence above which nothing more is gained
 )->Tensor: # [B]
-    "The margin, up to `kappa`: min(max_{j!=y} z_j - z_y, kappa)"
+    "The margin, up to `kappa`: `min(max_{j!=y} z_j - z_y, kappa)`"
     return margin(z, y).clamp(max=kappa)
 
 # %% ../nbs/01_attacks.ipynb #6c769b9a
@@ -61,22 +61,23 @@ def scaled_ce(
     top = z.detach().topk(2, dim=1).values
     return ce(z/(top[:,:1]-top[:,1:]+1e-12), y)
 
-# %% ../nbs/01_attacks.ipynb #c07d5ae8
+# %% ../nbs/01_attacks.ipynb #b9df26ac
 def dlr(
     z:Tensor, # Logits [B,C], C>=3
     y:Tensor, # Labels [B]
 )->Tensor: # [B], positive where the image is misclassified
-    "Difference of logits ratio: -(z_y - max_{j!=y} z_j)/(z_(1) - z_(3)), the same after any shift or scaling of the logits"
+    "Difference of logits ratio: `-(z_y - max_{j!=y} z_j)/(z_(1) - z_(3))`, the same after any shift or scaling of the logits"
     if z.shape[1]<3: raise ValueError(f'dlr needs at least 3 classes, the model has {z.shape[1]}: use loss=margin')
     top = z.topk(3, dim=1).values
     return margin(z, y)/(top[:,0]-top[:,2]+1e-12)
 
+# %% ../nbs/01_attacks.ipynb #fadaffa9
 def dlr_t(
     z:Tensor, # Logits [B,C], C>=3
     y:Tensor, # Labels [B]
     t:Tensor, # The class to reach [B]
 )->Tensor: # [B]
-    "Targeted DLR: -(z_y - z_t)/(z_(1) - (z_(3)+z_(4))/2); with 3 classes z_(3) alone"
+    "Targeted DLR: `-(z_y - z_t)/(z_(1) - (z_(3)+z_(4))/2)`; with 3 classes z_(3) alone"
     if z.shape[1]<3: raise ValueError(f'dlr_t needs at least 3 classes, the model has {z.shape[1]}: with two, untargeted loss=margin does the same')
     top = z.topk(min(4, z.shape[1]), dim=1).values
     zy,zt = z.gather(1, torch.stack([y,t], 1)).unbind(1)
@@ -91,7 +92,7 @@ def kl(
     return F.kl_div(z.log_softmax(1), z0.log_softmax(1), log_target=True, reduction='none').sum(1)
 kl.clean = True
 
-# %% ../nbs/01_attacks.ipynb #324ebd54
+# %% ../nbs/01_attacks.ipynb #7b120b13
 def feat_cos(
     f:Tensor, # Features [B,...] of the adversarial images
     f0:Tensor, # Features [B,...] of the clean images
@@ -100,6 +101,7 @@ def feat_cos(
     "1 - cos(f, f0), mean over what is left: how far the features have turned"
     return 1-F.cosine_similarity(f, f0, dim=axis).flatten(1).mean(1) if f.ndim>2 else 1-F.cosine_similarity(f, f0, dim=axis)
 
+# %% ../nbs/01_attacks.ipynb #f005ed9f
 def mse(
     f:Tensor, # Output [B,...] for the adversarial images
     f0:Tensor, # Output [B,...] for the clean images
@@ -243,7 +245,7 @@ def _reference(loss, model, x, y, target):
     if y is not None and t.ndim==1 and (t==check_labels(y, x)).any(): raise ValueError('target equals the label for some images: an attack cannot move them away from y towards y')
     return t,True
 
-# %% ../nbs/01_attacks.ipynb #90c42547
+# %% ../nbs/01_attacks.ipynb #af02fbbf
 @patch
 def objective(self:Attack,
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
@@ -256,6 +258,7 @@ def objective(self:Attack,
     t,labels = _reference(loss, model, x, y, target)
     return Objective(model, x, t, loss, 1 if target is None else -1, labels, draws=self.draws)
 
+# %% ../nbs/01_attacks.ipynb #520ff997
 @patch
 def __call__(self:Attack,
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
@@ -305,17 +308,19 @@ def _best(self:Attack, obj, x, seed):
         x_adv,v,z = torch.where(per_image(better, x), new, x_adv),torch.where(better, v1, v),torch.where(per_image(better, z), z1, z)
     return x_adv
 
-# %% ../nbs/01_attacks.ipynb #bda4d75a
+# %% ../nbs/01_attacks.ipynb #d37fe0f2
 @patch
 def start(self:Attack, obj, x, seed):
     "The state at the beginning: at least `d`, the change [B,C,H,W]"
     return dict(d=self.ball.project(x, self.ball.rand(x, seed)) if getattr(self,'rand',True) else torch.zeros_like(x))
 
+# %% ../nbs/01_attacks.ipynb #554a349e
 @patch
 def climb(self:Attack, obj, x, s, i):
     "Gradient, value and output at the state's point; `i` [B] counts each image's steps"
     return obj.grad(x+s['d'])
 
+# %% ../nbs/01_attacks.ipynb #7bf0192f
 @patch
 def run(self:Attack, obj, x, seed):
     "From the clean images `x`, climb `obj`"
@@ -323,6 +328,7 @@ def run(self:Attack, obj, x, seed):
     for _ in range(self.steps): s,i = self.update(x, s, *self.climb(obj, x, s, i)[:2], i),i+1
     return x+s['d']
 
+# %% ../nbs/01_attacks.ipynb #bf4bea6a
 @patch
 def refs(self:Attack, obj):
     "The reference of each round [B,rounds,...]: a restart is a round with the same one"
@@ -365,10 +371,10 @@ class FGSM(PGD):
     @property
     def step_size(self): return self.eps
 
-# %% ../nbs/01_attacks.ipynb #38a7da26
+# %% ../nbs/01_attacks.ipynb #a8198e2c
 @dataclass(frozen=True, repr=False)
 class FGSM_RS(PGD):
-    "FGSM from a random start (Wong et al., 2020): one step of length `alpha`, by default 1.25*eps"
+    "FGSM from a random start (Wong et al., 2020): one step of length `alpha`, by default `1.25*eps`"
     steps:int = field(default=1, init=False, repr=False)
     rand:bool = field(default=True, init=False, repr=False)
     @property
@@ -376,10 +382,10 @@ class FGSM_RS(PGD):
     @property
     def step_size(self): return 1.25*self.eps if self.alpha is None else self.alpha
 
-# %% ../nbs/01_attacks.ipynb #83c036ef
+# %% ../nbs/01_attacks.ipynb #55f9a5bc
 @dataclass(frozen=True, repr=False)
 class MIFGSM(PGD):
-    "Momentum: m <- decay*m + g/mean|g|, then a step of length `alpha` (default eps/steps) along m, from the image itself"
+    "Momentum: `m <- decay*m + g/mean|g|`, then a step of length `alpha` (default eps/steps) along m, from the image itself"
     decay:float = field(default=1., kw_only=True) # Share of the old direction that is kept
     rand:bool = field(default=False, kw_only=True) # Start at a random point of the ball, or at the image
     @property
@@ -397,10 +403,10 @@ class CWPGD(PGD):
     "PGD on the margin of Carlini & Wagner, which no longer counts above a confidence of 10"
     loss:Callable = field(default=cw, kw_only=True) # `loss(z, y) -> [B]`
 
-# %% ../nbs/01_attacks.ipynb #07e054f0
+# %% ../nbs/01_attacks.ipynb #30ebf9b7
 @dataclass(frozen=True, repr=False)
 class GAMAPGD(Attack):
-    "Guided margin attack: margin of the probabilities + w*||p-p_ref||^2, w falling from `weight` to 0 over the first quarter"
+    "Guided margin attack: `margin(p) + w*||p-p_ref||^2` of the probabilities p, w falling from `weight` to 0 over the first quarter"
     steps:int = field(default=100, kw_only=True) # Iterations
     alpha:float = field(default=None, kw_only=True) # First step length, divided by 10 at 60% and again at 85%; None: 2*eps
     weight:float = field(default=50., kw_only=True) # Of the guiding term at the first step
@@ -423,6 +429,7 @@ class GAMAPGD(Attack):
         a = self.rate(i, 2*self.eps if self.alpha is None else self.alpha, 10)
         return {**s, 'd':self.ball.project(x, s['d']+per_image(a, x)*self.ball.step(g))}
 
+# %% ../nbs/01_attacks.ipynb #5bd1e7ca
 @patch
 def objective(self:GAMAPGD, model, x, y=None, target=None):
     "The margin, unless another loss is given; it sees probabilities"
@@ -431,9 +438,10 @@ def objective(self:GAMAPGD, model, x, y=None, target=None):
 def _plain(obj, x):
     with torch.no_grad(): return obj(x)
 
+# %% ../nbs/01_attacks.ipynb #58421c3c
 @dataclass(frozen=True, repr=False)
 class GAMAFW(GAMAPGD):
-    "Guided margin attack by Frank-Wolfe: d <- (1-gamma)*d + gamma*eps*step(g), gamma falling from .5, divided by 5 at 60% and 85%"
+    "Guided margin attack by Frank-Wolfe: `d <- (1-gamma)*d + gamma*eps*step(g)`, gamma falling from .5, divided by 5 at 60% and 85%"
     gamma:float = field(default=.5, kw_only=True) # First share of the new corner
     def update(self, x, s, g, v, i):
         "A weighted mean of where it is and the best corner of the ball"
@@ -450,7 +458,7 @@ def apgd_checkpoints(
     while sum(cs)+w<=steps: cs.append(w); w = max(w-less, least)
     return np.cumsum(cs).tolist()
 
-# %% ../nbs/01_attacks.ipynb #7d2dfa5f
+# %% ../nbs/01_attacks.ipynb #d0e65f9d
 @dataclass(frozen=True, repr=False)
 class APGD(Attack):
     "Auto-PGD: momentum, and a step size that halves by itself; returns the first fooling point of each image, else its best"
@@ -472,11 +480,11 @@ class APGD(Attack):
         return {**s, 'old':s['d'], 'd':self.move(x, s['d'], s['old'], g, s['size'], i==0)}
 
     def move(self, x, d, old, g, size, first):
-        "u = proj(d + size*step(g));  d' = proj(d + .75(u-d) + .25(d-old)), the first time u"
+        "`u = proj(d + size*step(g)); d' = proj(d + .75(u-d) + .25(d-old))`, the first time `u`"
         u = self.ball.project(x, d+per_image(size, x)*self.ball.step(g))
         return torch.where(per_image(first, x), u, self.ball.project(x, d+.75*(u-d)+.25*(d-old)))
 
-# %% ../nbs/01_attacks.ipynb #39afe276
+# %% ../nbs/01_attacks.ipynb #acefc658
 @patch
 def reconsider(self:APGD, s, g, i):
     "At its checkpoints an image whose loss has risen too rarely, or whose best stands still, halves its step and returns to its best point"
@@ -486,6 +494,7 @@ def reconsider(self:APGD, s, g, i):
     at = _where(w>0, dict(ups=torch.zeros_like(s['ups']), check=s['best_v'], halved=halve), s)
     return {**s, **at, 'd':back['d'], 'size':back['size']},back['g']
 
+# %% ../nbs/01_attacks.ipynb #37bdca27
 @patch
 def run(self:APGD, obj, x, seed):
     "From the clean images `x`, climb `obj`; the first point that fools is kept"
@@ -508,7 +517,7 @@ def _windows(steps, device):
     w[cs] = torch.tensor(np.diff([0,*cs]), dtype=w.dtype)
     return w.to(device)
 
-# %% ../nbs/01_attacks.ipynb #15a0a32f
+# %% ../nbs/01_attacks.ipynb #c1366093
 @dataclass(frozen=True, repr=False)
 class APGDT(APGD):
     "Targeted APGD: for each image its `targets` likeliest wrong classes in turn, by the targeted DLR loss"
@@ -532,6 +541,7 @@ class APGDT(APGD):
             if not len(left): break
         return x_adv
 
+# %% ../nbs/01_attacks.ipynb #0ff7feb2
 @patch
 def objective(self:APGDT, model, x, y=None, target=None):
     "The targeted DLR loss; raises ValueError for what has no single label"

@@ -21,7 +21,7 @@ from fastai.vision.core import show_image
 from fastprogress.fastprogress import progress_bar
 from dataclasses import fields
 
-# %% ../nbs/01b_evaluate.ipynb #abd94800
+# %% ../nbs/01b_evaluate.ipynb #7dd5033c
 def hard_labels(
     y, # Labels [B], or soft labels [B,C] whose rows sum to one
     x:Tensor, # The images they belong to
@@ -43,6 +43,7 @@ def _loader(data, bs=64):
     if len(x)!=len(y): raise ValueError(f'{len(x)} images, but {len(y)} labels')
     return zip(x.split(bs), y.split(bs))
 
+# %% ../nbs/01b_evaluate.ipynb #6de27597
 def eval_batches(
     data, # A DataLoader, or a tuple (images, labels) of tensors
     n:int=None, # How many images, from the start; None: all. Raises ValueError if there are fewer
@@ -60,7 +61,7 @@ def eval_batches(
         if seen==n: return
     if n is not None: raise ValueError(f'asked for n={n} images, the data has {seen}')
 
-# %% ../nbs/01b_evaluate.ipynb #1ec205e6
+# %% ../nbs/01b_evaluate.ipynb #e096fe08
 class Feed:
     "Images to attack, given out in any number; holds no more than it needs"
     def __init__(self,
@@ -76,6 +77,7 @@ class Feed:
         self.buf,self.k = [[o[n:] for o in b]],max(self.k-n,0)
         return [o[:n] for o in b]
 
+# %% ../nbs/01b_evaluate.ipynb #b137ad02
 def packed(
     batches, # Of (positions, images, labels)
     keep, # [N] bool: which positions to keep
@@ -230,7 +232,7 @@ class Report:
     def __repr__(self): return '\n'.join([self.meta['title'], self._table().to_string(index=False)]+[f'warning: {o}' for o in self.warnings])
     def _repr_html_(self): return f'<p>{self.meta["title"]}</p>'+self._table().to_html(index=False, border=0)+''.join(f'<p><b>warning:</b> {o}</p>' for o in map(escape, self.warnings))
 
-# %% ../nbs/01b_evaluate.ipynb #7765f058
+# %% ../nbs/01b_evaluate.ipynb #cca1b387
 @patch
 def plot(self:Report,
     ax=None, # Matplotlib axes; None: new ones
@@ -243,6 +245,7 @@ def plot(self:Report,
     ax.set(xlabel=f'accuracy %, n={self.meta["n"]}', xlim=(0,100))
     return ax
 
+# %% ../nbs/01b_evaluate.ipynb #d91e64b8
 @patch
 def per_class(self:Report,
     vocab=None, # Names of the classes
@@ -253,6 +256,7 @@ def per_class(self:Report,
     res = df.mean().assign(n=df.size())
     return res.set_axis([str(i if vocab is None else vocab[i]) for i in res.index])
 
+# %% ../nbs/01b_evaluate.ipynb #3740a2e2
 @patch
 def confusion(self:Report,
     attack=None, # A row's attack; None: the last one
@@ -264,7 +268,7 @@ def confusion(self:Report,
     name = lambda o: pd.Series(o).map(lambda i: 'no number' if i<0 else str(i if vocab is None else vocab[i]))
     return pd.crosstab(name(self.preds['clean']), name(self.preds[k]), rownames=['clean'], colnames=['under attack'])
 
-# %% ../nbs/01b_evaluate.ipynb #4770f2e7
+# %% ../nbs/01b_evaluate.ipynb #96d074df
 def _atomic(path, write):
     tmp = path.with_name(path.name+'.tmp'); write(tmp); os.replace(tmp, path)
 
@@ -293,6 +297,7 @@ def _page(rep, png):
     meta = ''.join(f'<tr><td>{escape(str(k))}</td><td>{escape(str(v))}</td></tr>' for k,v in rep.meta.items())
     return f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(rep.meta["title"])}</title><style>{css}</style>{rep._repr_html_()}<img alt="accuracy of each row" src="data:image/png;base64,{pic}"><table>{meta}</table></html>'
 
+# %% ../nbs/01b_evaluate.ipynb #3176a411
 @patch(cls_method=True)
 def load(cls:Report,
     out, # Folder that `save` wrote
@@ -666,7 +671,7 @@ class Curve:
         return ax
     def __repr__(self): return '\n'.join([self.title, self.df.to_string(index=False)]+[f'warning: {o}' for o in self.warnings])
 
-# %% ../nbs/01b_evaluate.ipynb #1590d445
+# %% ../nbs/01b_evaluate.ipynb #a613d295
 def _sweep(model, data, attacks, n, seed, bs, name, values):
     "Each attack on every image that is right without attack: a row per value, and the doubts"
     got,says = _first_pass(model, data, n, bs, _device(model))
@@ -695,6 +700,7 @@ def eps_curve(
     if attack.norm=='Linf' and (big:=df[df.eps>=.5]).size and big.low.max()>.15: says.append(f'{big.accuracy.max():.1%} survive eps >= 0.5, at which any image can become grey: gradients are masked, or the attack is too weak')
     return Curve(df, f'{attack.name}, {attack.norm}, n={k}, seed={seed}', says)
 
+# %% ../nbs/01b_evaluate.ipynb #f6e1f5f3
 @no_random(0)
 def steps_curve(
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
@@ -711,6 +717,7 @@ def steps_curve(
     df,says,k = _sweep(model, data, [attack.but(steps=o) for o in steps], n, seed, bs, 'steps', steps)
     return Curve(df, f'{attack.name.replace(str(attack.steps),"",1)}, {attack.norm} {eps_str(attack.eps)}, n={k}, seed={seed}', says)
 
+# %% ../nbs/01b_evaluate.ipynb #c1456699
 @patch
 def eps_curve(self:Learner,
     attack:Attack, # Its own eps is replaced
@@ -722,6 +729,7 @@ def eps_curve(self:Learner,
     self.model.to(self.dls.device)
     return eps_curve(get_model(self.model), self.dls[ds_idx], attack, eps, **kw)
 
+# %% ../nbs/01b_evaluate.ipynb #86a215b0
 @patch
 def steps_curve(self:Learner,
     attack:Attack, # Its own steps are replaced
@@ -733,7 +741,7 @@ def steps_curve(self:Learner,
     self.model.to(self.dls.device)
     return steps_curve(get_model(self.model), self.dls[ds_idx], attack, steps, **kw)
 
-# %% ../nbs/01b_evaluate.ipynb #0e859e10
+# %% ../nbs/01b_evaluate.ipynb #7cfa9cd1
 def to_8bit(
     x_adv:Tensor, # Adversarial images [B,C,H,W] in [0,1]
     x:Tensor, # The clean images
@@ -743,6 +751,7 @@ def to_8bit(
     k = torch.where(x_adv>x, hi, lo)
     return torch.where(lo>hi, (255*x).round(), k).clamp(0,255)/255
 
+# %% ../nbs/01b_evaluate.ipynb #22d8f91c
 def save_adv(
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
     x:Tensor, # Images [B,C,H,W] in [0,1], of 1 or 3 channels
