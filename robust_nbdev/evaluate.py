@@ -201,7 +201,7 @@ def interval(
     ci = binomtest(int(k), int(n)).proportion_ci(.95, 'wilson')
     return round(float(ci.low),4),round(float(ci.high),4)
 
-# %% ../nbs/01b_evaluate.ipynb #5d523b8b
+# %% ../nbs/01b_evaluate.ipynb #020b79ca
 class Report:
     "Rows of robust accuracy, per-image verdicts and warnings; renders in a notebook, prints in a terminal, saves to a folder"
     def __init__(self,
@@ -227,8 +227,8 @@ class Report:
     def _table(self):
         d = pd.DataFrame(list(self._lines()), columns=self.df.columns)
         pc,some = lambda o: f'{100*o:.1f}',lambda f: lambda o: '' if pd.isna(o) else f(o)
-        return pd.DataFrame({'attack':d.attack, 'norm':d.norm.fillna(''), 'accuracy %':d.accuracy.map(pc), '95% interval':['' if pd.isna(a) else f'{pc(a)} - {pc(b)}' for a,b in zip(d.low,d.high)], 'n':d.n, 'seed':d.seed,
-            'passes/image':(d.passes/d.n).map(some(lambda o: f'{o:.1f}')), 'seconds':d.seconds.map(some(lambda o: f'{o:.1f}'))})
+        return pd.DataFrame({'attack':d.attack, 'norm':d.norm.fillna(''), '%':d.accuracy.map(pc), '95%':['' if pd.isna(a) else f'{pc(a)}-{pc(b)}' for a,b in zip(d.low,d.high)],
+            'passes':(d.passes/d.n).map(some(lambda o: f'{o:.1f}')), 'seconds':d.seconds.map(some(lambda o: f'{o:.1f}'))})
     def __repr__(self): return '\n'.join([self.meta['title'], self._table().to_string(index=False)]+[f'warning: {o}' for o in self.warnings])
     def _repr_html_(self): return f'<p>{self.meta["title"]}</p>'+self._table().to_html(index=False, border=0)+''.join(f'<p><b>warning:</b> {o}</p>' for o in map(escape, self.warnings))
 
@@ -489,13 +489,13 @@ def _same(batches, keys):
         yield i,x,y
     if seen!=len(keys): raise ValueError(f'the data gave {len(keys)} images at first and {seen} in a later pass: a generator can be read only once, give a DataLoader or tensors')
 
-# %% ../nbs/01b_evaluate.ipynb #444f84b9
+# %% ../nbs/01b_evaluate.ipynb #d0d7d88a
 def _begin(model, data, n, seed, out, overwrite, kw):
     "A report with its clean row; or the one in `out`, if it was begun on the same model, images and settings"
     if out is not None and Path(out).exists() and not Path(out).is_dir(): raise ValueError(f'out must be a folder, {out} is a file')
     t = time.time(); got,says = _first_pass(model, data, n, kw['bs'], _device(model), kw['draws']); t = time.time()-t
     net,ok,keys = type(unwrap(model)).__name__,got['ok'],got['keys']
-    meta = dict(title=f'Robust accuracy of {net} on {len(ok)} images'+(', each attack on what the ones above left standing' if kw['cascade'] else ', each attack alone'),
+    meta = dict(title=f'Robust accuracy of {net}, n={len(ok)}, seed={seed}'+(', each attack on what the ones above left standing' if kw['cascade'] else ', each attack alone'),
         model=net, fingerprint=fingerprint(model), data=f'{int((keys*mix64(torch.arange(len(keys)))).sum())&(2**64-1):016x}', n=len(ok), seed=seed, **kw, device=str(_device(model)), torch=torch.__version__, version=_version(), machine=platform.machine())
     if isinstance(model, nn.Module) and model.training: says.append('the model was in training mode; it was evaluated in evaluation mode')
     if len(ok)<1000: says.append(f'{len(ok)} images only: differences of a few points mean nothing')

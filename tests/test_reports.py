@@ -196,7 +196,7 @@ def test_files_agree(model, data, tmp_path):
 
 def test_text_and_html(model, data):
     rep = robust_report(model, data, [A['fgsm'],A['pgd']])
-    assert all(o in repr(rep) for o in ('clean',repr(A['fgsm']),repr(A['pgd']),'worst case','warning: 100 images only','95% interval')) and len(repr(rep).splitlines())==7
+    assert all(o in repr(rep) for o in ('clean',repr(A['fgsm']),repr(A['pgd']),'worst case','warning: 100 images only','95%', f'n=100', 'seed=')) and len(repr(rep).splitlines())==7
     html = rep._repr_html_()
     assert html.count('<tr')==5 and 'PGD(0.05, steps=4)' in html and '&lt;lambda&gt;' in robust_report(model, data, [FGSM(E, loss=lambda z,y: ce(z,y))])._repr_html_()
 
