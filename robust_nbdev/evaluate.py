@@ -201,7 +201,7 @@ def interval(
     ci = binomtest(int(k), int(n)).proportion_ci(.95, 'wilson')
     return round(float(ci.low),4),round(float(ci.high),4)
 
-# %% ../nbs/01b_evaluate.ipynb #020b79ca
+# %% ../nbs/01b_evaluate.ipynb #af190e42
 class Report:
     "Rows of robust accuracy, per-image verdicts and warnings; renders in a notebook, prints in a terminal, saves to a folder"
     def __init__(self,
@@ -230,7 +230,7 @@ class Report:
         return pd.DataFrame({'attack':d.attack, 'norm':d.norm.fillna(''), '%':d.accuracy.map(pc), '95%':['' if pd.isna(a) else f'{pc(a)}-{pc(b)}' for a,b in zip(d.low,d.high)],
             'passes':(d.passes/d.n).map(some(lambda o: f'{o:.1f}')), 'seconds':d.seconds.map(some(lambda o: f'{o:.1f}'))})
     def __repr__(self): return '\n'.join([self.meta['title'], self._table().to_string(index=False)]+[f'warning: {o}' for o in self.warnings])
-    def _repr_html_(self): return f'<p>{self.meta["title"]}</p>'+self._table().to_html(index=False, border=0)+''.join(f'<p><b>warning:</b> {o}</p>' for o in map(escape, self.warnings))
+    def _repr_html_(self): return f'<p>{escape(self.meta["title"])}</p>'+self._table().to_html(index=False, border=0)+''.join(f'<p><b>warning:</b> {o}</p>' for o in map(escape, self.warnings))
 
 # %% ../nbs/01b_evaluate.ipynb #cca1b387
 @patch
@@ -297,7 +297,7 @@ def _page(rep, png):
     meta = ''.join(f'<tr><td>{escape(str(k))}</td><td>{escape(str(v))}</td></tr>' for k,v in rep.meta.items())
     return f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(rep.meta["title"])}</title><style>{css}</style>{rep._repr_html_()}<img alt="accuracy of each row" src="data:image/png;base64,{pic}"><table>{meta}</table></html>'
 
-# %% ../nbs/01b_evaluate.ipynb #3176a411
+# %% ../nbs/01b_evaluate.ipynb #6fa51383
 @patch(cls_method=True)
 def load(cls:Report,
     out, # Folder that `save` wrote
@@ -308,7 +308,7 @@ def load(cls:Report,
         for f in ('verdicts.npz','predictions.npz'):
             with np.load(Path(out)/f) as z: arrays.append(dict(z))
         return cls(d['meta'], d['rows'], arrays[0], d['warnings'], arrays[1])
-    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as e: raise ValueError(f'{out} holds no readable report ({type(e).__name__}: {e}): choose another folder, or overwrite=True') from e
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as e: raise ValueError(f'{out} holds no readable report ({type(e).__name__}: {e}): choose another folder, or overwrite=True') from e
 
 # %% ../nbs/01b_evaluate.ipynb #3d7a1f99
 def fingerprint(
@@ -321,23 +321,24 @@ def fingerprint(
         h.update(k.encode()); h.update(v.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if isinstance(v,Tensor) and v.numel() else b'')
     return h.hexdigest()[:16]
 
-# %% ../nbs/01b_evaluate.ipynb #675bacb4
+# %% ../nbs/01b_evaluate.ipynb #d92c2c33
 def _cat(a, b): return b if a is None else {k: torch.cat([a[k], b[k]]) for k in b}
 def _take(a, m): return {k: v[m] for k,v in a.items()}
 def _seed_of(seed, r): return torch.where(r==0, seed, mix64(seed+r))
 
 def _enter(attack, model, i, x, y, seed):
     "New images at the start of their first round: (what is fixed, the attack's state, the objective)"
-    x = check_images(x, model); obj = attack.objective(model, x, y); seeds,zero = image_seed(x, seed),torch.zeros_like(y)
-    return dict(pos=i.to(x.device), x=x, y=y, seed=seeds, refs=attack.refs(obj), r=zero, i=zero),attack.start(obj, x, seeds),obj
+    x0 = check_images(x, model); obj = attack.objective(model, x0, y)
+    x = x0.float() if x0.element_size()<4 else x0; seeds,zero = image_seed(x, seed),torch.zeros_like(y)
+    return dict(pos=i.to(x.device), x0=x0, x=x, y=y, seed=seeds, refs=attack.refs(obj), r=zero, i=zero),attack.start(obj, x, seeds),obj
 
 def _at(obj, b):
     "The objective of the images at hand, each in its own round"
     t = b['refs'][torch.arange(len(b['r']), device=b['r'].device), b['r']]
     no = torch.zeros(len(t), dtype=torch.bool, device=t.device)
-    return obj.rows(slice(0,0), x=b['x'], t=t, y=b['y'], bad=no, zero=~no)
+    return obj.rows(slice(0,0), x=b['x0'], t=t, y=b['y'], bad=no, zero=~no)
 
-# %% ../nbs/01b_evaluate.ipynb #f0dc99ac
+# %% ../nbs/01b_evaluate.ipynb #18474952
 def _leave(attack, obj, b, s, c, p, fell):
     "Send candidates `c` on: those that fell or end their last round leave, the others begin their next round; returns who leaves"
     end = (b['i'][c]>=attack.steps)&~fell
@@ -348,6 +349,14 @@ def _leave(attack, obj, b, s, c, p, fell):
         new = attack.start(obj.rows(again), b['x'][again], _seed_of(b['seed'][again], b['r'][again]))
         s.update({k:v.index_copy(0, again, new[k]) for k,v in s.items()})
     return fell|(end&last)
+
+def _ask(judge, b, c, d, new, f, end):
+    "What the judge says of candidates `c`: of the point that fooled, else of the last one"
+    point = lambda c,d: land(b['x0'][c], b['x'][c]+d[c])
+    p = judge(point(c, torch.where(per_image(f, d), d, new)))
+    lost = (f[c]&end[c]&(p==b['y'][c])).nonzero()[:,0]      # fooled at the last step, but not in the judge's eyes
+    if len(lost): p[lost] = judge(point(c[lost], new))
+    return p
 
 def hunt(
     attack:Attack, # One that goes in steps
@@ -373,7 +382,7 @@ def hunt(
         f = obj.fooled(z)
         c = (f|(b['i']>=attack.steps)).nonzero()[:,0]
         if not len(c): continue
-        p = judge((b['x'][c]+torch.where(per_image(f[c], d), d[c], s['d'][c])).clamp(0,1))
+        p = _ask(judge, b, c, d, s['d'], f, b['i']>=attack.steps)
         out = _leave(attack, obj, b, s, c, p, p!=b['y'][c])
         note(b['pos'], obj.bad, obj.zero)
         yield b['pos'][c[out]].cpu(),(p==b['y'][c])[out].cpu(),p[out].cpu()
@@ -397,7 +406,7 @@ def _steps(attack):
     "Can it be hunted with: does it go in steps by the rules of the library?"
     return isinstance(attack, Attack) and hasattr(attack,'update') and type(attack).run in (Attack.run, APGD.run, APGDT.run) and attack.eps>0 and attack.steps>0
 
-# %% ../nbs/01b_evaluate.ipynb #6d6db595
+# %% ../nbs/01b_evaluate.ipynb #e4d360ac
 class Trial:
     "One attack under way: per-image results so far; knows how to save itself and to go on"
     def __init__(self,
@@ -408,17 +417,18 @@ class Trial:
     ):
         store_attr(); self.t = time.time()
         n = len(stand)
-        self.got = dict(share=np.zeros(n, np.float32), pred=np.full(n, -2, np.int32), done=~np.asarray(stand), bad=np.zeros(n, bool), zero=np.zeros(n, bool), cost=np.zeros(2))
+        self.got = dict(share=np.zeros(n, np.float32), pred=np.full(n, -2, np.int32), done=~np.asarray(stand), bad=np.zeros(n, bool), zero=np.zeros(n, bool), seen=np.zeros(n, bool), cost=np.zeros(2))
         if path is not None and path.exists():
             try:
                 with np.load(path) as f: old = dict(f)
                 if str(old.pop('key'))==key and (old['done']|stand).all(): self.got = old
-            except (ValueError, KeyError, OSError, zipfile.BadZipFile): path.unlink()
+            except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile): path.unlink()
 
     def note(self, i, bad, zero):
         "Positions whose gradients were not finite, or all zero"
         i = i.cpu().numpy()
-        self.got['bad'][i] |= bad.cpu().numpy(); self.got['zero'][i] = zero.cpu().numpy()
+        g = self.got; g['bad'][i] |= bad.cpu().numpy()
+        g['zero'][i] = zero.cpu().numpy() & (g['zero'][i] | ~g['seen'][i]); g['seen'][i] = True
     def add(self, i, share, pred, passes):
         "Results of some images; saves when it is time"
         g,i = self.got,np.asarray(i)
@@ -489,7 +499,7 @@ def _same(batches, keys):
         yield i,x,y
     if seen!=len(keys): raise ValueError(f'the data gave {len(keys)} images at first and {seen} in a later pass: a generator can be read only once, give a DataLoader or tensors')
 
-# %% ../nbs/01b_evaluate.ipynb #d0d7d88a
+# %% ../nbs/01b_evaluate.ipynb #9e873de4
 def _begin(model, data, n, seed, out, overwrite, kw):
     "A report with its clean row; or the one in `out`, if it was begun on the same model, images and settings"
     if out is not None and Path(out).exists() and not Path(out).is_dir(): raise ValueError(f'out must be a folder, {out} is a file')
@@ -499,10 +509,13 @@ def _begin(model, data, n, seed, out, overwrite, kw):
         model=net, fingerprint=fingerprint(model), data=f'{int((keys*mix64(torch.arange(len(keys)))).sum())&(2**64-1):016x}', n=len(ok), seed=seed, **kw, device=str(_device(model)), torch=torch.__version__, version=_version(), machine=platform.machine())
     if isinstance(model, nn.Module) and model.training: says.append('the model was in training mode; it was evaluated in evaluation mode')
     if len(ok)<1000: says.append(f'{len(ok)} images only: differences of a few points mean nothing')
-    rep = Report(meta, [_row(None, ok, seed, t, attacked=len(ok), passes=len(ok)*kw['draws'], after=[])], {'clean':ok}, says, {'label':got['label'], 'clean':got['pred']})
-    if out is not None and overwrite: (Path(out)/'running.npz').unlink(missing_ok=True)
+    rep = Report(meta, [_row(None, ok, seed, t, attacked=len(ok), passes=len(ok)*kw['draws'])], {'clean':ok}, says, {'label':got['label'], 'clean':got['pred']})
+    if out is not None and overwrite: _tidy(out)
     if out is not None and not overwrite and (Path(out)/'report.json').exists(): _continue(rep, out)
     return rep,got
+
+_same_run = ('fingerprint','data','n','seed','cascade','draws','fast')
+def _tidy(out): L(Path(out).glob('running*.npz')).map(Path.unlink)
 
 def _version():
     from robust_nbdev import __version__
@@ -512,7 +525,7 @@ def _continue(rep, out):
     "Take over the finished rows of the report in `out`; raises ValueError if it was begun on something else"
     if not rep.meta['fingerprint']: raise ValueError(f'{out} holds a report, and a plain function cannot be recognised as the model it was begun with: choose another folder, or overwrite=True')
     old = Report.load(out)
-    diff = [k for k in ('fingerprint','data','n','seed','cascade','draws','fast') if old.meta.get(k)!=rep.meta[k]]
+    diff = [k for k in _same_run if old.meta.get(k)!=rep.meta[k]]
     if not diff and not np.array_equal(old.verdicts['clean'], rep.verdicts['clean']): diff = ['the clean predictions, although the weights are the same']
     if diff: raise ValueError(f'{out} holds a report that differs in {", ".join(diff)}: choose another folder, or overwrite=True')
     rep.rows += [r for r in old.rows[1:] if r['attack'] in old.verdicts]
@@ -543,15 +556,18 @@ def _probe(model, a, x, y, seed):
         left = run_attack(model, big, [(torch.arange(len(x)),x,y)], np.ones(len(x), bool), len(x), seed).got['share'].mean()
     return [f'{left:.0%} of {len(x)} images survive it even at eps={eps_str(big.eps)}, where any image can become grey: it is too weak (steps, alpha), or the model hides its gradients'] if left>.3 else []
 
-# %% ../nbs/01b_evaluate.ipynb #6b66894f
-def _measure(model, attack, got, batches, stand, bs, seed, draws, fast, path, bar):
+# %% ../nbs/01b_evaluate.ipynb #053d3f39
+def _digest(*o): return hashlib.sha256(repr([a.tobytes() if isinstance(a, np.ndarray) else a for a in o]).encode()).hexdigest()[:16]
+
+def _measure(model, attack, got, batches, stand, bs, seed, draws, fast, out, about, bar):
     "One row: the verdicts, and what else there is to say"
     ok,pred,cost,parts,says = stand.copy(),np.full(len(stand), -2),np.zeros(2),[],[]
-    for a in _parts(attack, model, got['first'][0]):
+    for k,a in enumerate(_parts(attack, model, got['first'][0])):
         if not (ok>0).any(): break
+        trial = Trial(_digest(about, repr(attack), repr(a), ok>0), ok>0, None if out is None else Path(out)/f'running{f".{k}" if k else ""}.npz')
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter('always')
-            t = run_attack(model, a, batches(), ok>0, bs, seed, draws, fast, Trial(f'{attack!r}: {a!r} {int(np.packbits(ok>0).sum())}', ok>0, path), bar)
+            t = run_attack(model, a, batches(), ok>0, bs, seed, draws, fast, trial, bar)
         g,before = t.got,(ok>0).sum()
         pred[ok>0] = g['pred'][ok>0]; ok = np.minimum(ok, g['share']).astype(stand.dtype); cost += g['cost']
         parts.append(dict(attack=repr(a), attacked=int(before), left=int((ok>0).sum()), seconds=round(float(g['cost'][1]),2), blackbox=getattr(a,'blackbox',False)))
@@ -580,16 +596,16 @@ def robust_report(
     if not (isinstance(draws, int) and draws>0): raise ValueError(f'draws must be a whole number >= 1, got {draws!r}')
     todo,seed = _attacks(attacks),int(seed)
     rep,got = _begin(model, data, n, seed, out, overwrite, dict(bs=bs, cascade=cascade, draws=draws, fast=fast))
-    path = None if out is None else Path(out)/'running.npz'
+    about = [rep.meta[k] for k in _same_run]
     batches = lambda: _same(eval_batches(data, n, bs, _device(model)), got['keys'])
     for a in todo:
         above = [repr(b) for b in todo[:todo.index(a)] if cascade and _group(b)==_group(a)]
-        if _known(a) and any(r['attack']==repr(a) and r['after']==above for r in rep.rows): continue
         stand = np.minimum.reduce([rep.verdicts[o] for o in ('clean',*above)])
-        ok,pred,cost,parts,says = _measure(model, a, got, batches, stand, bs, seed, draws, fast, path, _bar(a, stand, progress))
+        if _known(a) and any(r['attack']==repr(a) and r['stand']==_digest(stand) for r in rep.rows[1:]): continue
+        ok,pred,cost,parts,says = _measure(model, a, got, batches, stand, bs, seed, draws, fast, out, about, _bar(a, stand, progress))
         rep.verdicts[repr(a)],rep.preds[repr(a)] = ok,np.where(pred>-2, pred, rep.preds[above[-1] if above else 'clean'])
-        rep.rows = [r for r in rep.rows if r['attack']!=repr(a)]+[_row(a, ok, seed, cost[1], attacked=int((stand>0).sum()), passes=int(cost[0]), after=above, parts=parts if len(parts)>1 else [], warnings=says)]
-        if out is not None: rep.save(out, page=False); path.unlink(missing_ok=True)
+        rep.rows = [r for r in rep.rows if r['attack']!=repr(a)]+[_row(a, ok, seed, cost[1], attacked=int((stand>0).sum()), passes=int(cost[0]), stand=_digest(stand), parts=parts if len(parts)>1 else [], warnings=says)]
+        if out is not None: rep.save(out, page=False); _tidy(out)
     _finish(rep, todo, seed)
     if out is not None: rep.save(out)
     return rep
