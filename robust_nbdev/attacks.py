@@ -8,8 +8,8 @@ Docs: https://robust-nbdev.github.io/robust_nbdev/attacks.html.md"""
 __all__ = ['ce', 'margin', 'cw', 'scaled_ce', 'dlr', 'dlr_t', 'kl', 'feat_cos', 'Objective', 'Counted', 'land', 'Value', 'Attack',
            'check_call', 'check_attack', 'PGD', 'FGSM', 'FGSM_RS', 'MIFGSM', 'CWPGD', 'GAMAPGD', 'GAMAFW',
            'apgd_checkpoints', 'APGD', 'APGDT', 'patch_cells', 'PatchAttack', 'RandomOcclusion', 'patch_attention',
-           'pcgrad', 'PatchFool', 'WorstCase', 'Transfer', 'choose_target', 'Fast', 'Square', 'FAB', 'AutoAttack',
-           'loss_trace']
+           'pcgrad', 'PatchFool', 'threat', 'WorstCase', 'Transfer', 'choose_target', 'Fast', 'Square', 'FAB',
+           'AutoAttack', 'loss_trace']
 
 # %% ../nbs/01_attacks.ipynb #1951434b
 from collections.abc import Callable
@@ -582,7 +582,7 @@ def _cuts(model, x):
 
 def _top(score, k): return torch.zeros_like(score, dtype=torch.bool).scatter(1, score.topk(k).indices, True)
 
-# %% ../nbs/01_attacks.ipynb #8f3fa603
+# %% ../nbs/01_attacks.ipynb #cadb284f
 @dataclass(frozen=True, repr=False)
 class PatchAttack(Value):
     "Base of attacks that rewrite whole patches and leave all other pixels alone; no `eps`, no `norm`"
@@ -596,6 +596,8 @@ class PatchAttack(Value):
             if (v:=getattr(self,n)) not in options: raise ValueError(f'{n} must be one of {list(options)}, got {v!r}')
     @property
     def name(self): return super().name+str(getattr(self,'steps',''))
+    @property
+    def budget(self): return f'patches={self.patches}' if hasattr(self,'patches') else f'share={self.share:g}'
 
 # %% ../nbs/01_attacks.ipynb #1c67b853
 @patch
@@ -765,7 +767,15 @@ def run(self:PatchFool, obj, x, seed):
         d = (d+self.lr*.95**(i//10)*std*(m/(1-.9**(i+1)))/((s/(1-.999**(i+1))).sqrt()+1e-8)).clamp(0,1)
     return torch.where(mask, torch.where(per_image(won, x), adv, d), x)
 
-# %% ../nbs/01_attacks.ipynb #6b198094
+# %% ../nbs/01_attacks.ipynb #29cab422
+def threat(
+    attack, # Any attack
+)->tuple: # (norm, eps); for attacks without a ball (None, its budget)
+    "What an attack may do: only attacks that may do the same can be compared"
+    norm = getattr(attack,'norm',None)
+    return (norm, attack.eps) if norm else (None, getattr(attack,'budget',None))
+
+# %% ../nbs/01_attacks.ipynb #6d0d9084
 @dataclass(frozen=True, repr=False)
 class WorstCase(Value):
     "Per image, the first of several attacks that works; each sees only the images that the ones before it left standing"
@@ -775,7 +785,7 @@ class WorstCase(Value):
         self._set(attacks=tuple(L(self.attacks)))
         if not self.attacks: raise ValueError('WorstCase needs at least one attack')
         for a in self.attacks: check_attack(a)
-        balls = {(getattr(a,'norm',None), getattr(a,'eps',None)) for a in self.attacks}
+        balls = {threat(a) for a in self.attacks}
         if len(balls)>1: raise ValueError(f'a worst case over different threat models means nothing: got {sorted(balls, key=str)}')
     @property
     def eps(self): return getattr(self.attacks[0],'eps',None)
@@ -798,7 +808,7 @@ class WorstCase(Value):
         if want.ndim>1: want = want.argmax(1)
         for a in self.members(_classes(model, x0)):
             kw = dict(target=want[left], targeted=True) if targeted else {}
-            x_adv[left] = new = a(model, x0[left], None if y is None else check_labels(y, x)[left], seed=seed if isinstance(seed,int) else seed[left], **kw)
+            x_adv[left] = new = a(model, x0[left], None if y is None else check_labels(y, x)[left], seed=seed[left] if isinstance(seed, Tensor) else int(seed), **kw)
             with attack_mode(model), torch.no_grad(): z = model(new.clone())
             left = left[(z.argmax(1)==want[left])!=targeted]
             if not len(left): break
@@ -845,15 +855,16 @@ def choose_target(
     if how not in ('likely','least','next'): raise ValueError(f"how must be 'random', 'likely', 'least' or 'next', got {how!r}")
     return (y+1)%c if how=='next' else hide(-torch.inf).argmax(1) if how=='likely' else hide(torch.inf).argmin(1)
 
-# %% ../nbs/01_attacks.ipynb #898108c7
+# %% ../nbs/01_attacks.ipynb #3e068b68
 class Fast(Wrapper):
     "`model` for attacks in a hurry: in lower precision, compiled; judge the result with the model itself"
     def __init__(self,
         model:nn.Module, # Any model
         dtype=torch.bfloat16, # Of the matrix products, as in `torch.autocast`; None: as the model is
-        compile:bool=True, # Run it through `torch.compile`?
+        compile:bool=None, # Run it through `torch.compile`? None: if it is on a GPU
     ):
         super().__init__(model)
+        if compile is None: compile = isinstance(model, nn.Module) and any(p.is_cuda for p in model.parameters())
         self.dtype,self._run = dtype,[torch.compile(model) if compile else model]
     def forward(self, x):
         with nullcontext() if self.dtype is None else torch.autocast(x.device.type, self.dtype): return self._run[0](x).float()

@@ -158,13 +158,13 @@ def robust_demo(
     for w in t.attrs['warnings']: print(f'warning: {w}')
     print(f"\n{time.time()-t0:.0f} seconds. In {out}/: robust_demo.png, robust_demo.csv, and for each model a report: report.html, report.png, report.json, report.csv, verdicts.npz, predictions.npz")
 
-# %% ../nbs/08_cli.ipynb #c5ff06d8
+# %% ../nbs/08_cli.ipynb #9d9a5382
 def attack_types(
 )->dict: # Name -> class
     "Every class of attacks in `robust_nbdev.attacks`: what is called as `attack(model, x, y, seed=)`"
     mod = sys.modules[Attack.__module__]
     def is_attack(c):
-        if not isinstance(c, type) or c in (Attack, PatchAttack, Transfer) or not any('__call__' in vars(o) for o in c.__mro__): return False
+        if not isinstance(c, type) or issubclass(c, nn.Module) or c in (Attack, PatchAttack, Transfer) or not any('__call__' in vars(o) for o in c.__mro__): return False
         try: inspect.signature(c.__call__).bind(None, None, None, None, seed=0)
         except TypeError: return False
         return True

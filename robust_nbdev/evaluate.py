@@ -171,7 +171,7 @@ class RobustAccuracy(Metric):
     @property
     def name(self): return self._name
 
-# %% ../nbs/01b_evaluate.ipynb #247d540a
+# %% ../nbs/01b_evaluate.ipynb #2db85d2f
 def self_check(
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
     x:Tensor, # One batch of images [B,C,H,W]
@@ -188,7 +188,7 @@ def self_check(
         f'the gradient is not finite for {bad:.0%} of the images': bad>0,
         f'the output is not a number for {nan:.0%} of the images, which count as wrong': nan>0,
         'the outputs look like probabilities, not logits: losses on them underflow, return the logits': bool(torch.allclose(z.sum(1), torch.ones_like(z[:,0]), atol=1e-3) and z.min()>=0),
-        'two calls on the same images differ: the model is random, one run of an attack overestimates its robustness': not torch.allclose(z, z2, rtol=1e-3, atol=1e-4, equal_nan=True)}
+        'two calls on the same images differ: the model is random, so attack it with averaged gradients, attack.eot(20), and judge it more than once, draws=10': not torch.allclose(z, z2, rtol=1e-3, atol=1e-4, equal_nan=True)}
     return [k for k,v in says.items() if v]
 
 # %% ../nbs/01b_evaluate.ipynb #a8ac15ad
@@ -389,22 +389,24 @@ def hunt(
         keep = torch.ones_like(f).index_fill(0, c[out], False)
         b,s = _take(b, keep),_take(s, keep); obj = _at(obj, b)
 
-# %% ../nbs/01b_evaluate.ipynb #4d7ac2e3
+# %% ../nbs/01b_evaluate.ipynb #6a323091
 def _row(attack, ok, seed, secs, label=None, **kw):
     lo,hi = interval(round(float(ok.sum())), len(ok))
     return dict(attack=label or ('clean' if attack is None else repr(attack)), norm=getattr(attack,'norm',None), eps=getattr(attack,'eps',None), accuracy=round(float(ok.mean()),6), low=lo, high=hi, n=len(ok), seed=seed, seconds=None if secs is None else round(secs,2), **kw)
 
-def _group(attack): return getattr(attack,'norm',None),getattr(attack,'eps',None)
+def _group(attack): return threat(attack)
 
 def _known(attack):
     "Does its name say all about it? A loss of one's own may have changed behind the same name, and so may a surrogate"
-    if isinstance(attack, WorstCase): return all(map(_known, attack.attacks))
+    if not all(_known(a) for a in getattr(attack,'attacks',()) if not isinstance(a, str)): return False
     loss = getattr(attack,'loss',None)
     return not isinstance(attack, Transfer) and (loss is None or getattr(loss,'__module__','').startswith('robust_nbdev.'))
 
 def _steps(attack):
     "Can it be hunted with: does it go in steps by the rules of the library?"
-    return isinstance(attack, Attack) and hasattr(attack,'update') and type(attack).run in (Attack.run, APGD.run, APGDT.run) and attack.eps>0 and attack.steps>0
+    if not (isinstance(attack, Attack) and hasattr(attack,'update')): return False
+    t,own = type(attack),(Attack, APGD, APGDT)
+    return attack.eps>0 and attack.steps>0 and t.__call__ is Attack.__call__ and all(getattr(t,k) in [getattr(o,k) for o in own] for k in ('run','_best'))
 
 # %% ../nbs/01b_evaluate.ipynb #e4d360ac
 class Trial:
@@ -440,7 +442,7 @@ class Trial:
         now = time.time(); self.got['cost'][1] += now-self.t; self.t = now
         if self.path is not None: self.path.parent.mkdir(parents=True, exist_ok=True); _npz(self.path, {**self.got, 'key':self.key})
 
-# %% ../nbs/01b_evaluate.ipynb #76ed91d2
+# %% ../nbs/01b_evaluate.ipynb #e389e568
 def _judge(model, x, y, draws):
     "Share of draws that are right [B], and the first draw's classes [B]"
     ps = torch.stack([predict(model, x) for _ in range(draws)])
@@ -457,39 +459,41 @@ def run_attack(
     fast:bool=False, # Attack in bfloat16, compiled; the verdicts stay in float32
     trial:Trial=None, # Results so far, which are not computed again
     tell=noop, # Called with the number of images done, now and then
+    hasty:bool=True, # Stop on an image as soon as it has fallen; not for random models, which would be asked until they err
 )->Trial: # `got['share']` [N]: share of draws right under attack; `got['pred']`: classes
     "The per-image verdicts of one attack"
     t,judged = trial or Trial(repr(attack), stand),Counted(model)
     victim,seen = Counted(Fast(model)) if fast else judged,0
     try:
         with attack_mode(victim):
-            for i,share,p in _results(attack, victim, judged, Feed(batches, ~t.got['done']), bs, seed, draws, t.note):
+            for i,share,p in _results(attack, victim, judged, Feed(batches, ~t.got['done']), bs, seed, draws, t.note, hasty):
                 cost = victim.passes+(judged.passes if fast else 0)
                 t.add(i, share, p, cost-seen); seen = cost
                 tell(int(t.got['done'].sum()), float(t.got['share'].sum()))
     finally: t.save()
     return t
 
-def _results(attack, victim, judged, feed, bs, seed, draws, note):
-    if draws==1 and _steps(attack): yield from hunt(attack, victim, feed, lambda x: predict(judged, x), bs, seed, note)
+def _results(attack, victim, judged, feed, bs, seed, draws, note, hasty):
+    if draws==1 and hasty and _steps(attack): yield from hunt(attack, victim, feed, lambda x: predict(judged, x), bs, seed, note)
     else:
         while (b := feed(bs)) is not None: yield b[0],*_judge(judged, attack(victim, b[1], b[2], seed=seed), b[2], draws)
 
-# %% ../nbs/01b_evaluate.ipynb #79f1d751
+# %% ../nbs/01b_evaluate.ipynb #c5914422
 def _keys(x, y): return mix64(image_seed(x.clamp(0,1))+mix64(y+1)).cpu()
 
 def _first_pass(model, data, n, bs, device, draws=1):
     "What the clean images give: share right, classes, labels, a key per image, a first batch, and the doubts about the model"
     got,says,first = [],[],None
     for i,x,y in eval_batches(data, n, bs, device):
-        x = check_images(x, model)
+        x = check_images(x, model); w = next((p.dtype for p in model.parameters() if p.is_floating_point()), x.dtype) if isinstance(model, nn.Module) else x.dtype
+        if w!=x.dtype: raise ValueError(f"the model's weights are {w}, the images {x.dtype}: use model.float(), and fast=True for attacks in low precision")
         if first is None: says,first = self_check(model, x, y),(x,y)
         share,p = _judge(model, x, y, draws)
         got.append((torch.as_tensor(share), torch.as_tensor(p), y.cpu(), _keys(x, y)))
     if not got: raise ValueError('there are no images to evaluate: the data is empty')
     ok,p,y,keys = map(torch.cat, zip(*got)); k = p.mode().values
     if (share:=(p==k).float().mean().item())>max(.9, ok.mean().item()+.05): says.append(f'the model says class {int(k)} for {share:.0%} of the clean images: a constant answer resists every attack and is worth nothing')
-    return dict(ok=ok.numpy() if draws>1 else ok.numpy()>0, pred=p.numpy(), label=y.numpy(), keys=keys, first=first),says
+    return dict(ok=ok.numpy() if draws>1 else ok.numpy()>0, pred=p.numpy(), label=y.numpy(), keys=keys, first=first, random=any('model is random' in o for o in says)),says
 
 def _same(batches, keys):
     seen = 0
@@ -531,7 +535,7 @@ def _continue(rep, out):
     rep.rows += [r for r in old.rows[1:] if r['attack'] in old.verdicts]
     for r in rep.rows[1:]: rep.verdicts[r['attack']],rep.preds[r['attack']] = old.verdicts[r['attack']],old.preds[r['attack']]
 
-# %% ../nbs/01b_evaluate.ipynb #8bf0077e
+# %% ../nbs/01b_evaluate.ipynb #b285e6fa
 def _attacks(attacks):
     "Attacks without repetitions; raises TypeError or ValueError for what is none, or cannot be told apart"
     res = list(dict.fromkeys(a for a in L(attacks) if a is not None))
@@ -550,13 +554,24 @@ def _probe(model, a, x, y, seed):
     "Can this attack break anything at a radius where any image can become grey?"
     right = predict(model, x)==y; x,y = x[right][:32],y[right][:32]
     if not _steps(a) or isinstance(a, APGDT) or a.steps<5 or a.draws>1 or len(x)<8: return []
-    big = a.but(eps=.5 if a.norm=='Linf' else .5*x[0].numel()**.5, **({'rand':False} if isinstance(a, PGD) and not getattr(a.loss,'clean',False) else {}))
+    says,eps = [],.5 if a.norm=='Linf' else .5*x[0].numel()**.5
+    alpha = getattr(a,'alpha',None)
+    if isinstance(a, PGD) and alpha is not None and alpha*a.steps<a.eps: says = [f'it is too weak: {a.steps} steps of alpha={eps_str(alpha)} cannot cross a ball of eps={eps_str(a.eps)}']
+    big = a.but(eps=eps, **({'alpha':min(alpha*eps/a.eps, a.ball.largest)} if alpha is not None else {}), **({'rand':False} if isinstance(a, PGD) and not getattr(a.loss,'clean',False) else {}))
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         left = run_attack(model, big, [(torch.arange(len(x)),x,y)], np.ones(len(x), bool), len(x), seed).got['share'].mean()
-    return [f'{left:.0%} of {len(x)} images survive it even at eps={eps_str(big.eps)}, where any image can become grey: it is too weak (steps, alpha), or the model hides its gradients'] if left>.3 else []
+    return says+([f'{left:.0%} of {len(x)} images survive it even at eps={eps_str(big.eps)}, where any image can become grey: it is too weak (steps, alpha), or the model hides its gradients'] if left>.3 else [])
 
-# %% ../nbs/01b_evaluate.ipynb #053d3f39
+def _precision(model, a, x, y, got, seed):
+    "Do images that survived the fast attack fall to the same one in float32?"
+    m = torch.from_numpy(got['share'][:len(x)]>0); k = int(m.sum())
+    if not k: return []
+    x,y = x[m.to(x.device)],y[m.to(y.device)]
+    fell = k-int(run_attack(model, a, [(torch.arange(k),x,y)], np.ones(k, bool), k, seed).got['share'].sum())
+    return [f'{fell} of {k} images that survived it in low precision fall to it in float32: do not use fast=True for this model'] if fell>max(1, .03*k) else []
+
+# %% ../nbs/01b_evaluate.ipynb #4921b6d5
 def _digest(*o): return hashlib.sha256(repr([a.tobytes() if isinstance(a, np.ndarray) else a for a in o]).encode()).hexdigest()[:16]
 
 def _measure(model, attack, got, batches, stand, bs, seed, draws, fast, out, about, bar):
@@ -564,17 +579,20 @@ def _measure(model, attack, got, batches, stand, bs, seed, draws, fast, out, abo
     ok,pred,cost,parts,says = stand.copy(),np.full(len(stand), -2),np.zeros(2),[],[]
     for k,a in enumerate(_parts(attack, model, got['first'][0])):
         if not (ok>0).any(): break
-        trial = Trial(_digest(about, repr(attack), repr(a), ok>0), ok>0, None if out is None else Path(out)/f'running{f".{k}" if k else ""}.npz')
+        keep = out is not None and _known(attack) and _known(a)
+        trial = Trial(_digest(about, repr(attack), repr(a), ok>0), ok>0, Path(out)/f'running{f".{k}" if k else ""}.npz' if keep else None)
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter('always')
-            t = run_attack(model, a, batches(), ok>0, bs, seed, draws, fast, trial, bar)
+            t = run_attack(model, a, batches(), ok>0, bs, seed, draws, fast, trial, bar, hasty=not got['random'])
         g,before = t.got,(ok>0).sum()
-        pred[ok>0] = g['pred'][ok>0]; ok = np.minimum(ok, g['share']).astype(stand.dtype); cost += g['cost']
-        parts.append(dict(attack=repr(a), attacked=int(before), left=int((ok>0).sum()), seconds=round(float(g['cost'][1]),2), blackbox=getattr(a,'blackbox',False)))
-        says += [str(w.message) for w in heard if w.category is UserWarning]+_probe(model, a, *got['first'], seed)
+        pred[ok>0] = g['pred'][ok>0]; cost += g['cost']
+        if draws==1: ok = np.minimum(ok, g['share']).astype(stand.dtype)
+        elif not parts or g['share'].mean()<best.mean(): best = g['share']          # no minimum over draws: it would be below every one of them
+        parts.append(dict(attack=repr(a), attacked=int(before), left=round(float(g['share'].sum()), 2) if draws>1 else int(ok.sum()), seconds=round(float(g['cost'][1]),2), blackbox=getattr(a,'blackbox',False)))
+        says += [str(w.message) for w in heard if w.category is UserWarning]+_probe(model, a, *got['first'], seed)+(_precision(model, a, *got['first'], g, seed) if fast else [])
         if (k:=int(g['bad'].sum())): says.append(f'gradients were not finite for {k} images')
         if (k:=int((g['zero']&(g['share']>0)).sum()))>max(.05*before, 2): says.append(f'{k} of {before} images survive because every gradient was exactly zero: use loss=scaled_ce, margin or dlr, and add a black-box attack such as Square')
-    return ok,pred,cost,parts,list(dict.fromkeys(s.removeprefix(f'{attack!r}: ') for s in says))
+    return best if draws>1 and parts else ok,pred,cost,parts,list(dict.fromkeys(s.removeprefix(f'{attack!r}: ') for s in says))
 
 @no_random(0)
 def robust_report(
@@ -600,7 +618,7 @@ def robust_report(
     batches = lambda: _same(eval_batches(data, n, bs, _device(model)), got['keys'])
     for a in todo:
         above = [repr(b) for b in todo[:todo.index(a)] if cascade and _group(b)==_group(a)]
-        stand = np.minimum.reduce([rep.verdicts[o] for o in ('clean',*above)])
+        stand = np.minimum.reduce([rep.verdicts[o] for o in ('clean',*above)]) if draws==1 else np.ones(len(got['ok']), np.float32)
         if _known(a) and any(r['attack']==repr(a) and r['stand']==_digest(stand) for r in rep.rows[1:]): continue
         ok,pred,cost,parts,says = _measure(model, a, got, batches, stand, bs, seed, draws, fast, out, about, _bar(a, stand, progress))
         rep.verdicts[repr(a)],rep.preds[repr(a)] = ok,np.where(pred>-2, pred, rep.preds[above[-1] if above else 'clean'])
@@ -620,17 +638,17 @@ def _bar(attack, stand, progress):
     bar.update(0)
     return tell
 
-# %% ../nbs/01b_evaluate.ipynb #55b0233b
+# %% ../nbs/01b_evaluate.ipynb #e3d84390
 def _finish(rep, attacks, seed):
     "Order the rows, add the worst case of each threat model, and the doubts that only results can raise"
     order = ['clean']+[repr(a) for a in attacks]
     rep.rows = sorted(rep.rows, key=lambda r: order.index(r['attack']) if r['attack'] in order else len(order))
     rep.warnings += [f'{r["attack"]}: {w}' for r in rep.rows for w in r.get('warnings',[])]
-    groups = groupby(rep.rows[1:], lambda r: (r['norm'],r['eps']))
-    for (norm,eps),rows in groups.items():
-        ok = np.minimum.reduce([rep.verdicts[r['attack']] for r in rows])
-        of = '' if len(groups)==1 else ' without eps' if eps is None else f' {norm} {eps_str(eps)}'
-        if len(rows)>1: rep.rows.append({**_row(None, ok, seed, None, 'worst case'+of), 'norm':norm, 'eps':eps})
+    groups = groupby(attacks, _group)
+    for (norm,eps),same in groups.items():
+        ok = np.minimum.reduce([rep.verdicts[repr(a)] for a in same])
+        of = '' if len(groups)==1 else f' of {eps}' if norm is None else f' {norm} {eps_str(eps)}'
+        if len(same)>1 and rep.meta['draws']==1: rep.rows.append({**_row(None, ok, seed, None, 'worst case'+of), 'norm':norm, 'eps':eps if norm else None})
     for same in groupby(attacks, _group).values(): rep.warnings += _order_doubts(rep, same)
 
 def _order_doubts(rep, same):
@@ -638,16 +656,16 @@ def _order_doubts(rep, same):
     says,acc = [],{repr(a):rep.verdicts[repr(a)].mean() for a in same}
     for a,b in zip(same, same[1:]):
         if not rep.meta['cascade'] and acc[repr(a)]<acc[repr(b)]-.01: says.append(f'{a} ({acc[repr(a)]:.1%}) is stronger than {b} ({acc[repr(b)]:.1%}), which stands below it: attacks are listed weak to strong, so the second one may be failing')
-    grads = [a for a in same if _steps(a)]
     for b in same:
-        before = [rep.verdicts[repr(a)] for a in (grads if not rep.meta['cascade'] else same[:same.index(b)]) if a!=b]
-        if (getattr(b,'blackbox',False) or isinstance(b, Transfer)) and before and grads: says += _blind(rep, b, int((np.minimum.reduce(before)>0).sum()-(np.minimum.reduce([*before, rep.verdicts[repr(b)]])>0).sum()))
+        before = same if not rep.meta['cascade'] else same[:same.index(b)]
+        before = [rep.verdicts[repr(a)] for a in before if a!=b] if any(_steps(a) and a.steps>=10 for a in before) else []
+        if (getattr(b,'blackbox',False) or isinstance(b, Transfer)) and before: says += _blind(b, *[int((np.minimum.reduce(o)>0).sum()) for o in (before, [*before, rep.verdicts[repr(b)]])])
     for r in rep.rows:
         for p in r.get('parts',[]):
-            if p['blackbox'] and r['attack'] in acc: says += _blind(rep, p['attack'], p['attacked']-p['left'])
+            if p['blackbox'] and r['attack'] in acc: says += _blind(p['attack'], p['attacked'], p['left'])
     return says
 
-def _blind(rep, attack, fell): return [f'{attack}, which sees no gradient of the model, breaks {fell} images that the attacks before it left standing: the model may be hiding its gradients, so try an adaptive attack'] if fell>max(2, .005*rep.meta['n']) else []
+def _blind(attack, stood, left): return [f'{attack}, which sees no gradient of the model, breaks {stood-left:g} of {stood} images that the attacks before it left standing: the model may be hiding its gradients, so try an adaptive attack'] if stood-left>max(5, .03*stood) else []
 
 # %% ../nbs/01b_evaluate.ipynb #69a80e59
 @patch
@@ -687,12 +705,12 @@ class Curve:
         return ax
     def __repr__(self): return '\n'.join([self.title, self.df.to_string(index=False)]+[f'warning: {o}' for o in self.warnings])
 
-# %% ../nbs/01b_evaluate.ipynb #a613d295
+# %% ../nbs/01b_evaluate.ipynb #01a499b0
 def _sweep(model, data, attacks, n, seed, bs, name, values):
     "Each attack on every image that is right without attack: a row per value, and the doubts"
     got,says = _first_pass(model, data, n, bs, _device(model))
     batches = lambda: _same(eval_batches(data, n, bs, _device(model)), got['keys'])
-    oks = [got['ok'] if not getattr(a,name) else run_attack(model, a, batches(), got['ok'], bs, seed).got['share']>0 for a in attacks]
+    oks = [got['ok'] if not getattr(a,name) else run_attack(model, a, batches(), got['ok'], bs, seed, hasty=not got['random']).got['share']>0 for a in attacks]
     df = pd.DataFrame([{name:v, **{k:w for k,w in _row(a, ok, seed, None).items() if k in ('accuracy','low','high','n','seed')}} for v,a,ok in zip(values, attacks, oks)])
     up = [(a,b) for (_,a),(_,b) in zip(df.sort_values(name)[:-1].iterrows(), df.sort_values(name)[1:].iterrows()) if b.low>a.high]
     show = lambda v: eps_str(v) if name=='eps' else f'{v:g}'
@@ -709,14 +727,14 @@ def eps_curve(
     bs:int=64, # Batch size
 )->Curve:
     "Accuracy under `attack` at each eps; warns where a larger eps does not lower it, or a huge one leaves more than chance"
-    if not hasattr(attack, 'but'): raise TypeError(f'eps_curve needs an attack whose eps can be changed, such as PGD(steps=20), got {attack!r}')
+    if not hasattr(attack, 'but') or attack.norm is None: raise TypeError(f'eps_curve needs an attack whose eps can be changed, such as PGD(steps=20), got {attack!r}')
     eps = [float(e) for e in (eps if hasattr(eps,'__iter__') else [eps])]
     if not eps: raise ValueError('eps_curve needs at least one eps')
     df,says,k = _sweep(model, data, [attack.but(eps=e) for e in eps], n, seed, bs, 'eps', eps)
     if attack.norm=='Linf' and (big:=df[df.eps>=.5]).size and big.low.max()>.15: says.append(f'{big.accuracy.max():.1%} survive eps >= 0.5, at which any image can become grey: gradients are masked, or the attack is too weak')
     return Curve(df, f'{attack.name}, {attack.norm}, n={k}, seed={seed}', says)
 
-# %% ../nbs/01b_evaluate.ipynb #f6e1f5f3
+# %% ../nbs/01b_evaluate.ipynb #9527a4de
 @no_random(0)
 def steps_curve(
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
@@ -731,7 +749,8 @@ def steps_curve(
     steps = [int(o) for o in (steps if hasattr(steps,'__iter__') else [steps])]
     if not steps or 'steps' not in {f.name for f in fields(attack) if f.init}: raise TypeError(f'steps_curve needs numbers of steps, and an attack whose steps can be changed, such as PGD(8/255), got {attack!r} and {steps}')
     df,says,k = _sweep(model, data, [attack.but(steps=o) for o in steps], n, seed, bs, 'steps', steps)
-    return Curve(df, f'{attack.name.replace(str(attack.steps),"",1)}, {attack.norm} {eps_str(attack.eps)}, n={k}, seed={seed}', says)
+    ball = '' if attack.norm is None else f', {attack.norm} {eps_str(attack.eps)}'
+    return Curve(df, f'{attack.name.replace(str(attack.steps),"",1)}{ball}, n={k}, seed={seed}', says)
 
 # %% ../nbs/01b_evaluate.ipynb #c1456699
 @patch
