@@ -208,7 +208,7 @@ class Value:
         fs = [f for f in fields(self) if f.init and (f.name in ('eps','steps') or getattr(self,f.name)!=f.default)]
         return f'{type(self).__name__}({", ".join(("" if f.name=="eps" else f.name+"=")+show(getattr(self,f.name)) for f in fs)})'
 
-# %% ../nbs/01_attacks.ipynb #1b8953a9
+# %% ../nbs/01_attacks.ipynb #11705867
 @dataclass(frozen=True, repr=False)
 class Attack(Value):
     "Base of the attacks inside a ball: `attack(model, x, y) -> x_adv`"
@@ -229,6 +229,8 @@ class Attack(Value):
 
     @property
     def ball(self): return threat_model(self.eps, self.norm)
+    @property
+    def takes_loss(self): return any(f.name=='loss' and f.init for f in fields(self))
     @property
     def name(self): return '_'.join([super().name+str(getattr(self,'steps','')), *(['l2'] if self.norm=='L2' else []), *([getattr(self.loss,'__name__','loss')] if self.loss else [])])
     def restart(self, n:int): # Number of independent runs

@@ -1,0 +1,646 @@
+"Every training method with everything that fastai offers: losses by hand, costs counted, weights to the bit, nothing left behind (R17-R21, R24; F08, F10)."
+import copy, itertools, math, warnings
+import pytest, torch, torch.nn.functional as F
+from torch import nn
+from fastai.vision.all import (BCEWithLogitsLossFlat, Callback, CancelBatchException, CancelEpochException, CancelFitException, CancelTrainException, ChannelsLast, CrossEntropyLossFlat, CutMix, DataLoaders,
+    EarlyStoppingCallback, GradientAccumulation, GradientClip, LabelSmoothingCrossEntropyFlat, Learner, L, MixUp, OptimWrapper, SaveModelCallback, accuracy, default_split, set_seed, noop, AccumMetric)
+import fastai.callback.fp16 as fp16
+from fastai.callback.schedule import *
+from fastai.callback.training import *
+from robust_nbdev.core import *
+from robust_nbdev.vit import *
+from robust_nbdev.attacks import *
+from robust_nbdev.adv_train import *
+from robust_nbdev.datasets import fashion_mnist
+from robust_nbdev.evaluate import *
+from robust_nbdev.test_utils import *
+
+PGD2 = PGD(.1, steps=2)
+METHODS = dict(at=lambda: [AdvTrain(PGD2)], some=lambda: [AdvTrain(PGD2, clean_images=.5)], half=lambda: [AdvTrain(PGD2, clean_loss=.5)], rs=lambda: [AdvTrain(FGSM_RS(.1))], n=lambda: [AdvTrain(NFGSM(.1))],
+    mo=lambda: [AdvTrain(ARDPRM(.1, steps=2), ard=warmup(1, pct=.5), prm=warmup(1, pct=.5))], free=lambda: [FreeAT(FGSM(.1), replay=2)], trades=lambda: [TRADES(PGD2, eps=warmup(.1, pct=.5))],
+    mart=lambda: [MART(PGD2)], gat=lambda: [GAT(BernoulliFGSM(.1))], awp=lambda: [AWP(.01), AdvTrain(PGD2)], trades_awp=lambda: [TRADES(PGD2), AWP(.01)], all=lambda: [MART(PGD2), AWP(.01), EMA(.9), CatchOverfit(gap=2)])
+methods = pytest.mark.parametrize('method', METHODS)
+PAIRS = dict(trades=TRADES(PGD2), mart=MART(PGD2), gat=GAT(BernoulliFGSM(.1)), half=AdvTrain(PGD2, clean_loss=.3))
+
+def small_dls(n=32, bs=16): return synth_dls(n, bs=bs)
+def learner(cbs=None, model=None, **kw):
+    l = synth_learner(cbs=cbs, dls=kw.pop('dls', None) or small_dls(), **kw)
+    if model is not None: l.model = model
+    return l
+def noisy_vit(): return tiny_vit(num_classes=4, proj_drop_rate=.2, attn_drop_rate=.2, drop_path_rate=.3)
+def weights(l): return [p.detach().clone() for p in l.model.parameters()]
+def same(a, b): return len(a)==len(b) and all(torch.equal(o,p) for o,p in zip(a,b))
+def close(a, b, rtol=1e-5): return all((o-p).norm()<=rtol*p.norm()+1e-7 for o,p in zip(a,b))
+def plain(x): return x.as_subclass(torch.Tensor)
+def flat(ps): return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in ps])
+
+class HalfPrecision(fp16.MixedPrecision):
+    "fastai's mixed precision on the CPU, with a scaler that scales"
+    def __init__(self, dtype=torch.float16, scale=2.**10): super().__init__(); self.dtype,self.scale = dtype,scale
+    def before_fit(self):
+        self.autocast,self.scales = torch.autocast('cpu', dtype=self.dtype),L()
+        self.learn.scaler = torch.amp.GradScaler('cpu', init_scale=self.scale, enabled=self.dtype==torch.float16)
+
+def check_clean(l, lf, flags=None):
+    "What every fit must leave: the loss, modes, flags, hooks, scopes; and callbacks without tensors"
+    assert l.loss_func is lf and getattr(lf,'reduction','mean')=='mean' and not torch.is_autocast_enabled('cpu') and torch.is_grad_enabled()
+    assert all(h==(0,0,0) for h in state_of(l.model)[2])
+    assert [p.requires_grad for p in l.model.parameters()]==(flags or [True]*len(list(l.model.parameters())))
+    assert all(p.isfinite().all() for p in l.model.parameters())
+    for c in l.cbs:
+        if isinstance(c, AdvCallback): assert not any(isinstance(v, (torch.Tensor,nn.Module)) for k,v in c.__getstate__().items() if k!='learn'), c
+
+# --- schedules ------------------------------------------------------------------------------------------------------------
+
+def test_warmup_once_per_epoch_in_a_fit():
+    seen = []
+    cb = AdvTrain(FGSM(.2), eps=warmup(.2, pct=.5, epochs=4))
+    l = learner([cb, Callback(before_batch=lambda self: seen.append(cb.scheduled().eps) if self.training else None)]); l.fit(4, 1e-3)
+    assert seen==pytest.approx([0,0,.1,.1,.2,.2,.2,.2])
+    for n in (3,7,10,29,30,100): assert [round(warmup(1., pct=1, epochs=n)(e/n)*n) for e in range(n)]==list(range(n))
+    with pytest.raises(ValueError, match='epochs'): warmup(.1, epochs=0)
+    assert repr(warmup(8/255, epochs=10))=='warmup(8/255, pct=0.1, epochs=10)'
+
+def test_switch():
+    s = switch(40, pct=.85, before=10)
+    assert [s(p) for p in (0,.84,.85,1)]==[10,10,40,40] and repr(s)=='switch(40, pct=0.85, before=10)'
+    with pytest.raises(ValueError, match='between 0 and 1'): switch(1, pct=2)
+
+def test_any_field_of_the_attack_follows_a_schedule():
+    seen = []
+    cb = AdvTrain(PGD(.1), steps=switch(3, pct=.5, before=1), alpha=.01)
+    l = learner([cb, Callback(before_batch=lambda self: seen.append((cb.current().steps, cb.current().alpha)) if self.training else None)]); l.fit(2, 1e-3)
+    assert seen==[(1,.01)]*2+[(3,.01)]*2
+    with pytest.raises(TypeError, match='foo'): AdvTrain(PGD(.1), foo=1)
+    with pytest.raises(TypeError, match='alpha= needs an attack'): AdvTrain(lambda m,x,y,seed=0: x, alpha=1.)
+
+@pytest.mark.parametrize('cb,words', [(TRADES(PGD2, eps=warmup(.1)), 'TRADES(PGD(0.1, steps=2), beta=6, eps=warmup(0.1, pct=0.1))'), (AdvTrain(PGD2, clean_loss=.5), 'AdvTrain(PGD(0.1, steps=2), clean_loss=0.5)'),
+    (AdvTrain(PGD2, clean_images=.25), 'AdvTrain(PGD(0.1, steps=2), clean_images=0.25)'), (GAT(BernoulliFGSM(8/255), beta=switch(40,.85,10)), 'GAT(BernoulliFGSM(8/255), beta=switch(40, pct=0.85, before=10))'),
+    (FreeAT(FGSM(.1)), 'FreeAT(FGSM(0.1))'), (AWP(.005), 'AWP(0.005)'), (AWP(switch(.005,.05)), 'AWP(switch(0.005, pct=0.05, before=0))'), (EMA(.99), 'EMA(0.99)'), (CatchOverfit(then=PGD2), 'CatchOverfit(PGD(8/255, steps=5), gap=0.2, then=PGD(0.1, steps=2))'), (AdvTrain(PGD2, alpha=2/255), 'AdvTrain(PGD(0.1, steps=2), alpha=2/255)')])
+def test_repr(cb, words): assert repr(cb)==words
+
+@pytest.mark.parametrize('make,words', [(lambda: TRADES(FGSM(.1)), 'compares with the clean output'), (lambda: GAT(FGSM(.1)), 'compares with the clean output'), (lambda: AdvTrain(PGD2, clean_images=2), 'clean_images is a share'),
+    (lambda: FreeAT(FGSM(.1), replay=0), 'whole number'), (lambda: AWP(-1), '>= 0'), (lambda: ARDPRM(.1, ard=2.), 'ard is a share')])
+def test_refused_values(make, words):
+    with pytest.raises(ValueError, match=words): make()
+@pytest.mark.parametrize('make,words', [(lambda: FreeAT(APGD(.1)), 'FreeAT climbs'), (lambda: FreeAT(FGSM(.1, loss=margin)), 'FreeAT climbs'), (lambda: TRADES(.1), 'expected an attack'), (lambda: CatchOverfit(then=3), 'expected an attack')])
+def test_refused_types(make, words):
+    with pytest.raises(TypeError, match=words): make()
+
+def test_two_methods_are_refused():
+    with pytest.raises(ValueError, match=r'two AdvTrain callbacks, .*remove_cb\((AdvTrain|TRADES)\)'): learner([AdvTrain(PGD2), TRADES(PGD2)]).fit(1)
+
+# --- losses and gradients by hand -----------------------------------------------------------------------------------------------
+
+class Grab(Callback):
+    "The first step: the model, the joint batch, labels, loss; then stop"
+    order = 9
+    def before_fit(self): self.m = None
+    def before_batch(self):
+        if self.m is None: self.m,self.x,self.y = copy.deepcopy(self.model),self.learn.x.as_subclass(torch.Tensor).clone(),self.learn.y.as_subclass(torch.Tensor).clone()
+    def before_step(self): self.g,self.value = flat(self.model.parameters()),self.learn.loss.item(); raise CancelFitException()
+
+def kl_(z_adv, z): return F.kl_div(z_adv.log_softmax(1), z.softmax(1), reduction='batchmean')
+def mart_(z, z_adv, y):
+    p,q = z.softmax(1),z_adv.softmax(1)
+    top = q.argsort(1)[:,-2:]; wrong = torch.where(top[:,-1]==y, top[:,-2], top[:,-1])
+    robust = (F.kl_div((q+1e-12).log(), p, reduction='none').sum(1)*(1.0000001-p.gather(1, y[:,None])[:,0])).mean()
+    return F.cross_entropy(z_adv, y)+F.nll_loss((1.0001-q+1e-12).log(), wrong)+5*robust
+BY_HAND = dict(trades=lambda z,z_adv,y: F.cross_entropy(z, y)+6*kl_(z_adv, z), mart=mart_, gat=lambda z,z_adv,y: F.cross_entropy(z, y)+10*(z.softmax(1)-z_adv.softmax(1)).pow(2).sum(1).mean(),
+    half=lambda z,z_adv,y: .3*F.cross_entropy(z, y)+.7*F.cross_entropy(z_adv, y))
+@pytest.mark.parametrize('k', BY_HAND)
+def test_loss_and_gradient_by_hand(k):
+    "As the authors write it: two forwards, no shared code; and the attack is the one stated"
+    l = learner([PAIRS[k], Grab()]); seed = torch.initial_seed()%2**62; l.fit(1, 1e-3); g = l.grab
+    x,x_adv = g.x.chunk(2); m = g.m
+    attack = {'trades':PGD2.but(loss=kl), 'mart':PGD2, 'half':PGD2, 'gat':BernoulliFGSM(.1)}[k]
+    assert torch.equal(attack(m, x, None if k=='trades' else g.y, seed=seed), x_adv) and .05<(x_adv-x).abs().max()<=.1+1e-6
+    m.zero_grad(); v = BY_HAND[k](m(x), m(x_adv), g.y); v.backward()
+    assert g.value==pytest.approx(v.item(), abs=1e-5) and torch.allclose(g.g, flat(m.parameters()), atol=1e-6)
+
+def test_trades_climbs_the_kl_from_the_clean_output():
+    rises = []
+    class Check(Callback):
+        order = AdvTrain.order+.5
+        def before_batch(self):
+            if not self.training: return
+            x,x_adv = self.x.chunk(2); m = copy.deepcopy(self.model).eval()
+            with torch.no_grad(): rises.append(kl(m(plain(x_adv)), m(plain(x))).min().item())
+    learner([TRADES(PGD(.1, steps=3)), Check()]).fit(1, 1e-3)
+    assert len(rises)==2 and min(rises)>0
+
+@pytest.mark.parametrize('loss', [LabelSmoothingCrossEntropyFlat(), CrossEntropyLossFlat(label_smoothing=.1)], ids=['fastai','torch'])
+@pytest.mark.parametrize('method', ['some','half','free','trades','mart','gat','all'])
+def test_label_smoothing(method, loss):
+    l = learner(METHODS[method](), loss_func=loss); l.fit(1, 1e-3); check_clean(l, loss)
+
+def labels_of(loss, cbs=()):
+    got = []
+    class Look(Callback):
+        order = 5
+        def after_pred(self): got.append((self.mart.soft_labels(self.pred), plain(self.y), self.learn.mix.ys if hasattr(self.learn,'mix') else None)); raise CancelFitException()
+    l = learner([MART(PGD2), Look(), *cbs], loss_func=loss); l.fit(1)
+    return got[0],l
+def test_soft_labels():
+    (t,y,_),_ = labels_of(CrossEntropyLossFlat()); assert torch.allclose(t, F.one_hot(y, 4).float(), atol=1e-6)
+    (t,y,_),_ = labels_of(CrossEntropyLossFlat(label_smoothing=.2)); assert torch.allclose(t, .8*F.one_hot(y, 4)+.05, atol=1e-6)
+    (t,y,_),_ = labels_of(nn.CrossEntropyLoss()); assert torch.allclose(t, F.one_hot(y, 4).float(), atol=1e-6)
+    (t,y,_),_ = labels_of(lambda z,y: F.cross_entropy(z, y)); assert torch.allclose(t, F.one_hot(y, 4).float(), atol=1e-6)
+    for mix in (MixUp(1.), CutMix(1.)):
+        (t,y,_),l = labels_of(CrossEntropyLossFlat(), [mix])
+        assert torch.allclose(t.sum(1), torch.ones(len(t)), atol=1e-5) and ((t>1e-4).sum(1)<=2).all() and ((t>1e-4).sum(1)==2).any()
+def test_mart_needs_a_cross_entropy():
+    class Hot(Callback):
+        order = -5
+        def before_batch(self): self.learn.yb = (F.one_hot(plain(self.y), 4).float(),)
+    with pytest.raises(ValueError, match='cross-entropy'): learner([MART(PGD2), Hot()], loss_func=BCEWithLogitsLossFlat()).fit(1)
+
+def test_a_sum_reduced_loss_gets_a_summed_term():
+    gs = []
+    for red in ('mean','sum'):
+        l = learner([TRADES(PGD2), Grab()], loss_func=CrossEntropyLossFlat(reduction=red)); l.fit(1); gs.append(l.grab.g)
+    assert torch.allclose(gs[1], 16*gs[0], rtol=1e-4, atol=1e-5)
+
+def test_the_table_shows_the_whole_objective():
+    values = []
+    l = learner([TRADES(PGD2), Callback(after_batch=lambda self: values.append(self.learn.loss.item()) if self.training else None)]); l.fit(1, 0.)
+    ref = learner([AdvTrain(PGD(0)), Grab()]); ref.fit(1)
+    assert values[0]>ref.grab.value and l.recorder.values[0][0]<10
+
+# --- costs ------------------------------------------------------------------------------------------------------------------------
+
+K = 3
+COSTS = dict(at=(AdvTrain(PGD(.1, steps=K)), K+1, K), rs=(AdvTrain(FGSM_RS(.1)), 2, 1), n=(AdvTrain(NFGSM(.1)), 2, 1), trades=(TRADES(PGD(.1, steps=K)), K+1+2, K), mart=(MART(PGD(.1, steps=K)), K+2, K),
+    gat=(GAT(BernoulliFGSM(.1)), 1+.5+2, 1), half=(AdvTrain(PGD(.1, steps=K), clean_loss=.5), K+2, K), free=(FreeAT(FGSM(.1), replay=4), 4, 4), mo=(AdvTrain(ARDPRM(.1, steps=K, ard=.5, prm=.5)), K+1, K),
+    eps0=(AdvTrain(PGD(0, steps=K)), 1, 0))
+@pytest.mark.parametrize('k', COSTS)
+@pytest.mark.parametrize('awp', [False, True])
+def test_passes_per_image(k, awp):
+    cb,fwd,bwd = COSTS[k]; m = Counted(tiny_vit(num_classes=4)); got = []
+    class Stop(Callback):
+        def before_validate(self): got.append((m.forwards/32, m.backwards/32)); raise CancelFitException()
+    learner([cb, Stop()]+[AWP(.01)]*awp, model=m).fit(1, 1e-3)
+    more = {'trades':2,'mart':2,'gat':2,'half':2,'free':4}.get(k, 1) if awp else 0
+    assert got[0]==(fwd+more, bwd), got
+
+def test_clean_images_spare_the_attack():
+    m = Counted(tiny_vit(num_classes=4)); l = learner([AdvTrain(PGD(.1, steps=4), clean_images=.5), Callback(before_validate=lambda self: (_ for _ in ()).throw(CancelFitException()))], model=m, dls=synth_dls(64)); l.fit(1)
+    assert 64*4*.3<m.backwards<64*4*.7 and m.forwards==m.backwards+64
+
+@pytest.mark.parametrize('cb', [AdvTrain(PGD2, clean_images=1.), AdvTrain(PGD2, clean_images=.5, eps=0), AdvTrain(NFGSM(0)), AdvTrain(BernoulliFGSM(0)), AWP(0), AWP(lambda p: 0.)], ids=repr)
+def test_nothing_to_do_is_plain_training_exactly(cb):
+    ws = []
+    for cbs in (None, [cb]): l = learner(cbs, model=noisy_vit()); l.fit(2, 1e-3); ws.append(weights(l))
+    assert same(*ws)
+
+def test_no_weight_gradients_in_the_inner_attacks():
+    "Gradients of the weights are there only after backward"
+    class Look(Callback):
+        order = 100
+        def before_batch(self): assert not self.training or all(p.grad is None or not p.grad.any() for p in self.model.parameters())
+    for cbs in METHODS.values(): learner([*cbs(), Look()]).fit(1, 1e-3)
+
+# --- together with fastai -------------------------------------------------------------------------------------------------------------
+
+def compositions():
+    "name -> (callbacks, model, keywords)"
+    yield 'mixup', lambda: dict(cbs=[MixUp(.4)])
+    yield 'cutmix', lambda: dict(cbs=[CutMix(1.)])
+    yield 'accumulation', lambda: dict(cbs=[GradientAccumulation(16)], dls=small_dls(bs=8))
+    yield 'clip', lambda: dict(cbs=[GradientClip(.5)])
+    yield 'bf16', lambda: dict(cbs=[HalfPrecision(torch.bfloat16)])
+    yield 'fp16', lambda: dict(cbs=[HalfPrecision(torch.float16)])
+    yield 'channels_last', lambda: dict(cbs=[ChannelsLast()])
+    yield 'everything', lambda: dict(cbs=[HalfPrecision(torch.float16), GradientAccumulation(16), MixUp(.4), GradientClip(1.)], dls=small_dls(bs=8), model=noisy_vit())
+    yield 'dropout', lambda: dict(model=noisy_vit())
+    yield 'checkpointing', lambda: dict(model=checkpointed())
+    yield 'compile', lambda: dict(model=torch.compile(tiny_vit(num_classes=4), backend='eager'))
+def checkpointed(): m = tiny_vit(num_classes=4); m.model.set_grad_checkpointing(True); return m
+COMPOSITIONS = dict(compositions())
+
+@pytest.mark.parametrize('comp', COMPOSITIONS)
+@methods
+@pytest.mark.filterwarnings('ignore:.*lr_scheduler')
+def test_one_epoch_of(method, comp):
+    kw = COMPOSITIONS[comp](); cbs = kw.pop('cbs', [])
+    l = learner([*METHODS[method](), *cbs], **kw); lf,w = l.loss_func,weights(l)
+    l.fit(1, 1e-3)
+    check_clean(l, lf)
+    assert not same(w, weights(l)) and l.recorder.values[0][0]<15
+
+@methods
+@pytest.mark.parametrize('how', ['checkpointing','compile','channels_last'])
+def test_what_must_not_matter_does_not(method, how):
+    "The same weights as without it"
+    ref = learner(METHODS[method]()); ref.fit(1, 1e-3)
+    kw = COMPOSITIONS[how](); l = learner([*METHODS[method](), *kw.pop('cbs', [])], **kw); l.fit(1, 1e-3)
+    assert close(weights(l), weights(ref), 1e-4)
+
+@methods
+def test_freezing_and_discriminative_rates(method):
+    l = learner(METHODS[method](), splitter=vit_splitter, train_bn=False); lf = l.loss_func
+    l.freeze(); flags,w = [p.requires_grad for p in l.model.parameters()],weights(l)
+    l.fit(1, 1e-2); check_clean(l, lf, flags)
+    assert [not torch.equal(a,b) for a,b in zip(w, weights(l))]==flags and any(flags) and not all(flags)
+    l.unfreeze(); w = weights(l); l.fit_adv(1, slice(1e-5,1e-3)); check_clean(l, lf)
+    d = [(a-b).abs().mean().item() for a,b in zip(w, weights(l))]
+    assert max(d[-2:])>3*max(d[:-2])>0                                            # the head is last
+
+FULL = [k for k in METHODS if k not in ('free','awp','trades_awp','all')]
+@pytest.mark.parametrize('method', FULL+['trades_awp','awp'])
+def test_accumulated_gradients(method):
+    "Equal to the full batch; with AWP, to the mean over the small batches"
+    got,micro = {},[]
+    for bs,cbs in ((32,[]), (8,[GradientAccumulation(32)])):
+        dls = synth_dls(32, bs=bs); dls.train = dls.train.new(shuffle=False); l = learner([*same_in_every_batch(method), *cbs, Stop4()], dls=dls); l.fit(1, 0.); got[bs] = l.stop4.g
+    if 'awp' in method:
+        dls = synth_dls(32, bs=8); dls.train = dls.train.new(shuffle=False); l = learner([*METHODS[method](), GetGrads()], dls=dls)
+        l.fit(1, 0.); got[32] = torch.stack(l.get_grads.grads).mean(0)
+    assert torch.allclose(got[8], got[32], atol=1e-5*got[32].abs().max()) and got[32].abs().max()>0
+def same_in_every_batch(method):
+    "Without schedules, which go on from one small batch to the next"
+    return {'trades':[TRADES(PGD2)], 'mo':[AdvTrain(ARDPRM(.1, steps=2, ard=.5, prm=.5))]}.get(method) or METHODS[method]()
+class Stop4(Callback):
+    order = GradientAccumulation.order+1
+    def before_step(self): self.g = flat(self.model.parameters()); raise CancelFitException()
+
+@pytest.mark.parametrize('method', ['trades_awp','all','free'])
+def test_callbacks_in_any_order_give_the_same_weights(method):
+    ref = None
+    for perm in list(itertools.permutations(range(4)))[::7]+[(3,2,1,0)]:
+        cbs = [METHODS[method](), [MixUp(.4)], [GradientClip(1.)], [GradientAccumulation(16)]]
+        l = learner([c for i in perm for c in (cbs[i] if sum(perm[:1])%2 else cbs[i][::-1])], dls=small_dls(bs=8)); l.fit(1, 1e-3)
+        ref = ref or weights(l)
+        assert same(weights(l), ref)
+
+@pytest.mark.parametrize('method', ['trades','mart','gat','trades_awp','free','half'])
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+def test_half_precision_with_accumulation_and_clip_logs_the_same_loss(method, dtype):
+    "R20: the loss in the table, and the gradient that is clipped, are of the scale of float32"
+    vals,norms = [],[]
+    for amp in ([], [HalfPrecision(dtype)]):
+        l = learner([*METHODS[method](), GradientAccumulation(16), GradientClip(1e9), *amp, (n:=Norms())], dls=small_dls(bs=8)); l.fit(1, 1e-4)
+        vals.append(l.recorder.values[0][0]); norms.append(n.seen)
+    assert vals[1]==pytest.approx(vals[0], rel=.03) and norms[1]==pytest.approx(norms[0], rel=.2)
+class Norms(Callback):
+    order = GradientClip.order+1
+    def before_fit(self): self.seen = []
+    def before_step(self): self.seen.append(flat(self.model.parameters()).norm().item())
+
+def test_overflow_skips_the_step_and_nothing_else():
+    l = learner([TRADES(PGD2), AWP(.01), EMA(.9), HalfPrecision(torch.float16, scale=2.**60)]); w = weights(l)
+    l.fit(1, 1e-2)
+    assert same(w, weights(l)) and l.ema.n==0 and all(torch.equal(a,b) for a,b in zip(l.ema.avg.module.parameters(), w))
+
+@pytest.mark.parametrize('how', ['to_bf16','to_fp16'])
+@pytest.mark.filterwarnings('ignore')
+def test_what_users_type(how):
+    "The contract's line"
+    pgd = PGD(4/255, steps=2)
+    l = getattr(learner([TRADES(pgd, beta=6, eps=warmup(4/255, pct=.1)), AWP(.005), MixUp()], metrics=[accuracy, RobustAccuracy(pgd)]), how)(); lf = l.loss_func
+    l.fit_one_cycle(1, 1e-3); check_clean(l, lf); l.validate()
+
+def test_lr_find_leaves_weights_and_average(tmp_path):
+    l = learner([TRADES(PGD2), AWP(.01), EMA(.9)], path=tmp_path); l.fit(1, 1e-3); w,avg = weights(l),[p.clone() for p in l.ema.avg.parameters()]
+    l.lr_find(num_it=6, show_plot=False)
+    assert same(w, weights(l)) and all(torch.equal(a,b) for a,b in zip(avg, l.ema.avg.parameters()))
+    l.fit(1, 1e-3)
+
+def test_metrics_on_training_batches():
+    l = learner(TRADES(PGD2), metrics=accuracy); l.recorder.train_metrics = True; l.fit(1, 1e-3)
+    assert 0<=l.recorder.values[0][1]<=1
+
+# --- files and interrupts ----------------------------------------------------------------------------------------------------------------
+
+def test_callbacks_add_nothing_to_the_export(tmp_path):
+    sizes = {}
+    for k,cbs in dict(none=lambda: None, **METHODS).items():
+        l = learner(cbs(), dls=fashion_mnist(32, 20, bs=16), model=tiny_vit(num_classes=10), path=tmp_path); l.fit(1, 1e-3); l.export('x.pkl'); sizes[k] = (tmp_path/'x.pkl').stat().st_size
+    assert max(v-sizes['none'] for v in sizes.values())<4000, sizes
+
+@methods
+def test_export_and_load(method, tmp_path):
+    from fastai.learner import load_learner
+    l = learner(METHODS[method](), dls=fashion_mnist(32, 20, bs=16), model=tiny_vit(num_classes=10), path=tmp_path); l.fit(1, 1e-3); l.export('x.pkl')
+    n = load_learner(tmp_path/'x.pkl'); assert same(weights(n), weights(l))
+    n.dls = l.dls; n.logger = noop; n.fit(1, 1e-3); check_clean(n, n.loss_func)
+
+class Stop(Callback):
+    order = 20
+    def __init__(self, err, event): self.err,self.armed = err,True; setattr(self, event, self.fire)
+    def fire(self):
+        if self.armed and self.training and self.train_iter==1: self.armed = False; raise self.err('stop')
+CANCELS = (CancelFitException, CancelBatchException, CancelTrainException, CancelEpochException)
+@pytest.mark.parametrize('method', ['half','free','trades','mart','gat','trades_awp','all'])
+@pytest.mark.parametrize('err,event', [(KeyboardInterrupt,'after_pred'), (ValueError,'before_backward'), (KeyboardInterrupt,'after_backward'), *[(e,'after_loss') for e in CANCELS], (CancelBatchException,'before_backward'), (CancelFitException,'before_step')], ids=lambda o: getattr(o,'__name__',o))
+def test_interrupted_and_fitted_again(method, err, event):
+    "The next fit is as from a fresh Learner with the same weights"
+    l = learner([*METHODS[method](), Stop(err, event)], model=noisy_vit()); lf = l.loss_func
+    if err in CANCELS: l.fit(1, 1e-3)
+    else:
+        with pytest.raises(err): l.fit(1, 1e-3)
+    check_clean(l, lf)
+    w = copy.deepcopy(l.model.state_dict()); ref = learner(METHODS[method](), model=noisy_vit()); ref.model.load_state_dict(w)
+    for o in (l, ref): o.opt = None; set_seed(3, True); o.dls.train.rng.seed(3); o.model.zero_grad(); o.fit(1, 1e-3)
+    assert same(weights(l), weights(ref))
+
+# --- AWP ---------------------------------------------------------------------------------------------------------------------------------
+
+class Fails(nn.Module):
+    "A model whose `n`-th call fails"
+    def __init__(self, n, err): super().__init__(); self.net,self.n,self.err = tiny_vit(num_classes=4),n,err
+    def forward(self, x):
+        self.n -= 1
+        if self.n==0: raise self.err('stop')
+        return self.net(x)
+@pytest.mark.parametrize('err', [KeyboardInterrupt, RuntimeError, *CANCELS])
+@pytest.mark.parametrize('amp', [False, True])
+def test_awp_fails_at_the_moved_weights(err, amp):
+    m = Fails(3+1+1, err); l = learner([TRADES(PGD2), AWP(.05), GradientAccumulation(64)]+[HalfPrecision()]*amp, model=m); w = weights(l)
+    if err in CANCELS: l.fit(1, 1e-2)
+    else:
+        with pytest.raises(err): l.fit(1, 1e-2)
+    if err is not CancelBatchException: assert same(w, weights(l))
+    assert not torch.is_autocast_enabled('cpu'); m.n = -1; l.fit(1, 1e-3)
+
+@methods
+@pytest.mark.parametrize('amp', [None, torch.bfloat16, torch.float16])
+def test_awp_leaves_weights_to_the_bit(method, amp):
+    "With a learning rate of zero, at the end of every batch"
+    if 'awp' in method or method=='all': pytest.skip('has one')
+    l = learner([*METHODS[method](), AWP(.1), GradientAccumulation(16), MixUp(.4)]+([HalfPrecision(amp)] if amp else []), dls=small_dls(bs=8)); w = weights(l); ok = []
+    l.add_cb(Callback(after_backward=lambda self: ok.append(same(w, weights(l))), before_step=lambda self: ok.append(same(w, weights(l)))))
+    l.fit(1, 0., wd=0.)
+    assert len(ok)>=8 and all(ok) and same(w, weights(l))
+
+@pytest.mark.parametrize('k', ['at','trades','mart'])
+def test_awp_gradient_by_hand(k):
+    "The authors' steps with a copy of the model: ascend, move each weight matrix by gamma*|w| along the difference, take the gradient there"
+    cb = {'at':AdvTrain(PGD2), 'trades':PAIRS['trades'], 'mart':PAIRS['mart']}[k]; loss = {'at':lambda z,z_adv,y: F.cross_entropy(z_adv, y), **BY_HAND}[k]
+    l = learner([cb, AWP(.02), Grab()]); l.fit(1, 1e-3); g = l.grab
+    x,x_adv = (g.x,g.x) if k=='at' else g.x.chunk(2)
+    m = g.m; proxy = copy.deepcopy(m); opt = torch.optim.SGD(proxy.parameters(), lr=.01); opt.zero_grad(); (-loss(proxy(x), proxy(x_adv), g.y)).backward(); opt.step()
+    moved = 0
+    with torch.no_grad():
+        for (n,p),q in zip(m.named_parameters(), proxy.parameters()):
+            d = q-p
+            if p.ndim>1 and 'weight' in n: p.add_(.02*p.norm()/(d.norm()+1e-20)*d); moved += 1
+    m.zero_grad(); loss(m(x), m(x_adv), g.y).backward()
+    want = flat(m.parameters())
+    assert moved==1+4*2+1 and (g.g-want).norm()<2e-3*want.norm()
+
+def test_awp_moves_what_it_says():
+    l = learner([AdvTrain(PGD2), AWP(.1)]); seen = {}
+    was = {n:p.detach().clone() for n,p in l.model.named_parameters()}
+    class Look(nn.Module):
+        def __init__(self, net): super().__init__(); self.net = net
+        def forward(self, x):
+            for n,p in self.net.named_parameters(): seen[n] = max(seen.get(n, 0), ((p.detach()-was[n]).norm()/was[n].norm().clamp(min=1e-9)).item())
+            return self.net(x)
+    l.model = Look(l.model); l.fit(1, 0., wd=0.)
+    for n,p in was.items(): assert seen[n]==pytest.approx(.1 if p.ndim>1 and 'weight' in n else 0., abs=1e-5), n
+    assert not any('cls_token' in n or 'pos_embed' in n or 'norm' in n for n,v in seen.items() if v>0)
+
+def test_awp_leaves_batchnorm_and_frozen_weights():
+    m = nn.Sequential(nn.Conv2d(1,4,3,2), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4*13*13,4)); m[0].requires_grad_(False); w = m[0].weight.clone()
+    l = learner([AdvTrain(PGD2), AWP(.1)], model=m); ref = copy.deepcopy(m); l.fit(1, 0., wd=0.)
+    assert m[1].num_batches_tracked.item()==2 and torch.equal(w, m[0].weight)
+    r = learner([AdvTrain(PGD2)], model=ref); r.fit(1, 0., wd=0.); assert torch.equal(ref[1].running_mean, m[1].running_mean)
+
+def test_awp_without_a_matrix_to_move():
+    "Only the class token trains"
+    gs = []
+    for cbs in ([], [AWP(.1)]):
+        m = tiny_vit(num_classes=4); m.requires_grad_(False); m.model.cls_token.requires_grad_(True)
+        l = learner([TRADES(PGD2), *cbs, Grab()], model=m, train_bn=False); l.fit(1, 1e-3); gs.append(l.grab.g)
+    assert torch.allclose(*gs) and gs[0].any()
+
+def test_awp_sees_every_term():
+    "A penalty added by a callback of one's own is climbed too"
+    class Penalty(AdvCallback):
+        def after_loss(self): self.learn.loss_grad = self.loss_grad+50*self.model.model.head.weight.pow(2).sum()
+    gs = []
+    for cbs in ([], [Penalty()]):
+        l = learner([AdvTrain(PGD2), AWP(.3), *cbs, Grab()]); l.fit(1, 0.); gs.append((l.grab.g, l.model.model.head.weight.detach().clone()))
+    n = gs[0][1].numel()+4; head = lambda g: g[-n:-4].view(4,-1)
+    assert (head(gs[1][0])-head(gs[0][0])-100*gs[1][1]).norm()>.2*(100*gs[1][1]).norm()        # 2*50*w, taken at the moved head
+
+def test_awp_and_a_wrapped_model():
+    "Distributed wrapper: one reduction per step, the same weights"
+    import torch.distributed as dist, tempfile
+    if not dist.is_available(): pytest.skip('no torch.distributed')
+    dist.init_process_group('gloo', init_method=f'file://{tempfile.mktemp()}', rank=0, world_size=1)
+    try:
+        for method in ('trades_awp','free','gat','all'):
+            ref = learner(METHODS[method]()); ref.fit(1, 1e-3)
+            l = learner(METHODS[method]()); ddp = nn.parallel.DistributedDataParallel(l.model)
+            class Wrap(Callback):
+                order = 11
+                def before_fit(self): self.learn.model = ddp
+                def after_fit(self): self.learn.model = ddp.module
+            l.fit(1, 1e-3, cbs=Wrap())
+            assert close(weights(l), weights(ref), 1e-5), method
+    finally: dist.destroy_process_group()
+
+# --- attacks for training -----------------------------------------------------------------------------------------------------------------
+
+X,Y = [plain(o) for o in synth_dls().train.one_batch()]
+@pytest.mark.parametrize('attack', [NFGSM(.1), BernoulliFGSM(.1), NearPGD(.1, steps=2), ARDPRM(.1, steps=3, ard=.5, prm=.5), ARDPRM(1., norm='L2', steps=3, prm=.5), BernoulliFGSM(1., norm='L2'), NFGSM(1., norm='L2')], ids=repr)
+def test_training_attacks(attack):
+    "Inside [0,1] and the ball (N-FGSM: three balls), the same in any batch, without a trace"
+    m = tiny_vit(num_classes=4); was = state_of(m); a = attack(m, X, Y, seed=5)
+    assert 0<=a.min() and a.max()<=1 and attack.ball.size(a-X).max()<=attack.eps*(3 if isinstance(attack, NFGSM) else 1)+1e-5 and attack.ball.size(a-X).min()>0
+    assert torch.allclose(attack(m, X[5:9], Y[5:9], seed=5), a[5:9], atol=1e-6) and state_of(m)==was and not torch.equal(a, attack(m, X, Y, seed=6))
+    assert eval(repr(attack))==attack and attack.but(eps=0.)(m, X, Y).equal(X)
+
+def test_ardprm_at_one_is_pgd(): assert torch.equal(ARDPRM(.1, steps=3)(tiny_vit(num_classes=4), X, Y), PGD(.1, steps=3)(tiny_vit(num_classes=4), X, Y))
+
+def test_prm_clears_a_share_of_the_patches():
+    "Before each step: with alpha=0 what is left is the start, less the masked patches of two draws"
+    m = tiny_vit(num_classes=4); a = ARDPRM(.1, steps=1, alpha=0., prm=.25)
+    x = X*.2+.4; d = (a(m, x, Y)-x).unfold(2,7,7).unfold(3,7,7).abs().amax((1,4,5)).flatten(1)
+    assert ((d>0).sum(1)==4).all()                                                # a quarter of 16
+    assert len({tuple(r) for r in (d>0).int().tolist()})>1
+
+@pytest.mark.parametrize('name,kw', [('xcit_nano_12_p8_224', dict(img_size=32, depth=2, embed_dim=32, num_heads=2)), ('cait_xxs24_224', dict(img_size=32, patch_size=8, depth=2, embed_dim=32, num_heads=2)),
+    ('swin_tiny_patch4_window7_224', dict(img_size=32, window_size=4, embed_dim=16, depths=(1,1), num_heads=(1,2)))])
+def test_ard_on_other_families(name, kw):
+    import timm
+    m = timm.create_model(name, num_classes=4, **kw).eval(); x,y = torch.rand(3,3,32,32),torch.tensor([0,1,2])
+    a = ARDPRM(.1, steps=2, ard=.5, prm=.5); was = state_of(m); out = a(m, x, y)
+    assert (out-x).abs().max()>.01 and state_of(m)==was
+    assert torch.equal(ARDPRM(.1, steps=2, ard=1., prm=1.)(m, x, y), PGD(.1, steps=2)(m, x, y))
+
+def test_ard_is_the_gradient_without_the_silent_branches():
+    "By hand: detach the attention of block 1 for image 0, of block 0 for image 1"
+    m = tiny_vit(num_classes=4); x = X[:2].clone().requires_grad_(); keep = torch.tensor([[1,0],[0,1]])
+    with hush_attn(m, keep): z = m(x)
+    g, = torch.autograd.grad(F.cross_entropy(z, Y[:2], reduction='sum'), x)
+    for i,b in ((0,1),(1,0)):
+        h = m.model.blocks[b].attn.register_forward_hook(lambda mod,a,o: o.detach()); xi = X[i:i+1].clone().requires_grad_()
+        gi, = torch.autograd.grad(F.cross_entropy(m(xi), Y[i:i+1]), xi); h.remove()
+        assert torch.allclose(g[i], gi[0], atol=1e-6) and gi.abs().max()>0
+    assert torch.allclose(z, m(X[:2]))
+
+def test_hush_attn_goes_away_when_something_fails():
+    m = tiny_vit(num_classes=4)
+    with pytest.raises(RuntimeError, match='boom'):
+        with hush_attn(m, torch.ones(2,2)): raise RuntimeError('boom')
+    assert all(h==(0,0,0) for h in state_of(m)[2])
+    with pytest.raises(TypeError, match='not a supported transformer'): ARDPRM(.1, ard=.5)(nn.Sequential(nn.Flatten(), nn.Linear(784,4)), X, Y)
+
+# --- GAT, FreeAT --------------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('acc', [False, True])
+def test_gat_alternates_per_optimiser_step(acc):
+    seen = []
+    cb = GAT(BernoulliFGSM(.1)); look = Callback(before_batch=lambda self: seen.append(cb.inner.__name__) if self.training else None)
+    l = learner([cb, look]+[GradientAccumulation(16)]*acc, dls=small_dls(64, bs=8 if acc else 16)); l.fit(1, 1e-3); l.fit(1, 1e-3)
+    each = ['learn_loss','guided']*2
+    assert seen==[o for e in each for o in [e]*(2 if acc else 1)]*2
+
+def test_gat_guides_the_second_attack():
+    "By hand, on a frozen model: one step of eps from the noise along the gradient of loss + beta*||p-p0||^2"
+    xs = []
+    class Look(Callback):
+        order = 5
+        def before_batch(self):
+            if self.training: xs.append((plain(self.x).chunk(2), plain(self.y)))
+    l = learner([GAT(BernoulliFGSM(.1), beta=3.), Look()]); seed = torch.initial_seed()%2**62; m = l.model; l.fit(1, 0., wd=0.)
+    for i,((x,x_adv),y) in enumerate(xs):
+        a = BernoulliFGSM(.1); z0 = m(x).detach()
+        s = a.but(alpha=0.)(m, x, y, seed=seed).requires_grad_(); z = m(s)
+        g, = torch.autograd.grad((F.cross_entropy(z, y, reduction='none')+i*3.*(z.softmax(1)-z0.softmax(1)).pow(2).sum(1)).sum(), s)
+        assert torch.allclose(a.ball.project(x, s.detach()-x+.1*g.sign())+x, x_adv, atol=1e-6)
+
+def test_free_at_by_hand():
+    "A linear model, two replays: train on x, move x by eps*sign of the same gradient, train on that; the move is carried to the next batch"
+    seen = []
+    class Look(Callback):
+        order = 5
+        def before_batch(self):
+            if self.training: seen.append((plain(self.x).detach().clone(), copy.deepcopy(self.model), plain(self.y)))
+    l = learner([KeepClean(), FreeAT(FGSM(.1), replay=2), Look()], model=nn.Sequential(nn.Flatten(), nn.Linear(784,4))); l.fit(1, 1e-3)
+    xs,d = l.keep_clean.seen,torch.zeros(16,1,28,28)
+    assert len(seen)==4 and torch.equal(xs[0], xs[1]) and not torch.equal(xs[1], xs[2])
+    for (x_adv,m,y),x in zip(seen, xs):
+        d = Linf(.1).project(x, d)
+        assert torch.allclose(x_adv, x+d, atol=1e-6)
+        p = x_adv.clone().requires_grad_(); g, = torch.autograd.grad(F.cross_entropy(m(p), y), p)
+        d = Linf(.1).project(x, x_adv-x+.1*g.sign())
+class KeepClean(Callback):
+    order = AdvTrain.order-.5
+    def before_fit(self): self.seen = []
+    def before_batch(self):
+        if self.training: self.seen.append(plain(self.x).clone())
+
+def test_free_at_counts_progress_right():
+    pcts = []
+    l = learner([FreeAT(FGSM(.1), replay=3, eps=warmup(.1, pct=.5)), Callback(before_batch=lambda self: pcts.append(self.pct_train) if self.training else None)]); l.fit_one_cycle(2, 1e-3)
+    assert len(pcts)==2*2*3 and pcts==pytest.approx([i/12 for i in range(12)]) and len(l.recorder.lrs)==12
+    l.validate(); l.fit(1, 1e-3)
+
+def test_free_at_with_a_shorter_last_batch():
+    dls = synth_dls(40, bs=16); dls.train = dls.train.new(drop_last=False); l = learner(FreeAT(FGSM(.1), replay=2), dls=dls); l.fit(2, 1e-3); check_clean(l, l.loss_func)
+
+# --- catastrophic overfitting (R18) ----------------------------------------------------------------------------------------------------------
+
+WEAK = PGD(.1, steps=0, rand=False)
+def linear(): set_seed(0); return nn.Sequential(nn.Flatten(), nn.Linear(784,4))
+def watched(catch, attack=WEAK, **kw): return synth_learner(model=linear(), cbs=[AdvTrain(attack, **kw), catch], lr=3e-3)
+def test_catch_warns_with_the_epoch():
+    l = watched(c:=CatchOverfit())
+    with pytest.warns(UserWarning, match=r'^epoch 0: 100% right under PGD\(0.1, steps=0, rand=False\), the training attack, but \d+% under pgd5: catastrophic overfitting'): l.fit(2)
+    assert len(c.df)==2 and (c.df.attack==repr(WEAK)).all() and l.adv_train.instead is None
+def test_catch_goes_on_with_another_attack_and_only_for_this_fit():
+    l = watched(c:=CatchOverfit(then=PGD(8/255, steps=2)), eps=.1)
+    with pytest.warns(UserWarning, match='epoch 0'): l.fit(3)
+    assert c.df.attack.tolist()==[repr(WEAK)]+['PGD(0.1, steps=2)']*2 and c.df.strong.iloc[-1]>c.df.strong.iloc[0]
+    with warnings.catch_warnings(): warnings.simplefilter('ignore'); l.fit(1)
+    assert c.df.attack.tolist()==[repr(WEAK)]
+def test_catch_stops():
+    l = watched(c:=CatchOverfit(then='stop'))
+    with pytest.warns(UserWarning, match='epoch 0'): l.fit(5)
+    assert len(c.df)==1 and len(l.recorder.values)==0
+@pytest.mark.parametrize('attack,kw', [(PGD(.1, steps=3), {}), (FGSM_RS(.1), {}), (WEAK, dict(eps=0)), (PGD(.1, steps=3), dict(eps=warmup(.3, pct=1.)))])
+def test_catch_is_silent_without_reason(attack, kw):
+    with warnings.catch_warnings(): warnings.simplefilter('error', UserWarning); l = watched(CatchOverfit(), attack, **kw); l.add_cb(MixUp(.4)); l.fit(3)
+@pytest.mark.parametrize('cbs', [[], [AdvTrain(lambda model, x, y, seed=0: x)]])
+def test_catch_needs_an_attack_with_eps(cbs):
+    with pytest.raises(TypeError, match='none here that has an eps'): learner([CatchOverfit(), *cbs]).fit(1)
+def test_catch_sees_unmixed_images_and_labels():
+    got = []
+    l = synth_learner(model=linear(), cbs=[AdvTrain(PGD2), c:=CatchOverfit(gap=2), CutMix(1.), Callback(after_loss=lambda self: got.append(c.batch))]); xs = [plain(o[0]) for o in l.dls.train_ds]
+    l.fit(1); x,y = got[0]
+    assert all(any(torch.equal(plain(o), p) for p in xs) for o in x) and y.dtype==torch.long
+
+# --- averages, checkpoints (R19) ---------------------------------------------------------------------------------------------------------------
+
+def test_ema_by_hand():
+    ws = []
+    l = learner([AdvTrain(PGD2), EMA(.8, use_warmup=False)]); w0 = weights(l)
+    l.add_cb(Callback(after_step=lambda self: ws.append(weights(l)))); l.fit(2, 1e-2)
+    avg = ws[0]                                                                # timm copies the first
+    for w in ws[1:]: avg = [.8*a+.2*b for a,b in zip(avg, w)]
+    assert close(list(l.ema.avg.module.parameters()), avg) and not close(avg, w0, 1e-3)
+
+def test_ema_composes_with_accumulation():
+    l = learner([AdvTrain(PGD2), EMA(.9), GradientAccumulation(16)], dls=small_dls(bs=8)); l.fit(1, 1e-3); assert l.ema.n==2
+
+def test_averaged_weights_inside_and_own_after():
+    l = learner([TRADES(PGD2), EMA(.9)]); l.fit(2, 1e-2); w = weights(l)
+    with l.ema.averaged(): assert same(weights(l), list(l.ema.avg.module.parameters())) and not same(w, weights(l))
+    assert same(w, weights(l))
+    with pytest.raises(RuntimeError, match='boom'):
+        with l.ema.averaged(): raise RuntimeError('boom')
+    assert same(w, weights(l))
+    with pytest.raises(ValueError, match='fit first'):
+        with learner(EMA()).ema.averaged(): pass
+
+def test_average_under_attack_as_a_column(tmp_path):
+    pgd5 = PGD(.1, steps=5)
+    l = learner([AdvTrain(PGD2), EMA(.9)], metrics=[accuracy, RobustAccuracy(pgd5), OnAverage(RobustAccuracy(pgd5)), OnAverage(accuracy)], path=tmp_path, lr=1e-2)
+    assert len(l.validate())==5
+    l.fit(3, cbs=SaveEMA(monitor='ema_pgd5_acc')); best,names = max(v[4] for v in l.recorder.values),l.recorder.metric_names
+    assert list(names[4:-1])==['pgd5_acc','ema_pgd5_acc','ema_accuracy'] and l.validate()[2]==pytest.approx(best)
+
+def test_save_ema_saves_the_average(tmp_path):
+    l = learner([AdvTrain(PGD2), EMA(.9)], metrics=[OnAverage(accuracy)], path=tmp_path); l.fit(2, 1e-2, cbs=SaveEMA(monitor='ema_accuracy', at_end=True, fname='avg'))
+    w = weights(l); l.load('avg'); assert same(weights(l), list(l.ema.avg.module.parameters())) and not same(w, weights(l))
+
+@pytest.mark.parametrize('method', ['trades_awp','mart','free'])
+def test_best_epoch_by_robust_accuracy(method, tmp_path):
+    l = learner(METHODS[method](), metrics=[accuracy, RobustAccuracy(PGD(.1, steps=5))], path=tmp_path)
+    l.fit(3, 1e-2, cbs=[SaveModelCallback(monitor='pgd5_acc'), EarlyStoppingCallback(monitor='pgd5_acc', patience=1)])
+    best = max(v[-1] for v in l.recorder.values)
+    assert l.validate()[-1]==pytest.approx(best)
+
+def test_holdout_is_of_the_training_images():
+    a,b = [fashion_mnist(200, 50, bs=50, valid=v) for v in ('holdout','test')]
+    key = lambda dl: {o.numpy().tobytes() for x,_ in dl.new(shuffle=False, drop_last=False) for o in plain(x)}
+    assert len(key(a.valid))==50 and not key(a.train)&key(a.valid) and not key(a.valid)&key(b.valid)
+
+# --- fit_adv ------------------------------------------------------------------------------------------------------------------------------------
+
+def test_fit_adv_defaults():
+    norms = Norms(); l = learner([TRADES(PGD2)], dls=synth_dls(160)); n = len(l.cbs); l.fit_adv(1, 1e-2, cbs=norms)
+    assert max(norms.seen)<=1.0001 and len(l.cbs)==n and l.opt.hypers[0]['wd']==.05 and {round(float(h),6) for h in l.recorder.hps['mom']}=={.9}
+    lrs = l.recorder.lrs; assert lrs.index(max(lrs)) in (1,2) and max(lrs)==pytest.approx(1e-2, rel=.05) and lrs[-1]<1e-3
+    names = no_decay_names(l.model); assert all((l.opt.state[p].get('do_wd', True) is False)==(k in names) for k,p in l.model.named_parameters())
+
+def test_fit_adv_overridden():
+    norms = Norms(); l = learner([AdvTrain(PGD2), GradientClip(.1)]); l.fit_adv(1, 1e-3, wd=.3, pct_start=.5, cbs=norms, no_decay=False)
+    assert max(norms.seen)<=.1001 and l.opt.hypers[0]['wd']==.3 and all('do_wd' not in l.opt.state[p] or l.opt.state[p]['do_wd'] for n,p in l.model.named_parameters() if 'cls_token' in n)
+    l = learner(AdvTrain(PGD2)); l.fit_adv(1, clip=None, cbs=(n:=Norms())); assert len(n.seen)==2 and not hasattr(l,'gradient_clip')
+
+def test_fit_adv_with_a_torch_optimiser():
+    from functools import partial
+    l = learner(AdvTrain(PGD2), opt_func=partial(OptimWrapper, opt=torch.optim.AdamW))
+    with pytest.raises(TypeError, match='NoDecay needs a fastai optimiser'): l.fit_adv(1, 1e-3)
+    l.fit_adv(1, 1e-3, no_decay=False)
+
+def test_a_method_of_ones_own():
+    class Mine(AdvTrain):
+        joint = True
+        def terms(self, z, z_adv): return z_adv,(z-z_adv).pow(2).mean(1)
+    l = learner([Mine(PGD2), AWP(.01), MixUp(.4), HalfPrecision(torch.bfloat16), GradientAccumulation(16)], dls=small_dls(bs=8)); lf = l.loss_func; l.fit(1, 1e-3); check_clean(l, lf)
