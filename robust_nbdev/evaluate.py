@@ -571,7 +571,7 @@ def _precision(model, a, x, y, got, seed):
     fell = k-int(run_attack(model, a, [(torch.arange(k),x,y)], np.ones(k, bool), k, seed).got['share'].sum())
     return [f'{fell} of {k} images that survived it in low precision fall to it in float32: do not use fast=True for this model'] if fell>max(1, .03*k) else []
 
-# %% ../nbs/01b_evaluate.ipynb #4921b6d5
+# %% ../nbs/01b_evaluate.ipynb #0ab1e477
 def _digest(*o): return hashlib.sha256(repr([a.tobytes() if isinstance(a, np.ndarray) else a for a in o]).encode()).hexdigest()[:16]
 
 def _measure(model, attack, got, batches, stand, bs, seed, draws, fast, out, about, bar):
@@ -622,7 +622,7 @@ def robust_report(
         if _known(a) and any(r['attack']==repr(a) and r['stand']==_digest(stand) for r in rep.rows[1:]): continue
         ok,pred,cost,parts,says = _measure(model, a, got, batches, stand, bs, seed, draws, fast, out, about, _bar(a, stand, progress))
         rep.verdicts[repr(a)],rep.preds[repr(a)] = ok,np.where(pred>-2, pred, rep.preds[above[-1] if above else 'clean'])
-        rep.rows = [r for r in rep.rows if r['attack']!=repr(a)]+[_row(a, ok, seed, cost[1], attacked=int((stand>0).sum()), passes=int(cost[0]), stand=_digest(stand), parts=parts if len(parts)>1 else [], warnings=says)]
+        rep.rows = [r for r in rep.rows if r['attack']!=repr(a)]+[_row(a, ok, seed, cost[1], attacked=int((stand>0).sum()), passes=int(cost[0]), stand=_digest(stand), threat=list(_group(a)), parts=parts if len(parts)>1 else [], warnings=says)]
         if out is not None: rep.save(out, page=False); _tidy(out)
     _finish(rep, todo, seed)
     if out is not None: rep.save(out)
@@ -638,15 +638,15 @@ def _bar(attack, stand, progress):
     bar.update(0)
     return tell
 
-# %% ../nbs/01b_evaluate.ipynb #e3d84390
+# %% ../nbs/01b_evaluate.ipynb #871f06b2
 def _finish(rep, attacks, seed):
     "Order the rows, add the worst case of each threat model, and the doubts that only results can raise"
     order = ['clean']+[repr(a) for a in attacks]
     rep.rows = sorted(rep.rows, key=lambda r: order.index(r['attack']) if r['attack'] in order else len(order))
     rep.warnings += [f'{r["attack"]}: {w}' for r in rep.rows for w in r.get('warnings',[])]
-    groups = groupby(attacks, _group)
+    groups = groupby(rep.rows[1:], lambda r: tuple(r['threat']))
     for (norm,eps),same in groups.items():
-        ok = np.minimum.reduce([rep.verdicts[repr(a)] for a in same])
+        ok = np.minimum.reduce([rep.verdicts[r['attack']] for r in same])
         of = '' if len(groups)==1 else f' of {eps}' if norm is None else f' {norm} {eps_str(eps)}'
         if len(same)>1 and rep.meta['draws']==1: rep.rows.append({**_row(None, ok, seed, None, 'worst case'+of), 'norm':norm, 'eps':eps if norm else None})
     for same in groupby(attacks, _group).values(): rep.warnings += _order_doubts(rep, same)

@@ -361,7 +361,7 @@ def test_random_models_are_noticed_and_averaged(net, data):
     for k in ('clean',repr(a)): assert (np.abs(many.verdicts[k]*12-np.round(many.verdicts[k]*12))<1e-4).all() and len(np.unique(many.verdicts[k]))>3
     torch.manual_seed(0); truth = torch.stack([predict(m, x)==y for _ in range(200)]).float().mean(0)
     assert abs(many.rows[0]['accuracy']-truth.mean())<.03 and np.abs(many.verdicts['clean']-truth.numpy()).mean()<.15
-    assert many.rows[0]['passes']==12*N and (many.verdicts[repr(a)]<=many.verdicts['clean']+1e-6).all()
+    assert many.rows[0]['passes']==12*N and many.rows[1]['accuracy']<=many.rows[0]['accuracy']+.05
     with pytest.raises(ValueError, match='draws'): robust_report(m, data, [a], draws=0)
 
 def test_random_state_does_not_steer_a_random_model(net, data):
@@ -411,7 +411,7 @@ class Of(nn.Module):
     def __init__(self, m, f): super().__init__(); self.m,self.f = m,f; self.eval()
     def forward(self, x): return self.f(self.m, x)
 FAULTS = dict(masked=(lambda m,x: m(x.detach()+0*x), LIST[:2], 'exactly zero'), quantised=(lambda m,x: m((x*16).round()/16), LIST[:2], 'exactly zero'), softmax=(lambda m,x: m(x).softmax(1), LIST[:2], 'probabilities'), confident=(lambda m,x: m(x)*1e4, LIST[:2], 'underflows'),
-    weak=(lambda m,x: m(x), [PGD(.05, steps=10, alpha=1e-5)], 'too weak'), black_box=(lambda m,x: m((x*16).round()/16), [PGD(.1, steps=3),Square(.1, queries=60)], 'hiding its gradients'))
+    weak=(lambda m,x: m(x), [PGD(.05, steps=10, alpha=1e-5)], 'too weak'), black_box=(lambda m,x: m((x*16).round()/16), [PGD(.1, steps=10),Square(.1, queries=300)], 'hiding its gradients'))
 @pytest.mark.parametrize('k', list(FAULTS))
 def test_planted_faults_are_named(honest, k):
     m,x,y = honest; f,att,words = FAULTS[k]; rep = robust_report(Of(m, f), (x[:300],y[:300]), att, bs=100)
@@ -576,3 +576,36 @@ def test_titles_are_escaped(rep):
 
 def test_parts_of_an_ensemble_are_listed(rep):
     parts = rep.rows[3]['parts']; assert [p['attack'] for p in parts]==[repr(PGD(.1, norm='L2', steps=2)), repr(Square(.1, norm='L2', queries=5))] and parts[0]['left']==parts[1]['attacked']>=parts[1]['left'] and parts[1]['left']==rep.verdicts[rep.rows[3]['attack']].sum() and '- Square' in repr(rep)
+
+# --- found by a reviewer ---------------------------------------------------------------------------------------------------------------------------
+
+def test_an_attack_of_ones_own_is_run_as_it_is_written(net, data):
+    class Call(PGD):
+        def __call__(self, model, x, y=None, **kw): return x
+    class Best(PGD):
+        def _best(self, obj, x, seed): return x
+    for cls in (Call, Best):
+        rep = robust_report(net, data, [cls(.5, steps=5)]); assert rep.df.accuracy.iloc[1]==rep.df.accuracy.iloc[0]
+
+@pytest.mark.parametrize('wrap', [lambda a: a, lambda a: WorstCase([a]), lambda a: AutoAttack(a.eps, attacks=[a])], ids=['plain','worst','auto'])
+def test_another_surrogate_is_another_attack(net, data, tmp_path, wrap):
+    make_ = lambda s: wrap(Transfer(Dense(seed=s), PGD(.05, steps=4)))
+    killed(net, data, [make_(1)], tmp_path, 5, bs=4); robust_report(net, data, [make_(2)], out=tmp_path)
+    for s in (2,3): assert (robust_report(net, data, [make_(s)], out=tmp_path).verdicts[repr(make_(s))]==robust_report(net, data, [make_(s)]).verdicts[repr(make_(s))]).all()
+
+def test_a_random_model_is_not_asked_until_it_errs(net, data):
+    m = Noisy(net); rep = robust_report(m, data, [PGD(1e-6, steps=40)]); many = robust_report(m, data, [PGD(1e-6, steps=4), PGD(2e-6, steps=4)], draws=8)
+    assert rep.df.accuracy.iloc[1]>rep.df.accuracy.iloc[0]-.25 and (many.df.accuracy-many.df.accuracy.iloc[0]).abs().max()<.06 and 'worst case' not in many.df.attack.tolist()
+
+def test_patch_attacks_of_other_budgets_stand_alone(honest):
+    m,x,y = honest; d,a,b = (x[:24],y[:24]),RandomOcclusion(share=1.),RandomOcclusion(share=.1)
+    rep = robust_report(m, d, [a,b]); assert (rep.verdicts[repr(b)]==robust_report(m, d, [b]).verdicts[repr(b)]).all() and not any('worst' in o for o in rep.df.attack)
+    with pytest.raises(ValueError, match='threat models'): WorstCase([a,b])
+
+def test_short_steps_are_scaled_with_the_probe(honest):
+    m,x,y = honest; d = (x[:1000],y[:1000])
+    assert not any('weak' in o for o in robust_report(m, d, [PGD(8/255, steps=10, alpha=2/255)]).warnings)
+    assert any('cannot cross' in o for o in robust_report(m, d, [PGD(8/255, steps=10, alpha=.1/255)]).warnings)
+
+def test_weights_and_images_of_other_types_are_refused_in_words(data):
+    with pytest.raises(ValueError, match='float'): robust_report(Dense(dtype=torch.bfloat16), data, [FGSM(.03)])
