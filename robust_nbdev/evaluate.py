@@ -503,13 +503,13 @@ def _same(batches, keys):
         yield i,x,y
     if seen!=len(keys): raise ValueError(f'the data gave {len(keys)} images at first and {seen} in a later pass: a generator can be read only once, give a DataLoader or tensors')
 
-# %% ../nbs/01b_evaluate.ipynb #9e873de4
+# %% ../nbs/01b_evaluate.ipynb #961f59c1
 def _begin(model, data, n, seed, out, overwrite, kw):
     "A report with its clean row; or the one in `out`, if it was begun on the same model, images and settings"
     if out is not None and Path(out).exists() and not Path(out).is_dir(): raise ValueError(f'out must be a folder, {out} is a file')
     t = time.time(); got,says = _first_pass(model, data, n, kw['bs'], _device(model), kw['draws']); t = time.time()-t
     net,ok,keys = type(unwrap(model)).__name__,got['ok'],got['keys']
-    meta = dict(title=f'Robust accuracy of {net}, n={len(ok)}, seed={seed}'+(', each attack on what the ones above left standing' if kw['cascade'] else ', each attack alone'),
+    meta = dict(title=f'Robust accuracy of {net}, n={len(ok)}, seed={seed}'+(f', each attack alone, mean of {kw["draws"]} draws' if kw['draws']>1 else ', each attack on what the ones above left standing' if kw['cascade'] else ', each attack alone'),
         model=net, fingerprint=fingerprint(model), data=f'{int((keys*mix64(torch.arange(len(keys)))).sum())&(2**64-1):016x}', n=len(ok), seed=seed, **kw, device=str(_device(model)), torch=torch.__version__, version=_version(), machine=platform.machine())
     if isinstance(model, nn.Module) and model.training: says.append('the model was in training mode; it was evaluated in evaluation mode')
     if len(ok)<1000: says.append(f'{len(ok)} images only: differences of a few points mean nothing')
