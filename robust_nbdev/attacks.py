@@ -111,7 +111,7 @@ def mse(
     return (f-f0).pow(2).flatten(1).mean(1)
 feat_cos.clean = mse.clean = True
 
-# %% ../nbs/01_attacks.ipynb #ef27d4e7
+# %% ../nbs/01_attacks.ipynb #2d5d5891
 class Objective:
     "A loss per image of `model`'s output, with its gradient to the images alone"
     def __init__(self,
@@ -148,16 +148,21 @@ class Objective:
         self.bad,self.zero = self.bad|~top.isfinite(),self.zero&(top==0)
         return g,v,z
 
-    def fooled(self, z): # -> [B] bool: the attack has what it wants (never, without labels)
-        if self.y is None: return torch.zeros(len(z), dtype=torch.bool, device=z.device)
-        y = self.y if self.y.ndim==1 else self.y.argmax(1)
-        return z.argmax(1)==y if self.sign<0 else z.argmax(1)!=y
+# %% ../nbs/01_attacks.ipynb #b81efbec
+@patch
+def fooled(self:Objective, z):
+    "[B] bool: does the attack have what it wants? Never, without labels"
+    if self.y is None: return torch.zeros(len(z), dtype=torch.bool, device=z.device)
+    y = self.y if self.y.ndim==1 else self.y.argmax(1)
+    return z.argmax(1)==y if self.sign<0 else z.argmax(1)!=y
 
-    def rows(self, m, **kw): # Some of the images, with some attributes changed
-        o = copy(self); o.flat = False
-        for k in ('x','t','y','bad','zero'): v = getattr(o,k); setattr(o, k, v[m] if isinstance(v,Tensor) else v)
-        for k,v in kw.items(): setattr(o, k, v)
-        return o
+@patch
+def rows(self:Objective, m, **kw):
+    "The objective of images `m` alone, with the attributes `kw` changed"
+    o = copy(self); o.flat = False
+    for k in ('x','t','y','bad','zero'): v = getattr(o,k); setattr(o, k, v[m] if isinstance(v,Tensor) else v)
+    for k,v in kw.items(): setattr(o, k, v)
+    return o
 
 # %% ../nbs/01_attacks.ipynb #d2d9fbf6
 class _Count(torch.autograd.Function):
@@ -777,7 +782,7 @@ def threat(
     norm = getattr(attack,'norm',None)
     return (norm, attack.eps) if norm else (None, getattr(attack,'budget',None))
 
-# %% ../nbs/01_attacks.ipynb #6d0d9084
+# %% ../nbs/01_attacks.ipynb #321d17f9
 @dataclass(frozen=True, repr=False)
 class WorstCase(Value):
     "Per image, the first of several attacks that works; each sees only the images that the ones before it left standing"
@@ -816,6 +821,7 @@ class WorstCase(Value):
             if not len(left): break
         return _like(x_adv, x)
 
+# %% ../nbs/01_attacks.ipynb #98b48281
 def _classes(model, x):
     with attack_mode(model), torch.no_grad(): return check_logits(model(x[:1].clone()), x[:1], torch.zeros(1)).shape[1]
 
@@ -871,7 +877,7 @@ class Fast(Wrapper):
     def forward(self, x):
         with nullcontext() if self.dtype is None else torch.autocast(x.device.type, self.dtype): return self._run[0](x).float()
 
-# %% ../nbs/01_attacks.ipynb #bf6b534e
+# %% ../nbs/01_attacks.ipynb #9f2ef7ac
 def _package(name):
     from importlib import import_module
     try: return import_module(f'pyautoattack{name}')
@@ -884,6 +890,7 @@ def _own_rng(x):
 
 def _logits(obj): return lambda x: check_logits(obj.model(x.to(obj.x.dtype)), x, obj.y, obj.n).clone()
 
+# %% ../nbs/01_attacks.ipynb #b2d2170f
 class _OwnRandom:
     "The random numbers of Square: they depend on the seed, the query and, where it draws one per image, on the image"
     def begin(self, x, run): self.run,self.rows,self.n,self.pool = run,image_seed(x, run),0,torch.empty(0)
@@ -965,7 +972,7 @@ class FAB(Attack):
         a = _fab(seed)(logits, norm=self.norm, n_restarts=self.restarts, n_iter=self.steps, eps=self.eps, seed=seed%2**32, targeted=self.targets>0, n_target_classes=min(self.targets, c-1), device=x.device)
         with _own_rng(x): return self.ball.project(x, a.perturb(x.float(), obj.y).to(x)-x)+x
 
-# %% ../nbs/01_attacks.ipynb #9884288c
+# %% ../nbs/01_attacks.ipynb #15acf038
 @dataclass(frozen=True, repr=False)
 class AutoAttack(Value):
     "The ensemble that robustness is reported with: APGD-CE, targeted APGD, targeted FAB and Square, each on the images that still stand"
@@ -995,14 +1002,8 @@ class AutoAttack(Value):
         makes = _members(self.eps, self.norm, classes, self.version)
         if unknown := [a for a in self.attacks if isinstance(a,str) and a not in makes]: raise ValueError(f'AutoAttack knows {list(makes)}, not {unknown}')
         return list(dict.fromkeys(makes[a] if isinstance(a,str) else a for a in (self.attacks or _versions[self.version])))
-    def __call__(self, model, x, y=None, *, target=None, targeted=False, seed=0):
-        "The adversarial images; those that survive come back as the last attempt left them"
-        check_call(model, target, targeted)
-        if targeted or y is None: raise ValueError('AutoAttack is untargeted and needs labels')
-        if self.eps==0: return _like(check_images(x, model), x)
-        if self.reference: return _reference_aa(self, model, x, y, seed)
-        return WorstCase(self.members(_classes(model, x)))(model, x, y, seed=seed)
 
+# %% ../nbs/01_attacks.ipynb #28dcbc6c
 _versions = dict(standard=('apgd-ce','apgd-t','fab-t','square'), plus=('apgd-ce','apgd-dlr','fab','square','apgd-t','fab-t'), rand=('apgd-ce','apgd-dlr'))
 
 def _members(eps, norm, c, version):
@@ -1011,6 +1012,16 @@ def _members(eps, norm, c, version):
     draws = dict(draws=20) if version=='rand' else {}
     return {'apgd-ce':APGD(eps, restarts=n, **draws, **kw), 'apgd-dlr':APGD(eps, loss=dlr if c>2 else margin, restarts=n, **draws, **kw),
         'apgd-t':APGDT(eps, targets=min(9,c-1), **kw) if c>2 else APGD(eps, loss=margin, **kw), 'fab':FAB(eps, targets=0, restarts=n, **kw), 'fab-t':FAB(eps, targets=min(9,c-1), **kw), 'square':Square(eps, **kw)}
+
+# %% ../nbs/01_attacks.ipynb #7cd7e69f
+@patch
+def __call__(self:AutoAttack, model, x, y=None, *, target=None, targeted=False, seed=0):
+    "The adversarial images; those that survive come back as the last attempt left them"
+    check_call(model, target, targeted)
+    if targeted or y is None: raise ValueError('AutoAttack is untargeted and needs labels')
+    if self.eps==0: return _like(check_images(x, model), x)
+    if self.reference: return _reference_aa(self, model, x, y, seed)
+    return WorstCase(self.members(_classes(model, x)))(model, x, y, seed=seed)
 
 # %% ../nbs/01_attacks.ipynb #22fa5821
 def _few(a, c):

@@ -338,7 +338,7 @@ def _at(obj, b):
     no = torch.zeros(len(t), dtype=torch.bool, device=t.device)
     return obj.rows(slice(0,0), x=b['x0'], t=t, y=b['y'], bad=no, zero=~no)
 
-# %% ../nbs/01b_evaluate.ipynb #18474952
+# %% ../nbs/01b_evaluate.ipynb #833b1654
 def _leave(attack, obj, b, s, c, p, fell):
     "Send candidates `c` on: those that fell or end their last round leave, the others begin their next round; returns who leaves"
     end = (b['i'][c]>=attack.steps)&~fell
@@ -350,6 +350,7 @@ def _leave(attack, obj, b, s, c, p, fell):
         s.update({k:v.index_copy(0, again, new[k]) for k,v in s.items()})
     return fell|(end&last)
 
+# %% ../nbs/01b_evaluate.ipynb #ce09c5f8
 def _ask(judge, b, c, d, new, f, end):
     "What the judge says of candidates `c`: of the point that fooled, else of the last one"
     point = lambda c,d: land(b['x0'][c], b['x'][c]+d[c])
@@ -358,6 +359,7 @@ def _ask(judge, b, c, d, new, f, end):
     if len(lost): p[lost] = judge(point(c[lost], new))
     return p
 
+# %% ../nbs/01b_evaluate.ipynb #15ae5a7e
 def hunt(
     attack:Attack, # One that goes in steps
     model, # Is attacked
@@ -535,7 +537,7 @@ def _continue(rep, out):
     rep.rows += [r for r in old.rows[1:] if r['attack'] in old.verdicts]
     for r in rep.rows[1:]: rep.verdicts[r['attack']],rep.preds[r['attack']] = old.verdicts[r['attack']],old.preds[r['attack']]
 
-# %% ../nbs/01b_evaluate.ipynb #b285e6fa
+# %% ../nbs/01b_evaluate.ipynb #b2668797
 def _attacks(attacks):
     "Attacks without repetitions; raises TypeError or ValueError for what is none, or cannot be told apart"
     res = list(dict.fromkeys(a for a in L(attacks) if a is not None))
@@ -550,6 +552,7 @@ def _parts(attack, model, x):
     if not hasattr(attack,'members') or getattr(attack,'reference',False): return [attack]
     with attack_mode(model), torch.no_grad(): return [o for a in attack.members(model(x[:1].clone()).shape[1]) for o in _parts(a, model, x)]
 
+# %% ../nbs/01b_evaluate.ipynb #99904cf7
 def _probe(model, a, x, y, seed):
     "Can this attack break anything at a radius where any image can become grey?"
     right = predict(model, x)==y; x,y = x[right][:32],y[right][:32]
@@ -571,8 +574,14 @@ def _precision(model, a, x, y, got, seed):
     fell = k-int(run_attack(model, a, [(torch.arange(k),x,y)], np.ones(k, bool), k, seed).got['share'].sum())
     return [f'{fell} of {k} images that survived it in low precision fall to it in float32: do not use fast=True for this model'] if fell>max(1, .03*k) else []
 
-# %% ../nbs/01b_evaluate.ipynb #0ab1e477
+# %% ../nbs/01b_evaluate.ipynb #e6a8ab5d
 def _digest(*o): return hashlib.sha256(repr([a.tobytes() if isinstance(a, np.ndarray) else a for a in o]).encode()).hexdigest()[:16]
+
+def _stuck(got, n):
+    "Were the gradients of the `n` attacked images numbers, and any of them other than zero?"
+    bad,zero = int(got['bad'].sum()),int((got['zero']&(got['share']>0)).sum())
+    says = [f'gradients were not finite for {bad} images'] if bad else []
+    return says+([f'{zero} of {n} images survive because every gradient was exactly zero: use loss=scaled_ce, margin or dlr, and add a black-box attack such as Square'] if zero>max(.05*n, 2) else [])
 
 def _measure(model, attack, got, batches, stand, bs, seed, draws, fast, out, about, bar):
     "One row: the verdicts, and what else there is to say"
@@ -589,11 +598,10 @@ def _measure(model, attack, got, batches, stand, bs, seed, draws, fast, out, abo
         if draws==1: ok = np.minimum(ok, g['share']).astype(stand.dtype)
         elif not parts or g['share'].mean()<best.mean(): best = g['share']          # no minimum over draws: it would be below every one of them
         parts.append(dict(attack=repr(a), attacked=int(before), left=round(float(g['share'].sum()), 2) if draws>1 else int(ok.sum()), seconds=round(float(g['cost'][1]),2), blackbox=getattr(a,'blackbox',False)))
-        says += [str(w.message) for w in heard if w.category is UserWarning]+_probe(model, a, *got['first'], seed)+(_precision(model, a, *got['first'], g, seed) if fast else [])
-        if (k:=int(g['bad'].sum())): says.append(f'gradients were not finite for {k} images')
-        if (k:=int((g['zero']&(g['share']>0)).sum()))>max(.05*before, 2): says.append(f'{k} of {before} images survive because every gradient was exactly zero: use loss=scaled_ce, margin or dlr, and add a black-box attack such as Square')
+        says += [str(w.message) for w in heard if w.category is UserWarning]+_stuck(g, before)+_probe(model, a, *got['first'], seed)+(_precision(model, a, *got['first'], g, seed) if fast else [])
     return best if draws>1 and parts else ok,pred,cost,parts,list(dict.fromkeys(s.removeprefix(f'{attack!r}: ') for s in says))
 
+# %% ../nbs/01b_evaluate.ipynb #1cfb789d
 @no_random(0)
 def robust_report(
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
@@ -628,6 +636,7 @@ def robust_report(
     if out is not None: rep.save(out)
     return rep
 
+# %% ../nbs/01b_evaluate.ipynb #0a3f3fb2
 def _bar(attack, stand, progress):
     "fastai's bar over the images of a row, with the accuracy that is still possible"
     if not progress or not (stand>0).any(): return noop
