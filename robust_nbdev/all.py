@@ -4,6 +4,7 @@ from fastai.vision.all import *
 from .core import *
 from .vit import *
 from .datasets import *
+from .models import *
 from .attacks import *
 from .adv_train import *
 from .evaluate import *

@@ -6,7 +6,7 @@ Docs: https://robust-nbdev.github.io/robust_nbdev/vit.html.md"""
 
 # %% auto #0
 __all__ = ['vit_blocks', 'patch_grid', 'is_compiled', 'uncompiled', 'block_outputs', 'attn_maps', 'attn_scale', 'ExtraTokens',
-           'add_tokens', 'remove_tokens', 'no_tokens', 'add_after_mlp', 'remove_adapters', 'vit_splitter',
+           'add_tokens', 'remove_tokens', 'no_tokens', 'add_after_mlp', 'remove_adapters', 'xcit_stem', 'vit_splitter',
            'token_splitter', 'no_decay_names', 'no_decay_split', 'NoDecay']
 
 # %% ../nbs/00a_vit.ipynb #15751f74
@@ -332,6 +332,23 @@ def remove_adapters(
     if not hasattr(m,'adapters'): raise ValueError(f'this {type(m).__name__} has no adapters: nothing to remove')
     for h in m.adapters.handles: h.remove()
     del m.adapters
+    return model
+
+# %% ../nbs/00a_vit.ipynb #8c007cae
+def xcit_stem(
+    model:nn.Module, # A timm XCiT, maybe inside `Normalized`; changed in place
+    patch:int, # Pixels on a side of the new patches: a power of two, at most 16 or 8, whichever the stem was made for
+)->nn.Module: # `model`
+    "Set the size of XCiT's patches by the strides of its stem; weights stay. Raises TypeError or ValueError"
+    m = unwrap(model)
+    if not isinstance(m, Xcit): raise TypeError(f'xcit_stem changes the convolutions of an XCiT, got {type(m).__name__}: for a ViT give timm patch_size=')
+    convs = [o for o in m.patch_embed.modules() if isinstance(o, nn.Conv2d)]
+    if patch not in (fit := [2**i for i in range(len(convs)+1)]): raise ValueError(f'this stem has {len(convs)} convolutions, so patches have {fit} pixels, got {patch}')
+    ones = len(convs)-fit.index(patch)
+    for i,c in enumerate(convs): c.stride = (1,1) if i<ones else (2,2)
+    pe = m.patch_embed
+    pe.patch_size,pe.num_patches = patch,math.prod(s//patch for s in pe.img_size)
+    for o in m.feature_info: o['reduction'] = patch
     return model
 
 # %% ../nbs/00a_vit.ipynb #538429ca

@@ -1,0 +1,96 @@
+"Small pretrained models: files, cards, errors, what they can do"
+import copy, hashlib, json, subprocess, sys
+from pathlib import Path
+import pytest
+from fastai.vision.all import Learner, first, load_learner, torch
+from robust_nbdev.attacks import PGD
+from robust_nbdev.datasets import dataset, fashion_mnist, settings
+from robust_nbdev.evaluate import robust_report
+from robust_nbdev.models import small_cards, small_dls, small_model
+from robust_nbdev import models as M
+
+DATA = Path(M.__file__).parent/'data'
+KEYS = list(M._cards())
+def load(key):
+    data = first(d for d in M._DATA if key.startswith(d)); name = key[len(data)+1:]
+    return small_model(name.removesuffix('_robust'), robust=name.endswith('_robust'), data=data)
+
+@pytest.mark.parametrize('key', KEYS)
+def test_file_fits_its_card(key):
+    m,card = load(key),M._cards()[key]
+    assert hashlib.sha256((DATA/f'{key}.safetensors').read_bytes()).hexdigest()==card['sha256']
+    assert not m.training and sum(p.numel() for p in m.parameters())==card['params'] and all(p.dtype==torch.float32 for p in m.parameters())
+    for o in 'recipe epochs seed command machine minutes clean clean_n pgd50 pgd50_n eps'.split(): assert card.get(o) is not None, o
+    assert card['clean_n']==10000 and f'{key} --epochs {card["epochs"]}' in card['command']
+
+def test_all_files_have_cards_and_are_small():
+    fs = list(DATA.glob('*.safetensors'))
+    assert {f.stem for f in fs}==set(KEYS) and sum(f.stat().st_size for f in fs)<=12e6
+
+def test_models_of_one_data_set_share_an_eps():
+    for d in M._DATA: assert len({c['eps'] for k,c in M._cards().items() if k.startswith(d)})==1
+
+@pytest.mark.parametrize('key', [k for k in KEYS if k.startswith('fashion')])
+def test_accuracy_on_the_embedded_images_is_near_the_card(key):
+    m = load(key); rep = robust_report(m, fashion_mnist(bs=250).valid, [PGD(m.card.eps, steps=20)], n=500)
+    clean,pgd = [r['accuracy'] for r in rep.rows]
+    assert abs(clean-m.card.clean)<.06 and abs(pgd-m.card.pgd50)<.1
+    assert pgd>.5 if m.card.robust else pgd<.1
+
+@pytest.mark.slow
+@pytest.mark.parametrize('key', KEYS)
+def test_clean_accuracy_is_the_cards_exactly(key):
+    data = M._cards()[key]['data']
+    try: dls = dataset(data, bs=500, batch_tfms=None, **(dict(full=True) if data=='fashion_mnist' else dict(download=False)))
+    except FileNotFoundError: pytest.skip(f'no copy of {data}')
+    assert robust_report(load(key), dls.valid, [None], bs=500).rows[0]['accuracy']==M._cards()[key]['clean']
+
+def test_a_damaged_file_and_a_missing_one_have_errors(tmp_path, monkeypatch):
+    for f in DATA.glob('*vit*'): (tmp_path/f.name).write_bytes(f.read_bytes())
+    monkeypatch.setattr(M, '_folder', lambda: tmp_path)
+    f = tmp_path/'fashion_mnist_vit.safetensors'; b = bytearray(f.read_bytes()); b[-1] ^= 1; f.write_bytes(b)
+    with pytest.raises(ValueError, match='damaged'): small_model('vit', data='fashion_mnist')
+    f.write_bytes(b[:1000])
+    with pytest.raises(ValueError, match='damaged'): small_model('vit', data='fashion_mnist')
+    f.unlink()
+    with pytest.raises(FileNotFoundError, match='install robust-nbdev again'): small_model('vit', data='fashion_mnist')
+
+@pytest.mark.parametrize('args,words', [(dict(name='resnet18'),"no small model 'resnet18'"), (dict(data='svhn'),"got 'svhn'"), (dict(name='vit_reg4', data='fashion_mnist'),'there are'), (dict(name='vit_reg4', robust=True),'no robust weights'), (dict(data=None),'NoneType')])
+def test_wrong_names(args, words):
+    with pytest.raises(ValueError, match=words): small_model(**args)
+
+def test_loaders_choose_the_model():
+    dls = fashion_mnist(n_train=64, n_valid=64)
+    assert small_model('xcit', data=dls).card['data']=='fashion_mnist'
+    with pytest.raises(ValueError, match='data must be'): small_model(data=object())
+
+def test_each_call_gives_a_model_of_its_own():
+    a,b = [small_model('vit', data='fashion_mnist') for _ in range(2)]
+    with torch.no_grad(): a.model.pos_embed.add_(1)
+    a.card['eps'] = 9
+    c = small_model('vit', data='fashion_mnist')
+    assert torch.equal(b.model.pos_embed, c.model.pos_embed) and c.card.eps!=9 and copy.deepcopy(b).card==b.card
+
+def test_random_weights_need_no_card():
+    m = small_model('vit_reg4', weights=False)
+    assert m(torch.rand(2,3,32,32)).shape==(2,10) and not hasattr(m,'card')
+
+def test_loading_is_quick_and_needs_no_network():
+    code = "import socket,time\ndef no(*a,**k): raise OSError('network')\nfrom robust_nbdev.all import *\nsocket.socket.connect = no; socket.getaddrinfo = no\nsmall_model('xcit', robust=True); t = time.process_time(); small_model('vit', robust=True); print(time.process_time()-t)"
+    out = subprocess.run([sys.executable,'-W','ignore','-c',code], capture_output=True, text=True, check=True).stdout
+    assert float(out.split()[-1])<1
+
+def test_small_dls_says_what_it_takes(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv('FASTAI_HOME', str(tmp_path))
+    dls = small_dls(settings('smoke'), n_train=64, n_valid=64)
+    assert dls.train.n==64 and 'embedded' in capsys.readouterr().out
+    dls = small_dls(settings('laptop'), n_train=64, n_valid=64, download=False)
+    assert 'fashion_mnist' in dls.about and 'cifar10' in capsys.readouterr().out
+
+def test_cards_table():
+    df = small_cards()
+    assert list(df.index)==KEYS and {'clean','pgd50','params','flops','machine'}<=set(df.columns)
+
+def test_a_learner_with_a_small_model_is_exported_with_its_card(tmp_path):
+    dls = fashion_mnist(n_train=64, n_valid=64); l = Learner(dls, small_model('vit', data=dls), path=tmp_path)
+    l.export('m.pkl'); assert load_learner(tmp_path/'m.pkl').model.card==l.model.card
