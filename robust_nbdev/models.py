@@ -19,12 +19,12 @@ from .core import *
 from .vit import *
 from .datasets import *
 
-# %% ../nbs/00c_models.ipynb #7498af74
+# %% ../nbs/00c_models.ipynb #5a3fd2f3
 _DATA = dict(cifar10=dict(img_size=32, in_chans=3, mean=(.4914,.4822,.4465), std=(.247,.2435,.2616)),
              fashion_mnist=dict(img_size=28, in_chans=1, mean=(.286,), std=(.353,)))
 _NETS = {
     ('vit','cifar10'): dict(patch_size=4, embed_dim=96, depth=8, num_heads=4),
-    ('vit_reg4','cifar10'): dict(patch_size=4, embed_dim=96, depth=8, num_heads=4, reg_tokens=4),
+    ('vit_reg4','cifar10'): dict(patch_size=4, embed_dim=96, depth=8, num_heads=4, reg_tokens=4, no_embed_class=True),
     ('xcit','cifar10'): dict(patch=4, embed_dim=96, depth=6, num_heads=4, cls_attn_layers=2),
     ('vit','fashion_mnist'): dict(patch_size=7, embed_dim=64, depth=6, num_heads=4),
     ('xcit','fashion_mnist'): dict(patch=4, embed_dim=64, depth=4, num_heads=4, cls_attn_layers=1)}

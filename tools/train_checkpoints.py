@@ -45,13 +45,20 @@ def weights(key, out):
     if f is None: raise FileNotFoundError(f'{key}.safetensors is neither in {out} nor in {DATA}: train it first')
     return {k:v.float() if v.is_floating_point() else v for k,v in load_file(f).items()}
 
+def without_class_position(state):
+    "The position of the class token added to the token itself, as in timm's models with registers: the same function"
+    pos = state['pos_embed']
+    return {**state, 'pos_embed':pos[:,1:], 'cls_token':state['cls_token']+pos[:,:1]}
+
 def learner(key, row, out, seed, dls):
     "The model, its data and its callbacks"
     data,name,robust = parts(key)
     set_seed(seed); dls.train.rng = random.Random(seed)
     model = small_model(name, data=data, weights=False)
     if hasattr(row,'start'):
-        new = model.model.load_state_dict(weights(row.start, out), strict=False)
+        old = weights(row.start, out)
+        if name=='vit_reg4': old = without_class_position(old)
+        new = model.model.load_state_dict(old, strict=False)
         if new.unexpected_keys or set(new.missing_keys)-{'reg_token'}: raise ValueError(f'{row.start} does not fit {key}: {new}')
     cbs = [EMA(.998), GradientClip(1.)]
     cbs += [AdvTrain(pgd[data], eps=warmup(pgd[data].eps, pct=.1))] if robust else [MixUp(row.mix)]
