@@ -187,7 +187,7 @@ def test_clean_images_spare_the_attack():
     m = Counted(tiny_vit(num_classes=4)); l = learner([AdvTrain(PGD(.1, steps=4), clean_images=.5), Callback(before_validate=lambda self: (_ for _ in ()).throw(CancelFitException()))], model=m, dls=synth_dls(64)); l.fit(1)
     assert 64*4*.3<m.backwards<64*4*.7 and m.forwards==m.backwards+64
 
-@pytest.mark.parametrize('cb', [AdvTrain(PGD2, clean_images=1.), AdvTrain(PGD2, clean_images=.5, eps=0), AdvTrain(NFGSM(0)), AdvTrain(BernoulliFGSM(0)), AWP(0), AWP(lambda p: 0.)], ids=repr)
+@pytest.mark.parametrize('cb', [AdvTrain(PGD2, clean_images=1.), AdvTrain(PGD2, clean_images=.5, eps=0), AdvTrain(NFGSM(0)), AdvTrain(BernoulliFGSM(0)), AWP(0), AWP(switch(0., pct=.5))], ids=repr)
 def test_nothing_to_do_is_plain_training_exactly(cb):
     ws = []
     for cbs in (None, [cb]): l = learner(cbs, model=noisy_vit()); l.fit(2, 1e-3); ws.append(weights(l))

@@ -13,7 +13,7 @@ def sh(*args, cwd, **env):
 def wheel(tmp_path_factory):
     pytest.importorskip('build')
     d = tmp_path_factory.mktemp('wheel')
-    shutil.copytree(ROOT, d/'src', symlinks=True, ignore=shutil.ignore_patterns('.git','build','dist','*.egg-info','__pycache__','_docs','_proc','.venv','.pytest_cache','.hypothesis'))
+    shutil.copytree(ROOT, d/'src', symlinks=True, ignore=shutil.ignore_patterns('.git','build','dist','*.egg-info','__pycache__','_docs','_proc','.venv','.pytest_cache','.hypothesis','robust_out','bench_out'))
     sh(sys.executable, '-m', 'build', '--wheel', '--no-isolation', '--outdir', d/'dist', cwd=d/'src')
     w, = (d/'dist').iterdir(); return w
 
@@ -48,9 +48,9 @@ class Block:
 sys.meta_path.insert(0, Block())
 import timm, io, contextlib
 from fastai.vision.all import *
-t,said = time.perf_counter(),io.StringIO()
+t,said = time.process_time(),io.StringIO()
 with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said): from robust_nbdev.all import *
-r = dict(seconds=time.perf_counter()-t, said=said.getvalue())
+r = dict(seconds=time.process_time()-t, said=said.getvalue())
 import robust_nbdev, robust_nbdev.cli, robust_nbdev.test_utils, robust_nbdev.all as everything
 r['where'] = Path(robust_nbdev.__file__).parent.parent.name
 r['settings'] = settings('smoke').n_train,settings().profile
