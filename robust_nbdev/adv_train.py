@@ -51,7 +51,7 @@ class switch:
     def __call__(self, pct): return self.value if pct>=self.pct-1e-9 else self.before
     def __repr__(self): return f'switch({self.value:g}, pct={self.pct:g}, before={self.before:g})'
 
-# %% ../nbs/01a_adv_train.ipynb #78fbc6e3
+# %% ../nbs/01a_adv_train.ipynb #d8e08c2b
 class AdvTrain(AdvCallback):
     "Train on the images that `attack` makes of each batch"
     joint = compares = False                     # does the step need the clean images too? the attack's own loss?
@@ -67,25 +67,31 @@ class AdvTrain(AdvCallback):
         if not 0<=clean_images<=1: raise ValueError(f'clean_images is a share, between 0 and 1, got {clean_images}')
         self.clean_images,self.clean_loss,self.joint = clean_images,clean_loss,callable(clean_loss) or clean_loss>0
 
-    def learn_loss(self, z, _=None, rows=None):
-        "The Learner's loss on this batch: one number per image where it has a `reduction`, else its mean; `rows`: the images that `z` belongs to, None: all"
-        yb = [o.as_subclass(Tensor) if isinstance(o,Tensor) else o for o in self.yb]
-        if rows is not None: z = z.new_zeros(find_bs(yb), *z.shape[1:]).index_copy(0, rows, z)
-        if not hasattr(self.base_loss, 'reduction'): return self.learn.loss_func(z, *yb)
-        with NoneReduce(self.base_loss): v = self.learn.loss_func(z, *yb)
-        v = v.view(len(z), -1).mean(1) if v.numel()%len(z)==0 else v.mean()
-        return v[rows] if rows is not None and v.ndim else v
-    inner = learn_loss
-
-    @property
-    def base_loss(self):
-        "The Learner's loss function, without what `MixUp` or `CutMix` puts around it"
-        return getattr(getattr(self.learn.loss_func,'__self__',None), 'old_lf', self.learn.loss_func)
-
     def __repr__(self):
         show = lambda k,v: v if callable(v) else eps_str(v) if k in ('eps','alpha') else f'{v:g}'
         kw = {**{k:v for k in self.options if callable(v:=getattr(self,k)) or v}, **self.fields}
         return f'{type(self).__name__}({self.attack!r}'+''.join(f', {k}={show(k,v)}' for k,v in kw.items())+')'
+
+# %% ../nbs/01a_adv_train.ipynb #8d247cef
+@patch
+def learn_loss(self:AdvTrain, z, _=None, rows=None):
+    "The Learner's loss on this batch: one number per image where it has a `reduction`, else its mean; `rows`: the images that `z` belongs to, None: all"
+    yb = [o.as_subclass(Tensor) if isinstance(o,Tensor) else o for o in self.yb]
+    if rows is not None: z = z.new_zeros(find_bs(yb), *z.shape[1:]).index_copy(0, rows, z)
+    if not hasattr(self.base_loss, 'reduction'): return self.learn.loss_func(z, *yb)
+    with NoneReduce(self.base_loss): v = self.learn.loss_func(z, *yb)
+    v = v.view(len(z), -1).mean(1) if v.numel()%len(z)==0 else v.mean()
+    return v[rows] if rows is not None and v.ndim else v
+
+@patch(as_prop=True)
+def inner(self:AdvTrain):
+    "What the attack climbs where it has no loss of its own"
+    return self.learn_loss
+
+@patch(as_prop=True)
+def base_loss(self:AdvTrain):
+    "The Learner's loss function, without what `MixUp` or `CutMix` puts around it"
+    return getattr(getattr(self.learn.loss_func,'__self__',None), 'old_lf', self.learn.loss_func)
 
 # %% ../nbs/01a_adv_train.ipynb #c8aae660
 @patch
@@ -223,7 +229,7 @@ def soft_labels(self:AdvTrain, z):
     if (t.sum(1)-1).abs().max()>1e-3 or t.min()<-1e-3: raise ValueError(f'{type(self).__name__} needs a loss that is a cross-entropy, such as CrossEntropyLossFlat, got {self.base_loss!r}')
     return t
 
-# %% ../nbs/01a_adv_train.ipynb #961fc82f
+# %% ../nbs/01a_adv_train.ipynb #77d49d23
 @dataclass(frozen=True, repr=False)
 class BernoulliFGSM(PGD):
     "One step of length `eps` from a point whose every pixel lies eps/2 above or below the image's, and back into the ball"
@@ -234,8 +240,7 @@ class BernoulliFGSM(PGD):
     @property
     def step_size(self): return self.eps if self.alpha is None else self.alpha
     def start(self, obj, x, seed):
-        r = self.ball.rand(x, seed).sign()
-        return dict(d=self.ball.project(x, r*per_image(self.eps/2/self.ball.size(r).clamp(min=1), x)))
+        return dict(d=to_length(self.ball, x, self.ball.rand(x, seed).sign(), self.eps/2))
 
 # %% ../nbs/01a_adv_train.ipynb #3f266751
 class GAT(AdvTrain):
@@ -302,20 +307,21 @@ class CatchOverfit(AdvCallback):
         self.rows.append(row); self.batch = None
         if weak.eps>0 and row['weak']-row['strong']>self.gap: self.caught(weak, row)
 
-# %% ../nbs/01a_adv_train.ipynb #5edaf8ed
+# %% ../nbs/01a_adv_train.ipynb #6dc5a9a8
 @patch
 def acc(self:CatchOverfit, attack):
-    "Accuracy on the kept images under `attack`"
+    "Accuracy on the kept images under `attack`, those of all processes"
     x,y = self.batch
     with self.amp(), attack_mode(self.victim) as m:
         x_adv = attack(m, x, y, seed=0)
-        with torch.no_grad(): return (m(x_adv).argmax(1)==(y if y.ndim==1 else y.argmax(1))).float().mean().item()
+        with torch.no_grad(): ok = m(x_adv).argmax(1)==(y if y.ndim==1 else y.argmax(1))
+    return maybe_gather(ok.float()).mean().item()
 
 @patch
 def caught(self:CatchOverfit, weak, row):
     "Warn, and do what `then` says"
     seen = f'epoch {row["epoch"]}: {row["weak"]:.0%} right under {weak}, the training attack, but {row["strong"]:.0%} under {self.strong.name}: catastrophic overfitting'
-    warnings.warn(f'{seen}. Train with NFGSM or PGD(steps=2), or with a smaller eps or alpha; the epochs before it are sound')
+    if not rank_distrib(): warnings.warn(f'{seen}. Train with NFGSM or PGD(steps=2), or with a smaller eps or alpha; the epochs before it are sound')
     if isinstance(self.then, str): raise CancelFitException()
     if self.then is not None: self.watched.instead = self.then.but(eps=weak.eps, norm=weak.norm)
 
@@ -445,7 +451,7 @@ class AWP(AdvCallback):
         self.learn.pred,self.learn.loss = kept
         raise CancelBackwardException()
 
-# %% ../nbs/01a_adv_train.ipynb #b91f8a43
+# %% ../nbs/01a_adv_train.ipynb #fffe87bc
 @patch
 def uphill(self:AWP):
     "What later callbacks multiply the loss by; each weight matrix with its move"
@@ -457,6 +463,7 @@ def uphill(self:AWP):
     gs = [(p, g.nan_to_num(0,0,0)) for p,g in zip(ps, gs) if g is not None]
     return c,[(p, g*(self.now()*p.detach().norm()/(g.norm()+1e-20))) for p,g in gs]
 
+# %% ../nbs/01a_adv_train.ipynb #bad888f7
 @patch
 @contextmanager
 def moved(self:AWP, moves):
@@ -470,6 +477,7 @@ def moved(self:AWP, moves):
         with torch.no_grad():
             for o,k in kept: o.copy_(k)
 
+# %% ../nbs/01a_adv_train.ipynb #3a699acf
 @patch
 def batch_loss(self:AWP):
     "The loss of this batch at the weights as they are, with the terms of all other `AdvCallback`s"
@@ -500,7 +508,7 @@ class EMA(AdvCallback):
         self.skip = False
     def __repr__(self): return f'EMA({self.decay:g})'
 
-# %% ../nbs/01a_adv_train.ipynb #80ec3e6b
+# %% ../nbs/01a_adv_train.ipynb #4d8d0f10
 @patch
 @contextmanager
 def averaged(self:EMA):
@@ -510,6 +518,7 @@ def averaged(self:EMA):
     try: self.victim.load_state_dict(self.avg.module.state_dict()); yield self.learn
     finally: self.victim.load_state_dict(own)
 
+# %% ../nbs/01a_adv_train.ipynb #5bd5f14e
 class _AsIf(GetAttr):
     "The Learner, as if `model` were its own"
     _default = 'learn'

@@ -6,7 +6,7 @@ Docs: https://robust-nbdev.github.io/robust_nbdev/attacks.html.md"""
 
 # %% auto #0
 __all__ = ['ce', 'margin', 'cw', 'scaled_ce', 'dlr', 'dlr_t', 'kl', 'feat_cos', 'Objective', 'Counted', 'land', 'Value', 'Attack',
-           'check_call', 'check_attack', 'PGD', 'FGSM', 'FGSM_RS', 'MIFGSM', 'CWPGD', 'GAMAPGD', 'GAMAFW',
+           'check_call', 'check_attack', 'PGD', 'FGSM', 'FGSM_RS', 'MIFGSM', 'CWPGD', 'to_length', 'GAMAPGD', 'GAMAFW',
            'apgd_checkpoints', 'APGD', 'APGDT', 'patch_cells', 'PatchAttack', 'RandomOcclusion', 'patch_attention',
            'pcgrad', 'PatchFool', 'threat', 'WorstCase', 'Transfer', 'choose_target', 'Fast', 'Square', 'FAB',
            'AutoAttack', 'loss_trace']
@@ -415,7 +415,17 @@ class CWPGD(PGD):
     "PGD on the margin of Carlini & Wagner, which no longer counts above a confidence of 10"
     loss:Callable = field(default=cw, kw_only=True) # `loss(z, y) -> [B]`
 
-# %% ../nbs/01_attacks.ipynb #30ebf9b7
+# %% ../nbs/01_attacks.ipynb #5f6aa5a2
+def to_length(
+    ball:Ball, # Says what length means
+    x:Tensor, # Images [B,...]
+    r:Tensor, # A direction for each [B,...]
+    length:float, # In the ball's norm
+)->Tensor: # A change of `x` that stays in the ball and in [0,1]
+    "Scale each direction to one length"
+    return ball.project(x, r*per_image(length/ball.size(r).clamp(min=1e-12), x))
+
+# %% ../nbs/01_attacks.ipynb #178f9a6a
 @dataclass(frozen=True, repr=False)
 class GAMAPGD(Attack):
     "Guided margin attack: `margin(p) + w*||p-p_ref||^2` of the probabilities p, w falling from `weight` to 0 over the first quarter"
@@ -429,8 +439,7 @@ class GAMAPGD(Attack):
     def start(self, obj, x, seed):
         "Every pixel at +eps or -eps; and the guide's reference"
         if self.ref not in ('start','clean'): raise ValueError(f"ref must be 'start' or 'clean', got {self.ref!r}")
-        r = self.ball.rand(x, seed).sign()
-        d = self.ball.project(x, r*per_image(self.eps/self.ball.size(r).clamp(min=1), x))
+        d = to_length(self.ball, x, self.ball.rand(x, seed).sign(), self.eps)
         return dict(d=d, p=_plain(obj, x+d if self.ref=='start' else x)[1].softmax(1))
     def climb(self, obj, x, s, i):
         "Gradient of the guided margin"
@@ -470,7 +479,7 @@ def apgd_checkpoints(
     while sum(cs)+w<=steps: cs.append(w); w = max(w-less, least)
     return np.cumsum(cs).tolist()
 
-# %% ../nbs/01_attacks.ipynb #d0e65f9d
+# %% ../nbs/01_attacks.ipynb #3f059205
 @dataclass(frozen=True, repr=False)
 class APGD(Attack):
     "Auto-PGD: momentum, and a step size that halves by itself; returns the first fooling point of each image, else its best"
@@ -479,8 +488,7 @@ class APGD(Attack):
 
     def start(self, obj, x, seed):
         "A random point on the surface of the ball, and nothing known yet"
-        r,n = self.ball.rand(x, seed),len(x)
-        d = self.ball.project(x, r*per_image(self.eps/self.ball.size(r).clamp(min=1e-12), x))
+        n,d = len(x),to_length(self.ball, x, self.ball.rand(x, seed), self.eps)
         lo,no = x.new_full((n,), -torch.inf),torch.zeros(n, dtype=torch.bool, device=x.device)
         return dict(d=d, old=d, best_d=d, best_g=torch.zeros_like(d), best_v=lo, v=-lo, check=lo, size=torch.full_like(lo, 2*self.eps), ups=torch.zeros_like(lo), halved=no)
 

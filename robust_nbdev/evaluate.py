@@ -9,8 +9,9 @@ __all__ = ['hard_labels', 'eval_batches', 'Feed', 'packed', 'predict', 'show_adv
            'interval', 'Report', 'fingerprint', 'hunt', 'Trial', 'run_attack', 'robust_report', 'Curve', 'eps_curve',
            'steps_curve', 'to_8bit', 'save_adv', 'lpips_dist']
 
-# %% ../nbs/01b_evaluate.ipynb #883a546c
+# %% ../nbs/01b_evaluate.ipynb #3a9f66eb
 import base64,hashlib,json,os,time,platform,warnings,zipfile
+import torch.distributed as dist
 from html import escape
 from PIL import Image
 from .core import *
@@ -574,7 +575,33 @@ def _precision(model, a, x, y, got, seed):
     fell = k-int(run_attack(model, a, [(torch.arange(k),x,y)], np.ones(k, bool), k, seed).got['share'].sum())
     return [f'{fell} of {k} images that survived it in low precision fall to it in float32: do not use fast=True for this model'] if fell>max(1, .03*k) else []
 
-# %% ../nbs/01b_evaluate.ipynb #e6a8ab5d
+# %% ../nbs/01b_evaluate.ipynb #8db8e57c
+def _processes(shard):
+    "How many processes share the images"
+    if not shard or num_distrib()<=1: return 1
+    if not dist.is_initialized(): raise RuntimeError('shard=True needs the processes to know each other: call torch.distributed.init_process_group() first, or leave shard out')
+    return dist.get_world_size()
+
+def _mine(stand, many, rank=None):
+    "Of the images that stand, every `many`-th is this process's"
+    i = np.flatnonzero(stand)[ifnone(rank, rank_distrib()) if many>1 else 0::many]
+    return np.isin(np.arange(len(stand)), i)&stand
+
+def _joined(got, said, many):
+    "What all processes found: each attacked images of its own, so sums, maxima and ors put them together"
+    if many==1: return got,said
+    dist.all_gather_object(every:=[None]*many, (got, said)); gs = [g for g,_ in every]
+    how = dict(share=np.add, pred=np.maximum, done=np.logical_and, bad=np.logical_or, zero=np.logical_or, seen=np.logical_or)
+    res = {k:f.reduce([g[k] for g in gs]) for k,f in how.items()}
+    return {**res, 'cost':np.array([sum(g['cost'][0] for g in gs), max(g['cost'][1] for g in gs)])},[s for _,o in every for s in o]
+
+def _as_first(rep, got):
+    "The report as the first process began or found it"
+    dist.broadcast_object_list(o:=[rep.meta, rep.rows, rep.verdicts, rep.warnings, rep.preds, got['ok'], got['pred']], 0)
+    rep.meta,rep.rows,rep.verdicts,rep.warnings,rep.preds,got['ok'],got['pred'] = o
+    rep.meta['processes'] = num_distrib()
+
+# %% ../nbs/01b_evaluate.ipynb #dc18c20f
 def _digest(*o): return hashlib.sha256(repr([a.tobytes() if isinstance(a, np.ndarray) else a for a in o]).encode()).hexdigest()[:16]
 
 def _stuck(got, n):
@@ -583,25 +610,24 @@ def _stuck(got, n):
     says = [f'gradients were not finite for {bad} images'] if bad else []
     return says+([f'{zero} of {n} images survive because every gradient was exactly zero: use loss=scaled_ce, margin or dlr, and add a black-box attack such as Square'] if zero>max(.05*n, 2) else [])
 
-def _measure(model, attack, got, batches, stand, bs, seed, draws, fast, out, about, bar):
+def _measure(model, attack, got, batches, stand, bs, seed, draws, fast, out, about, many, bar):
     "One row: the verdicts, and what else there is to say"
     ok,pred,cost,parts,says = stand.copy(),np.full(len(stand), -2),np.zeros(2),[],[]
     for k,a in enumerate(_parts(attack, model, got['first'][0])):
         if not (ok>0).any(): break
-        keep = out is not None and _known(attack) and _known(a)
-        trial = Trial(_digest(about, repr(attack), repr(a), ok>0), ok>0, Path(out)/f'running{f".{k}" if k else ""}.npz' if keep else None)
+        mine,path = _mine(ok>0, many),Path(out)/f'running{f".{k}" if k else ""}{f"_{rank_distrib()}" if many>1 else ""}.npz' if out is not None and _known(attack) and _known(a) else None
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter('always')
-            t = run_attack(model, a, batches(), ok>0, bs, seed, draws, fast, trial, bar, hasty=not got['random'])
-        g,before = t.got,(ok>0).sum()
+            t = run_attack(model, a, batches(), mine, bs, seed, draws, fast, Trial(_digest(about, repr(attack), repr(a), mine), mine, path), bar, hasty=not got['random'])
+        (g,said),before = _joined(t.got, [str(w.message) for w in heard if w.category is UserWarning], many),(ok>0).sum()
         pred[ok>0] = g['pred'][ok>0]; cost += g['cost']
         if draws==1: ok = np.minimum(ok, g['share']).astype(stand.dtype)
         elif not parts or g['share'].mean()<best.mean(): best = g['share']          # no minimum over draws: it would be below every one of them
         parts.append(dict(attack=repr(a), attacked=int(before), left=round(float(g['share'].sum()), 2) if draws>1 else int(ok.sum()), seconds=round(float(g['cost'][1]),2), blackbox=getattr(a,'blackbox',False)))
-        says += [str(w.message) for w in heard if w.category is UserWarning]+_stuck(g, before)+_probe(model, a, *got['first'], seed)+(_precision(model, a, *got['first'], g, seed) if fast else [])
+        says += said+_stuck(g, before)+_probe(model, a, *got['first'], seed)+(_precision(model, a, *got['first'], g, seed) if fast else [])
     return best if draws>1 and parts else ok,pred,cost,parts,list(dict.fromkeys(s.removeprefix(f'{attack!r}: ') for s in says))
 
-# %% ../nbs/01b_evaluate.ipynb #1cfb789d
+# %% ../nbs/01b_evaluate.ipynb #75a3c202
 @no_random(0)
 def robust_report(
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
@@ -616,24 +642,26 @@ def robust_report(
     out=None, # Folder to save to after every row and every few seconds, and to continue from; None: keep nothing
     overwrite:bool=False, # Start anew although `out` holds a report
     progress:bool=False, # Show fastai's progress bars
+    shard:bool=False, # Share the images among the processes of `torch.distributed`; all of them must make this call
 )->Report:
     "Clean accuracy, a row per attack, the worst case per image, and warnings"
     if isinstance(model, Learner): raise TypeError('give the model, learn.model, or call learn.robust_report(attacks)')
     if not (isinstance(draws, int) and draws>0): raise ValueError(f'draws must be a whole number >= 1, got {draws!r}')
-    todo,seed = _attacks(attacks),int(seed)
-    rep,got = _begin(model, data, n, seed, out, overwrite, dict(bs=bs, cascade=cascade, draws=draws, fast=fast))
+    todo,seed,many,keep = _attacks(attacks),int(seed),_processes(shard),None if rank_distrib() else out
+    rep,got = _begin(model, data, n, seed, keep, overwrite, dict(bs=bs, cascade=cascade, draws=draws, fast=fast))
+    if many>1: _as_first(rep, got)
     about = [rep.meta[k] for k in _same_run]
     batches = lambda: _same(eval_batches(data, n, bs, _device(model)), got['keys'])
     for a in todo:
         above = [repr(b) for b in todo[:todo.index(a)] if cascade and _group(b)==_group(a)]
         stand = np.minimum.reduce([rep.verdicts[o] for o in ('clean',*above)]) if draws==1 else np.ones(len(got['ok']), np.float32)
         if _known(a) and any(r['attack']==repr(a) and r['stand']==_digest(stand) for r in rep.rows[1:]): continue
-        ok,pred,cost,parts,says = _measure(model, a, got, batches, stand, bs, seed, draws, fast, out, about, _bar(a, stand, progress))
+        ok,pred,cost,parts,says = _measure(model, a, got, batches, stand, bs, seed, draws, fast, out if many>1 else keep, about, many, _bar(a, stand, progress and many==1))
         rep.verdicts[repr(a)],rep.preds[repr(a)] = ok,np.where(pred>-2, pred, rep.preds[above[-1] if above else 'clean'])
         rep.rows = [r for r in rep.rows if r['attack']!=repr(a)]+[_row(a, ok, seed, cost[1], attacked=int((stand>0).sum()), passes=int(cost[0]), stand=_digest(stand), threat=list(_group(a)), parts=parts if len(parts)>1 else [], warnings=says)]
-        if out is not None: rep.save(out, page=False); _tidy(out)
+        if keep is not None: rep.save(keep, page=False); _tidy(keep)
     _finish(rep, todo, seed)
-    if out is not None: rep.save(out)
+    if keep is not None: rep.save(keep)
     return rep
 
 # %% ../nbs/01b_evaluate.ipynb #0a3f3fb2
