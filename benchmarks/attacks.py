@@ -14,11 +14,11 @@ def sync(): torch.cuda.is_available() and torch.cuda.synchronize()
 
 class Bench:
     "What all sections share: device, clock, model, and where results go"
-    def __init__(self, device, out, model, n, bs, parts, batch, rounds, queries, fast, minutes):
-        store_attr()
-        self.cuda,self.t0,self.rows = torch.device(device).type=='cuda',time.time(),[]
+    def __init__(self, device, out, name='results', **kw):
+        self.device,self.name,self.cuda,self.t0,self.rows = device,name,torch.device(device).type=='cuda',time.time(),[]
+        for k,v in kw.items(): setattr(self, k, v)
         self.out = Path(out); self.out.mkdir(parents=True, exist_ok=True)
-        self.log = (self.out/'results.txt').open('w')
+        self.log = (self.out/f'{name}.txt').open('w')
         if not self.cuda: torch.set_num_threads(1)
 
     def say(self, s=''):
@@ -44,7 +44,15 @@ class Bench:
         self.rows.append(dict(section=title, name=name, ratio=round(ratio,4), **kw))
         self.say(f'  {name:46}{ratio:8.3f}  '+'  '.join(f'{k} {v:.3f}' if isinstance(v,float) else f'{k} {v}' for k,v in kw.items()))
 
-    def save(self): (self.out/'results.json').write_text(json.dumps(dict(where=where(self.device), rows=self.rows), indent=1))
+    def save(self): (self.out/f'{self.name}.json').write_text(json.dumps(dict(where=where(self.device), rows=self.rows), indent=1))
+
+    def run(self, sections, only):
+        "Those asked for, as long as there is time"
+        for k in (only.split(',') if only else sections):
+            if time.time()-self.t0>60*self.minutes: self.say(f'\n{k}: left out, out of time'); continue
+            try: sections[k](self)
+            except Exception: self.say(f'\n{k} failed\n{traceback.format_exc()}')
+            self.save(); self.say(f'[{k} done after {time.time()-self.t0:.0f} s]')
 
     @property
     def trained(self):
@@ -204,10 +212,6 @@ def main(
 ):
     "Race the attacks of robust_nbdev against other packages on this machine"
     warnings.simplefilter('ignore'); set_seed(0)
-    b = Bench(device, out, model, n, bs, parts, batch, rounds, queries, fast, minutes)
+    b = Bench(device, out, model=model, n=n, bs=bs, parts=parts, batch=batch, rounds=rounds, queries=queries, fast=fast, minutes=minutes)
     b.say(' '.join(['python',*sys.argv])); b.say(where(device))
-    for k in (only.split(',') if only else sections):
-        if time.time()-b.t0>60*minutes: b.say(f'\n{k}: left out, out of time'); continue
-        try: sections[k](b)
-        except Exception: b.say(f'\n{k} failed\n{traceback.format_exc()}')
-        b.save(); b.say(f'[{k} done after {time.time()-b.t0:.0f} s]')
+    b.run(sections, only)
