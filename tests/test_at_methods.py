@@ -442,6 +442,18 @@ def test_awp_and_a_wrapped_model():
             assert close(weights(l), weights(ref), 1e-5), method
     finally: dist.destroy_process_group()
 
+@pytest.mark.parametrize('make', [lambda: TRADES(PGD2), lambda: MART(PGD2), lambda: AdvTrain(PGD2, clean_loss=.5)], ids=['trades','mart','half'])
+def test_batch_norm_sees_the_joint_batch_once_a_step(make):
+    "As 01a says: statistics of the mixture, one update a step, none from the attack"
+    seen = []
+    class Look(Callback):
+        order = 5
+        def before_batch(self):
+            if self.training: seen.append(plain(self.x).clone())
+    bn = nn.BatchNorm2d(1, momentum=1.); l = learner([make(), Look()], model=nn.Sequential(bn, nn.Flatten(), nn.Linear(784,4))); l.fit(1, 1e-3)
+    assert bn.num_batches_tracked==len(seen)==2 and len(seen[-1])==32
+    assert torch.allclose(bn.running_mean, seen[-1].mean().view(1), atol=1e-6) and torch.allclose(bn.running_var, seen[-1].var().view(1), atol=1e-5)
+
 # --- attacks for training -----------------------------------------------------------------------------------------------------------------
 
 X,Y = [plain(o) for o in synth_dls().train.one_batch()]
@@ -558,6 +570,17 @@ def test_catch_goes_on_with_another_attack_and_only_for_this_fit():
     assert c.df.attack.tolist()==[repr(WEAK)]+['PGD(0.1, steps=2)']*2 and c.df.strong.iloc[-1]>c.df.strong.iloc[0]
     with warnings.catch_warnings(): warnings.simplefilter('ignore'); l.fit(1)
     assert c.df.attack.tolist()==[repr(WEAK)]
+@pytest.mark.slow
+def test_catastrophic_overfitting_for_real():
+    "FGSM without a random start, a small convolutional network, eps rising to 0.3: PGD-10 accuracy collapses, the epoch is named, and two steps rescue it"
+    got = {}
+    for then in (None, PGD(steps=2)):
+        set_seed(0); layers = [nn.Conv2d(1,16,4,2,1), nn.ReLU(), nn.Conv2d(16,32,4,2,1), nn.ReLU(), nn.Flatten(), nn.Linear(32*49,128), nn.ReLU(), nn.Linear(128,10)]
+        c = CatchOverfit(PGD(steps=10), then=then); l = Learner(fashion_mnist(2000, 200, bs=64), Normalized(nn.Sequential(*layers), [.286], [.353]), metrics=[RobustAccuracy(FGSM(.3)), RobustAccuracy(PGD(.3))], cbs=[AdvTrain(FGSM(.3), eps=warmup(.3, pct=.5)), c])
+        with l.no_bar(), l.no_logging(), pytest.warns(UserWarning, match=r'^epoch [2-7]: .* catastrophic overfitting'): l.fit(12, 3e-3)
+        got[then] = l.recorder.values[-1][2:],c.df
+    (weak,strong),df = got[None]; assert weak>.4 and strong<.2 and df.strong.iloc[5:].min()<.1 and df.strong[0]>.5
+    assert got[PGD(steps=2)][0][1]>strong+.15
 def test_catch_stops():
     l = watched(c:=CatchOverfit(then='stop'))
     with pytest.warns(UserWarning, match='epoch 0'): l.fit(5)
