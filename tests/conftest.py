@@ -17,12 +17,12 @@ def pytest_xdist_auto_num_workers(config):
     if any('::' in a for a in config.args): return 0
     return min(4, len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1)
 
-FIRST = 'test_notebooks test_cli test_packaging test_distributed test_parity test_hunting'.split()      # the longest: no worker begins one when the others are done
-def rank(item): return FIRST.index(m) if (m:=item.module.__name__) in FIRST else len(FIRST)
+FIRST = 'test_notebooks test_cli test_packaging test_distributed test_hunting test_verdicts'.split()      # the longest: no worker begins one when the others are done
 
 def pytest_collection_modifyitems(config, items):
-    items.sort(key=rank)
     for o in items:
         defs = o._fixtureinfo.name2fixturedefs.values()
         if any(d.scope=='module' for ds in defs for d in ds): o.add_marker(pytest.mark.xdist_group(o.module.__name__))     # made once, by one worker
         if 'slow' in o.keywords and not config.getoption('--slow'): o.add_marker(pytest.mark.skip(reason='slow: run with --slow'))
+    def rank(o): return (*[o.module.__name__!=m for m in FIRST], o.get_closest_marker('xdist_group') is None)
+    items.sort(key=rank)
