@@ -75,7 +75,7 @@ def launch(d, world):
     (d/'script.py').write_text(SCRIPT); (d/'out').mkdir()
     how = ['-m','torch.distributed.run','--standalone','--nproc_per_node',str(world)] if world>1 else []
     env = {k:v for k,v in os.environ.items() if k not in ('RANK','LOCAL_RANK','WORLD_SIZE','MASTER_PORT')}|ENV
-    r = subprocess.run([sys.executable, *how, 'script.py', 'out'], cwd=d, env=env, capture_output=True, text=True, timeout=200)
+    r = subprocess.run([sys.executable, *how, 'script.py', 'out'], cwd=d, env=env, capture_output=True, text=True, timeout=300)
     assert r.returncode==0, r.stdout+r.stderr
     return [json.loads((d/'out'/f'res{i}.json').read_text()) for i in range(world)],d/'out'
 
