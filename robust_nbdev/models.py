@@ -97,9 +97,9 @@ def small_dls(
     print(dls.about)
     return dls
 
-# %% ../nbs/00c_models.ipynb #cca6cae7
+# %% ../nbs/00c_models.ipynb #3508b1fa
 def small_cards(
 )->pd.DataFrame: # A row per file
     "What each small model is and does: clean, PGD-50 and AutoAttack accuracy with their n, parameters, FLOPs, and how it was trained"
-    df = pd.DataFrame(_cards()).T
+    df = pd.DataFrame(_cards()).T.dropna(axis=1, how='all')
     return df[[c for c in 'eps clean clean_n pgd50 pgd50_n aa aa_n params flops epochs minutes machine seed'.split() if c in df]]

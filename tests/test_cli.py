@@ -240,7 +240,7 @@ def test_fastai_export(folder, tmp_path):
 # --- robust-eval as typed
 
 BAD_EVAL = {'':'--model NAME', '--model nope':'near', '--model resnet18 --data nowhere':"'nowhere'", '--model resnet18 --data camvid_not':'fashion_mnist, cifar10', '--model resnet18 --attacks pgdd':'there are: clean, ', '--model resnet18 --attacks ""':'expected',
-    '--model resnet18 --eps 8':'8/255', '--model resnet18 --eps x':'x', '--model resnet18 --norm L7':'Linf', '--model resnet18 --n 0':'at least 1', '--model resnet18 --n 1001':'fashion_mnist', '--model resnet18 --seed -1':'between 0', '--model resnet18 --bs 0':'at least 1',
+    '--model resnet18 --eps 8':'8/255', '--model resnet18 --eps x':'x', '--model resnet18 --norm L7':'Linf', '--model resnet18 --n 0':'at least 1', '--model resnet18 --n 70001':'images asked for' if Path('/usr/share/datasets/fashion-mnist').exists() else 'fashion_mnist', '--model resnet18 --seed -1':'between 0', '--model resnet18 --bs 0':'at least 1',
     '--model resnet18 --device nope':'nope', '--model resnet18 --checkpoint no.pth':'no.pth', '--checkpoint no.pkl':'no.pkl', '--checkpoint no.pth':'--model NAME', '--model resnet18 --checkpoint a.pth --pretrained':'choose one', '--model resnet18 --checkpoint afile':'not a file of weights',
     '--model resnet18 --out afile':'is a file', '--model resnet18 --std 0':'std must be positive', '--model resnet18 --mean 1,2':'one per channel (1), got 2', '--model resnet18 --mean x':'x', '--model resnet18 --profile nope':'nope', '--model resnet18 --data empty':'no images', '--nonsense 1':'nonsense'}
 @pytest.fixture(scope='module')

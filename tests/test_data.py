@@ -457,6 +457,7 @@ def test_canonical_order_from_folders(published, tmp_path):
     with pytest.raises(ValueError, match='no labelled test images'): canonical(read_images(tmp_path/'own'/'test'), 'cifar10')
 
 def test_find_source(folders, monkeypatch):
+    monkeypatch.setitem(D._SETS, 'fashion_mnist', dict(D._SETS['fashion_mnist'], dirs=[]))                  # Debian's copy may be there
     src,name,size = find_source(folders); assert (name,size)==(folders.name,None) and len(src.labels('val'))==7
     assert find_source('fashion_mnist', 1000)[1]=='fashion_mnist (embedded subset)'
     for o,e in (('mnist',ValueError), ('fashion_mnist',FileNotFoundError), ('cifar10',FileNotFoundError)):
