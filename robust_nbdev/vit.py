@@ -9,7 +9,7 @@ __all__ = ['vit_blocks', 'patch_grid', 'is_compiled', 'uncompiled', 'block_outpu
            'add_tokens', 'remove_tokens', 'no_tokens', 'add_after_mlp', 'remove_adapters', 'xcit_stem', 'vit_splitter',
            'token_splitter', 'no_decay_names', 'no_decay_split', 'NoDecay']
 
-# %% ../nbs/00a_vit.ipynb #15751f74
+# %% ../nbs/00a_vit.ipynb #568da060
 import fnmatch
 from collections import defaultdict
 from contextlib import contextmanager, nullcontext, ExitStack
@@ -19,35 +19,40 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.models.xcit import Xcit
 from timm.models.cait import Cait
 from timm.models.swin_transformer import SwinTransformer
+from timm.models.levit import Levit
 from torch.overrides import TorchFunctionMode
 from .core import *
 
-# %% ../nbs/00a_vit.ipynb #b777d828
-_stacks = {VisionTransformer:('blocks',), Xcit:('blocks','cls_attn_blocks'), Cait:('blocks','blocks_token_only'), SwinTransformer:('layers',)}
+# %% ../nbs/00a_vit.ipynb #8539abe0
+_stacks = {VisionTransformer:('blocks',), Xcit:('blocks','cls_attn_blocks'), Cait:('blocks','blocks_token_only'), SwinTransformer:('layers',), Levit:('stages',)}
 
 def _family(model):
     m = unwrap(model)
+    if getattr(m,'use_conv',False): raise TypeError('levit_conv models keep their tokens as a picture [B,D,H,W]: use the levit model of the same size')
     for o in _stacks:
         if isinstance(m, o): return o
     raise TypeError(f'{type(m).__name__} is not a supported transformer: use one of the timm families {[o.__name__ for o in _stacks]}, plain or inside Normalized')
 
-# %% ../nbs/00a_vit.ipynb #61c0c3fd
+# %% ../nbs/00a_vit.ipynb #a8c08a16
 def vit_blocks(
     model:nn.Module, # A timm transformer of a supported family, maybe inside `Normalized`
 )->list: # Its blocks, in the order in which they run
-    "All blocks of a transformer: Swin's of all stages, XCiT's and CaiT's class attention blocks after the patch blocks"
+    "All blocks of a transformer: Swin's and LeViT's of all stages, XCiT's and CaiT's class attention blocks after the patch blocks"
     m = unwrap(model)
     parts = [getattr(m,o) or [] for o in _stacks[_family(m)]]
     blocks = [b for p in parts for b in p]
-    return [b for s in blocks for b in s.blocks] if isinstance(m, SwinTransformer) else blocks
+    if isinstance(m, Levit): blocks = [SimpleNamespace(blocks=[*([s.downsample] if hasattr(s.downsample,'mlp') else []), *s.blocks]) for s in blocks]
+    return [b for s in blocks for b in s.blocks] if isinstance(m, (SwinTransformer,Levit)) else blocks
 
-# %% ../nbs/00a_vit.ipynb #1a7879f8
+# %% ../nbs/00a_vit.ipynb #710392cd
 def patch_grid(
     model:nn.Module, # A timm transformer
     x:Tensor, # Images [B,C,H,W], any H and W that the model takes
-)->tuple: # Rows and columns of patches (Swin: in the first stage)
+)->tuple: # Rows and columns of patches (Swin, LeViT: in the first stage)
     "How many patches the model cuts an image into, down and across"
-    pe,size = unwrap(model).patch_embed,x.shape[-2:]
+    m,size = unwrap(model),x.shape[-2:]
+    if isinstance(m, Levit): return tuple(-(-s//m.stem.stride) for s in size)
+    pe = m.patch_embed
     if hasattr(pe,'dynamic_feat_size'): return tuple(pe.dynamic_feat_size(size))
     return tuple(-(-s//pe.patch_size) for s in size)
 
@@ -113,10 +118,10 @@ def _map_of(pre, f, args, kwargs, o):
     z = _scores(*args, **kwargs) if f is _fused else args[0]
     return z if pre else z.softmax(-1) if f is _fused else o
 
-# %% ../nbs/00a_vit.ipynb #f86187bf
+# %% ../nbs/00a_vit.ipynb #53fc20de
 def _attns(block):
     "The attention modules of a block: one, or several in parallel"
-    res = [m for m in block.modules() if hasattr(m,'attn_drop')]
+    res = [m for m in block.modules() if hasattr(m,'attn_drop') or hasattr(m,'attention_biases')]
     if not res: raise TypeError(f'no attention module found in {type(block).__name__}')
     if any(hasattr(m,'lambda_init') for m in res): raise TypeError(f'{type(block).__name__} uses differential attention, the difference of two softmaxes, which is not supported')
     return res
@@ -140,35 +145,56 @@ def attn_maps(
     if isinstance(unwrap(model), SwinTransformer): maps = [o.unflatten(0,(len(x),-1)) for o in maps]
     return (maps,z) if logits else maps
 
-# %% ../nbs/00a_vit.ipynb #e9406ca6
-def _per_head(s, o, *shape): return s.to(o).view(shape) if isinstance(s, Tensor) and s.ndim else s.to(o) if isinstance(s, Tensor) else s
+# %% ../nbs/00a_vit.ipynb #33f79eb7
+def _fit(s, o, axis, images=None):
+    "`s` in a shape that multiplies `o`, whose heads are on `axis`: a number, [1] or [H], or [B,1] or [B,H] with a row for each of `images`"
+    if not isinstance(s, Tensor) or not s.ndim: return s.to(o) if isinstance(s, Tensor) else s
+    shape = [1]*o.ndim; shape[axis] = s.shape[-1]
+    if s.ndim==1: return s.to(o).view(shape)
+    n = len(o) if images is None else images
+    if len(s)!=n: raise ValueError(f'scales for {len(s)} images met a batch of {n}: give one scale per block, or one for each image of this batch')
+    return s.to(o).repeat_interleave(len(o)//n, 0).view(-1, *shape[1:])
 
-def _scale_norm(get, attn, m, args, o):
+def _windows_of(attn, o, images):
+    "How many images lie in `o`: Swin's attention sees windows, an image's own behind one another"
+    return images() if hasattr(attn,'relative_position_bias_table') else len(o)
+
+def _scale_norm(get, attn, images, m, args, o):
     "Scale the output of `q_norm`: [B,H,N,d], or [B,N,H,d] in blocks that run attention and MLP in parallel"
-    return o*_per_head(get(), o, *((-1,1) if hasattr(attn,'in_proj') else (-1,1,1)))
+    return o*_fit(get(), o, -2 if hasattr(attn,'in_proj') else -3, _windows_of(attn, o, images))
 
-def _scale_linear(get, attn, m, args, o):
+def _scale_linear(get, attn, images, m, args, o):
     "Scale the queries in the output of `q` or `qkv`, [...,D] or [...,3D]"
     n = o.shape[-1]//(3 if m is getattr(attn,'qkv',None) else 1)
     q,kv = o.split([n, o.shape[-1]-n], -1)
-    q = q.unflatten(-1, (attn.num_heads,-1))*_per_head(get(), o, -1, 1)
-    return torch.cat([q.flatten(-2), kv], -1)
+    q = q.unflatten(-1, (attn.num_heads,-1))
+    return torch.cat([(q*_fit(get(), q, -2, _windows_of(attn, o, images))).flatten(-2), kv], -1)
 
-def _scale_temp(get, m, args):
+def _scale_levit(get, attn, images, m, args, o):
+    "Scale the queries in the output of LeViT's `qkv`, whose heads are each q, k, v"
+    o = o.unflatten(-1, (attn.num_heads,-1))
+    q,kv = o.split([attn.key_dim, o.shape[-1]-attn.key_dim], -1)
+    return torch.cat([q*_fit(get(), q, -2), kv], -1).flatten(-2)
+
+def _scale_temp(get, images, m, args):
     "Shadow XCiT's parameter `temperature` [H,1,1] with its product, in the instance alone"
-    m.__dict__['temperature'] = m.temperature*_per_head(get(), m.temperature, -1, 1, 1)
+    s,t = get(),m.temperature
+    m.__dict__['temperature'] = t*(_fit(s, t.expand(len(args[0]),-1,-1,-1) if t.ndim==3 else t, -3) if getattr(s,'ndim',0)==2 else _fit(s, t, -3))
 
 def _unshadow(m, *args): m.__dict__.pop('temperature', None)
 
-# %% ../nbs/00a_vit.ipynb #e22585f8
-def _scale_attn(attn, get, stack):
-    "Put the hooks for one attention module on `stack`"
-    if hasattr(attn,'temperature'):
-        stack.callback(_unshadow, attn)
-        hs = attn.register_forward_pre_hook(partial(_scale_temp,get)),attn.register_forward_hook(_unshadow, always_call=True)
-    elif hasattr(attn,'q_norm'): hs = [attn.q_norm.register_forward_hook(partial(_scale_norm,get,attn))]
-    else: hs = [(attn.q if hasattr(attn,'q') else attn.qkv).register_forward_hook(partial(_scale_linear,get,attn))]
-    for h in hs: stack.callback(h.remove)
+# %% ../nbs/00a_vit.ipynb #7d9f3d45
+def _scale_attn(attn, get, images=None):
+    "Put the hooks for one attention module; returns their handles"
+    if hasattr(attn,'temperature'): return [attn.register_forward_pre_hook(partial(_scale_temp,get,images)),attn.register_forward_hook(_unshadow, always_call=True)]
+    if hasattr(attn,'q_norm'): return [attn.q_norm.register_forward_hook(partial(_scale_norm,get,attn,images))]
+    if hasattr(attn,'attention_biases') and hasattr(attn,'qkv'): return [attn.qkv.register_forward_hook(partial(_scale_levit,get,attn,images))]
+    return [(attn.q if hasattr(attn,'q') else attn.qkv).register_forward_hook(partial(_scale_linear,get,attn,images))]
+
+class _Images:
+    "How many images the model was last called with"
+    def see(self, m, args): self.n = len(args[0])
+    def __call__(self): return self.n
 
 def _scale_of(s, heads):
     "`i -> scale of block i`, after checking that `s` fits; looked up at each call, so that `s` may change"
@@ -177,21 +203,24 @@ def _scale_of(s, heads):
     if isinstance(s, (list,tuple)): s = [torch.as_tensor(o) if isinstance(o,(list,tuple)) else o for o in s]
     for i,h in enumerate(heads):
         n = s[i].shape if isinstance(s[i], Tensor) else ()
-        if tuple(n) not in ((),(1,),(h,)): raise ValueError(f'block {i} has {h} heads, got scales of shape {list(n)}: give one number per block or one per head')
+        if len(n)>2 or (n and n[-1] not in (1,h)): raise ValueError(f'block {i} has {h} heads, got scales of shape {list(n)}: give one number per block or one per head (and image)')
     return lambda i: s[i]
 
-# %% ../nbs/00a_vit.ipynb #cbcf435f
+# %% ../nbs/00a_vit.ipynb #f160154a
 @contextmanager
 def attn_scale(
     model:nn.Module, # A timm transformer, maybe inside `Normalized`
-    s, # A number, one per block (list or tensor [L]) or one per head (tensor [L,H], or a list of [H_i]); gradients reach it
+    s, # A number, one per block (list or tensor [L]), one per head (tensor [L,H], or a list of [H_i]), or rows of these for each image ([L,B,1], [L,B,H]); gradients reach it
 ):
     "Inside, the product of queries and keys in each block is multiplied by its scale; afterwards the model is as before"
     if any(getattr(o,'grad_checkpointing',False) for o in model.modules()): raise ValueError('gradient checkpointing runs blocks again in the backward, when the scale may be gone: model.set_grad_checkpointing(False) first')
     attns = [_attns(b) for b in vit_blocks(model)]
-    scale = _scale_of(s, [a[0].num_heads for a in attns])
+    scale,images = _scale_of(s, [a[0].num_heads for a in attns]),_Images()
     with uncompiled(model), ExitStack() as stack:
-        for i,a in [(i,a) for i,ms in enumerate(attns) for a in ms]: _scale_attn(a, partial(scale,i), stack)
+        stack.callback(unwrap(model).register_forward_pre_hook(images.see).remove)
+        for i,a in [(i,a) for i,ms in enumerate(attns) for a in ms]:
+            stack.callback(_unshadow, a)
+            for h in _scale_attn(a, partial(scale,i), images): stack.callback(h.remove)
         yield model
 
 # %% ../nbs/00a_vit.ipynb #5d1370f1
@@ -305,7 +334,7 @@ def no_tokens(
     finally:
         if t is not None: t.on = was
 
-# %% ../nbs/00a_vit.ipynb #dc3b31ff
+# %% ../nbs/00a_vit.ipynb #5bea924b
 class _After:
     "Forward hook: the block's output goes through `m`, as tokens [B,N,D]"
     def __init__(self, m): self.m = m
@@ -319,7 +348,8 @@ def add_after_mlp(
     m = unwrap(model); blocks = vit_blocks(m)
     _check_plain(m, model, 'adapters', 'adapters')
     p = next(m.parameters())
-    res = nn.ModuleList([make(getattr(b,'dim',None) or m.embed_dim) for b in blocks]).to(p.device, p.dtype).train(m.training)
+    dims = [b.mlp.ln1.linear.in_features if isinstance(m, Levit) else getattr(b,'dim',None) or m.embed_dim for b in blocks]
+    res = nn.ModuleList([make(d) for d in dims]).to(p.device, p.dtype).train(m.training)
     res.handles = [b.register_forward_hook(_After(a), prepend=True) for a,b in zip(res,blocks)]
     m.adapters = res
     return res

@@ -19,18 +19,20 @@ SPEC = dict(
     qknorm=('vit_tiny_patch16_224', dict(qk_norm=True)), clip=('vit_base_patch16_clip_224', {}), map=('vit_base_patch16_siglip_224', {}),
     xcit_nano=('xcit_nano_12_p8_224', dict(eta=.5)), cait_xxs=('cait_xxs24_224', dict(init_values=.5)),
     swin_tiny=('swin_tiny_patch4_window7_224', dict(img_size=32, patch_size=4, embed_dim=16, depths=(2,2), num_heads=(2,4), window_size=4)))
+LEVIT = ('levit_128s', dict(img_size=32, embed_dim=(32,48), depth=(1,1), num_heads=(2,3), key_dim=8, stem_type='s8'))
 VITS = [k for k in SPEC if not k.startswith(('xcit','cait','swin'))]
 TOKENS = VITS+['cait_xxs']
 
 def build(k, **kw):
     "A tiny model with weights large enough for attention that is far from uniform"
-    name,special = SPEC[k]
-    size = {} if k.startswith('swin') else SMALL
+    name,special = LEVIT if k=='levit' else SPEC[k]
+    size = {} if k.startswith(('swin','levit')) else SMALL
     torch.manual_seed(0)
     m = timm.create_model(name, **{'num_classes':3, **size, **special, **kw}).eval()
     for n,p in m.named_parameters():
         if ('qkv' in n or '.q.' in n or '.k.' in n) and p.ndim==2: p.data.mul_(12)
         if n.startswith('head') and p.ndim==2: p.data.mul_(10)
+        if k=='levit' and n.endswith('bn.weight'): p.data.fill_(2.)                                   # timm begins with branches that add nothing
         if 'token' in n or 'bias_table' in n: p.data.normal_(std=.5)
     return m
 
@@ -172,7 +174,7 @@ def test_scale_one_is_plain(k, fused):
         with attn_scale(m, s) as mm: assert mm is m and torch.equal(m(x), z0) and list(m.state_dict())==before['keys']
     assert snapshot(m)==before
 
-def heads(m): return [[o for o in b.modules() if hasattr(o,'attn_drop')][0] for b in vit_blocks(m)]
+def heads(m): return [[o for o in b.modules() if hasattr(o,'attn_drop') or hasattr(o,'attention_biases')][0] for b in vit_blocks(m)]
 
 @fam
 def test_scale_fused_equals_unfused_and_matters(k):
@@ -212,6 +214,38 @@ def test_scale_gradient(k, fused):
     per = [torch.ones(h, dtype=torch.float64, requires_grad=True) for h in hs]
     assert all((o!=0).any() for o in torch.autograd.grad(loss(per), per))
 
+@pytest.mark.parametrize('k', [*SPEC,'levit'])
+@pytest.mark.parametrize('fused', [True,False])
+def test_scale_per_image(k, fused):
+    "Each image of a batch as if it were alone with its own scales, per block and per head; the gradient too"
+    m = fuse(build(k).double(), fused); x = images(3).double(); n = len(vit_blocks(m)); s = torch.rand(n, 3, dtype=torch.float64)+.2; s.requires_grad_()
+    with attack_mode(m):
+        z = scaled(m, x, s[...,None]); g, = torch.autograd.grad(z.square().sum(), s)
+        for i in range(3):
+            one = scaled(m, x[i:i+1], s[:,i]); gi, = torch.autograd.grad(one.square().sum(), s)
+            assert torch.allclose(one[0], z[i], atol=1e-10) and torch.allclose(gi[:,i], g[:,i], atol=1e-8) and (gi[:,i]!=0).all()
+    hs = [1+torch.arange(a.num_heads, dtype=torch.float64).expand(3,-1)*torch.tensor([[.1],[.2],[.3]]) for a in heads(m)]
+    with torch.no_grad():
+        z = scaled(m, x, hs)
+        for i in range(3): assert torch.allclose(scaled(m, x[i:i+1], [h[i] for h in hs])[0], z[i], atol=1e-10)
+        with pytest.raises(ValueError, match='3 images met a batch of 2'): scaled(m, x[:2], hs)
+    assert torch.equal(m(x), m(x)) and all(not o._forward_hooks and not o._forward_pre_hooks for o in m.modules())
+
+def test_levit():
+    "Stages with their downsampling: outputs, maps, a scale of 1, the product, the gradient against finite differences; conv variants refused"
+    m = build('levit').double(); x = images().double(); y = torch.tensor([0,2])
+    with attack_mode(m):
+        outs,z = block_outputs(m, x, logits=True); pre = attn_maps(m, x, pre_softmax=True)
+        assert [type(b).__name__ for b in vit_blocks(m)]==['LevitBlock','LevitDownsample','LevitBlock'] and [tuple(o.shape) for o in outs]==[(2,16,32),(2,4,48),(2,4,48)] and [tuple(o.shape) for o in pre]==[(2,2,16,16),(2,4,4,16),(2,3,4,4)]
+        assert torch.equal(z, m(x)) and torch.equal(scaled(m, x, 1.), z) and patch_grid(m, x)==(4,4)
+        for i,a in enumerate(heads(m)):
+            s = torch.ones(3).double(); s[i] = .3; bias = a.get_attention_biases(x.device)
+            with attn_scale(m, s): assert torch.allclose(attn_maps(m, x, pre_softmax=True)[i]-bias, (pre[i]-bias)*.3, atol=1e-8)
+        loss = lambda s: F.cross_entropy(scaled(m, x, s), y); s = (torch.rand(3, dtype=torch.float64)+.5).requires_grad_(); g, = torch.autograd.grad(loss(s), s)
+        fd = torch.stack([(loss(s.detach()+e)-loss(s.detach()-e))/2e-6 for e in torch.eye(3).double()*1e-6]).detach()
+        assert torch.allclose(g, fd, atol=1e-7, rtol=1e-4) and (g.abs()>1e-5).all()
+    with pytest.raises(TypeError, match='levit_conv'): vit_blocks(timm.create_model('levit_conv_128s', img_size=64))
+
 def test_scale_many_passes_and_live_updates():
     for k in ('vit','xcit_nano','cait_xxs','swin_tiny'):
         m = build(k); x = images(); s = torch.ones(len(vit_blocks(m)), requires_grad=True)
@@ -222,7 +256,7 @@ def test_scale_many_passes_and_live_updates():
             b = m(x)
         assert torch.isfinite(s.grad).all() and (a-b).abs().max()>1e-4 and torch.allclose(b, scaled(m, x, .3), atol=1e-6)
 
-@pytest.mark.parametrize('s,msg', [([1.,1.],'3 blocks'), (torch.ones(4),'got 4 scales'), (torch.ones(3,5),'2 heads'), (torch.ones(3,2,1),'shape')])
+@pytest.mark.parametrize('s,msg', [([1.,1.],'3 blocks'), (torch.ones(4),'got 4 scales'), (torch.ones(3,5),'2 heads'), (torch.ones(3,2,5),'shape')])
 def test_scale_refused(s, msg):
     m = build('vit'); before = snapshot(m)
     with pytest.raises(ValueError, match=msg):
