@@ -148,7 +148,7 @@ class Objective:
         self.bad,self.zero = self.bad|~top.isfinite(),self.zero&(top==0)
         return g,v,z
 
-# %% ../nbs/01_attacks.ipynb #2671fc8b
+# %% ../nbs/01_attacks.ipynb #76146a10
 @patch
 def fooled(self:Objective, z):
     "[B] bool: does the attack have what it wants? Never, without labels"
@@ -160,7 +160,7 @@ def fooled(self:Objective, z):
 def rows(self:Objective, m, **kw):
     "The objective of images `m` alone, with the attributes `kw` changed"
     o = copy(self); o.flat = False
-    if hasattr(self.model,'rows'): o.model = self.model.rows(m)      # a model that treats each image of the batch in its own way
+    if hasattr(self.model,'for_rows'): o.model = self.model.for_rows(m)      # a model that treats each image of the batch in its own way
     for k in ('x','t','y','bad','zero'): v = getattr(o,k); setattr(o, k, v[m] if isinstance(v,Tensor) else v)
     for k,v in kw.items(): setattr(o, k, v)
     return o
