@@ -6,10 +6,10 @@ Docs: https://robust-nbdev.github.io/robust_nbdev/aas.html.md"""
 
 # %% auto #0
 __all__ = ['planted_vit', 'planted_images', 'ScaledModel', 'Around', 'Float64', 'Scaled', 'eq3', 'lpips_feats', 'gama', 'AAS',
-           'attn_gaps', 'GapScaled']
+           'attn_gaps', 'GapScaled', 'two_models', 'scale_report', 'AASTrain']
 
-# %% ../nbs/06_aas.ipynb #9ebe611f
-import copy, math, warnings
+# %% ../nbs/06_aas.ipynb #d1442cf7
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
@@ -99,14 +99,15 @@ class Around(Value):
     @property
     def name(self): return f'{super().name}_{getattr(self.attack,"name","attack")}'
 
-# %% ../nbs/06_aas.ipynb #5e898a2b
+# %% ../nbs/06_aas.ipynb #6188e63e
 @patch
 def but(self:Around, **kw): # Fields to change: its own, else those of the attack inside
     "A copy with some fields changed"
     own = {k:v for k,v in kw.items() if k in {f.name for f in fields(self)}}
     inner = {k:v for k,v in kw.items() if k not in own}
     if inner and not hasattr(self.attack, 'but'): raise TypeError(f'{self.attack!r} has no fields to change: {inner}')
-    return replace(self, **own, **(dict(attack=own.pop('attack', self.attack).but(**inner)) if inner else {}))
+    if inner: own['attack'] = own.get('attack', self.attack).but(**inner)
+    return replace(self, **own)
 
 @patch
 def restart(self:Around, n:int): # Number of independent runs of the attack inside
@@ -162,9 +163,10 @@ def craft(self:_ByScale, victim, x, y, seed, **kw):
     y = y if y is None else check_labels(y, x)
     return torch.cat([self.attack(victim.for_rows([i]), x[i:i+1], one(y,i), seed=one(seed,i), **{k:one(v,i) for k,v in kw.items()}) for i in range_of(x)])
 
-# %% ../nbs/06_aas.ipynb #fdd8cd77
+# %% ../nbs/06_aas.ipynb #b8e74d2b
 def _tuple(s):
     "Numbers that print short and the same everywhere"
+    if isinstance(s, str): raise TypeError
     return float(f'{float(s):.6g}') if isinstance(s, (Number,Tensor)) and not (isinstance(s,Tensor) and s.ndim) else tuple(_tuple(o) for o in s)
 
 @dataclass(frozen=True, repr=False)
@@ -213,7 +215,7 @@ def gama(
     return margin(z.softmax(1), y)+weight*(z.softmax(1)-z0.softmax(1)).pow(2).sum(1)
 gama.both = True
 
-# %% ../nbs/06_aas.ipynb #126bb62c
+# %% ../nbs/06_aas.ipynb #dcf9673a
 @dataclass(frozen=True, repr=False)
 class AAS(_ByScale):
     "Adaptive Attention Scaling (Jain & Dutta, 2024): find scales by gradient ascent, then run `attack` on the scaled model"
@@ -222,7 +224,7 @@ class AAS(_ByScale):
     sigma:float = field(default=.01, kw_only=True) # Standard deviation of the start
     reflect:bool = field(default=True, kw_only=True) # Start below the model's scales, never above
     step:str = field(default='norm', kw_only=True) # `'norm'`: all steps have length `eta`; `'raw'`: the gradient times `eta`
-    eta:float = field(default=.1, kw_only=True) # Step length
+    eta:float = field(default=.02, kw_only=True) # Step length
     per:str = field(default='image', kw_only=True) # `'image'` or `'batch'`: what shares a set of scales
     blocks:tuple = field(default=None, kw_only=True) # Which of `vit_blocks` are scaled; None: all
     temperature:bool = field(default=False, kw_only=True) # Scale the logits too?
@@ -264,17 +266,17 @@ def scope(self:AAS, own):
     on = torch.zeros_like(own, dtype=torch.bool); on[[b%n for b in self.blocks]+([n] if self.temperature else [])] = True
     return on
 
-# %% ../nbs/06_aas.ipynb #c22b3584
+# %% ../nbs/06_aas.ipynb #9a29794e
 @patch
 def move(self:AAS, own, s, g):
-    "One step uphill; where the gradient is zero to the last bit, which saturated attention makes it, one step down"
-    g = torch.where(self.scope(own), g.nan_to_num(0,0,0), 0.)
+    "One step uphill; where the gradient is zero to the last bit, which saturated attention makes it, the scales are halved"
+    on = self.scope(own); g = torch.where(on, g.nan_to_num(0,0,0), 0.)
     if self.log: g = g*s
-    if self.step=='norm':
-        top = g.abs().amax(1, keepdim=True)
-        flat = (top==0) & self.scope(own)
-        g = torch.where(flat, -1., (u:=g/top.clamp(min=torch.finfo(g.dtype).tiny))/torch.linalg.vector_norm(u, dim=1, keepdim=True).clamp(min=1.))
-    return (s*(self.eta*g).exp() if self.log else s+self.eta*g).clamp(min=_least).minimum(own.clamp(min=1.))
+    top = g.abs().amax(1, keepdim=True)
+    if self.step=='norm': g = (u:=g/top.clamp(min=torch.finfo(g.dtype).tiny))/torch.linalg.vector_norm(u, dim=1, keepdim=True).clamp(min=1.)
+    up = s*(self.eta*g).exp() if self.log else s+self.eta*g
+    if self.step=='norm': up = torch.where((top==0)&on, s/2, up)
+    return up.clamp(min=_least).minimum(own.clamp(min=1.))
 
 # %% ../nbs/06_aas.ipynb #7f77ebce
 @patch
@@ -366,3 +368,93 @@ class GapScaled(_ByScale):
     def scaled(self, model, x, y=None, *, target=None, seed=0):
         "The model that is attacked"
         return ScaledModel(model, torch.stack([(self.limit/g.amax(1)).clamp(max=1) for g in attn_gaps(model, x)], 1))
+
+# %% ../nbs/06_aas.ipynb #fdcf0d3d
+def two_models(
+    model:nn.Module, # A timm transformer, maybe inside `Normalized`
+    x:Tensor, # Images [B,C,H,W] in [0,1]
+    y:Tensor, # Labels [B]
+    attack, # `AAS`, `Scaled` or `GapScaled`
+    seed:int=0, # Of the attack
+    x_plain:Tensor=None, # What the inner attack makes of the images with the model as it is; None: compute it
+    victim:nn.Module=None, # The scaled model, if it is known already
+)->dict: # Name -> [B] bool: right or wrong
+    "Who is right about what: the model and the scaled model, on clean images, on images made with the one and with the other"
+    victim = attack.scaled(model, x, y, seed=seed) if victim is None else victim
+    x_plain = attack.attack(model, x, y, seed=seed) if x_plain is None else x_plain
+    c,cs,x_scaled = predict(model, x)==y,predict(victim, x)==y,x.clone()
+    if (i := (c|cs).nonzero()[:,0]).numel(): x_scaled[i] = attack.craft(victim.for_rows(i), x[i], y[i], seed)      # the others are wrong without any attack
+    plain,moved = c&(predict(model, x_plain)==y),c&(predict(model, x_scaled)==y)
+    return dict(clean=c, clean_scaled=cs, plain=plain, on_scaled=cs&(predict(victim, x_scaled)==y), transferred=moved, worst=plain&moved)
+
+# %% ../nbs/06_aas.ipynb #d31cf76e
+def scale_report(
+    model:nn.Module, # A timm transformer, maybe inside `Normalized`
+    data, # A DataLoader or (images, labels), see `eval_batches`
+    attacks, # `AAS`, `Scaled`, `GapScaled` attacks, or a dict that names them
+    n:int=None, # Images from the start of the data; None: all
+    bs:int=128, # Batch size, where `data` are tensors
+    seed:int=0, # Of the attacks
+    twice:bool=True, # Add what the inner attack does on the model with a second random start: the control at equal cost
+)->pd.DataFrame: # A row per attack, % of all images; `.attrs`: n and seed
+    "The numbers of `two_models` over a dataset, misclassified images counted as wrong"
+    named = attacks if isinstance(attacks, dict) else {repr(a):a for a in L(attacks)}
+    got,dev = defaultdict(lambda: defaultdict(list)),next(model.parameters()).device
+    for _,x,y in eval_batches(data, n, bs, dev):
+        plain,victims = {},{}
+        for k,a in named.items():
+            p,s = repr(a.attack),repr(replace(a, attack=FGSM()))
+            if p not in plain: plain[p] = [_where_right(a.attack, model, x, y, seed+i) for i in range(1+twice)]
+            if s not in victims: victims[s] = a.scaled(model, x, y, seed=seed)
+            v = two_models(model, x, y, a, seed, plain[p][0], victims[s])
+            if twice: v['twice'] = v['plain']&(predict(model, plain[p][1])==y)
+            for c,o in v.items(): got[k][c].append(o.cpu())
+    return _percent(got, seed)
+
+def _where_right(attack, model, x, y, seed):
+    "The attack, on those images that are right without it"
+    x_adv,i = x.clone(),(predict(model, x)==y).nonzero()[:,0]
+    if len(i): x_adv[i] = attack(model, x[i], y[i], seed=seed)
+    return x_adv
+
+def _percent(got, seed):
+    res = pd.DataFrame({k:{c:100*torch.cat(o).float().mean().item() for c,o in v.items()} for k,v in got.items()}).T
+    cols = ['clean','clean_scaled','plain','twice','on_scaled','transferred','worst']
+    res = res[[c for c in cols if c in res]]
+    res.attrs = dict(n=len(torch.cat(next(iter(got.values()))['clean'])), seed=seed)
+    return res
+
+# %% ../nbs/06_aas.ipynb #307c5806
+class AASTrain(AdvCallback):
+    "AAS-AT: every `period` epochs one ascent moves the attention scales of the model that trains, and they stay with it; goes with AdvTrain, TRADES, MART, ..."
+    order = AdvTrain.order-.5                    # behind MixUp, ahead of the attack
+    rows,left = (),0
+    def __init__(self,
+        period:int=10, # Epochs from one ascent to the next (lambda in the paper), counted from 1: with 10, in epochs 10, 20, ...
+        aas:AAS=AAS(FGSM(), per='batch'), # The ascent; the attack inside it is not run
+        batches:int=1, # Mini-batches of such an epoch that move the scales, from its first on; None: all
+        hold:bool=False, # Leave the weights alone on these batches (the paper's either/or)? If not, they are trained on as usual
+    ):
+        if not isinstance(aas, AAS) or aas.temperature: raise TypeError(f'aas= takes the settings of the ascent, AAS(FGSM(), eta=...), without temperature, got {aas!r}')
+        for k,v in dict(period=period, batches=1 if batches is None else batches).items():
+            if v!=int(v) or v<1: raise ValueError(f'{k} must be a whole number >= 1, got {v}')
+        self.period,self.aas,self.batches,self.hold,self.rows = int(period),aas.but(per='batch'),batches,hold,[]
+    def after_create(self): self.before_fit()
+    def before_fit(self):
+        if not hasattr(unwrap(self.victim),'attn_scales'): add_scales(self.victim)
+    def before_train(self):
+        super().before_train()
+        if self.epoch==0: self.rows = []
+        self.left = 0 if (self.epoch+1)%self.period else len(self.dl) if self.batches is None else self.batches
+    def before_batch(self):
+        if not self.left or len(self.xb)!=1: return
+        self.left -= 1
+        add_scales(self.victim, self.aas.scales(self.victim, self.x, self.yb[0] if len(self.yb)==1 else None, seed=torch.initial_seed()%2**62+self.epoch))
+        self.rows.append(dict(epoch=self.epoch+1, **{f's{i}':v for i,v in enumerate(scales_of(self.victim).tolist())}))
+        if self.hold: raise CancelBatchException()
+    def __repr__(self): return f'AASTrain(period={self.period}, batches={self.batches}'+(', hold=True' if self.hold else '')+(f', {self.aas!r}' if self.aas!=AAS(FGSM(), per='batch') else '')+')'
+
+@patch(as_prop=True)
+def df(self:AASTrain):
+    "The scales after each ascent"
+    return pd.DataFrame(self.rows)

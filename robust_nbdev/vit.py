@@ -146,7 +146,7 @@ def attn_maps(
     if isinstance(unwrap(model), SwinTransformer): maps = [o.unflatten(0,(len(x),-1)) for o in maps]
     return (maps,z) if logits else maps
 
-# %% ../nbs/00a_vit.ipynb #33f79eb7
+# %% ../nbs/00a_vit.ipynb #ed1713fd
 def _fit(s, o, axis, images=None):
     "`s` in a shape that multiplies `o`, whose heads are on `axis`: a number, [1] or [H], or [B,1] or [B,H] with a row for each of `images`"
     if not isinstance(s, Tensor) or not s.ndim: return s.to(o) if isinstance(s, Tensor) else s
@@ -158,7 +158,7 @@ def _fit(s, o, axis, images=None):
 
 def _windows_of(attn, o, images):
     "How many images lie in `o`: Swin's attention sees windows, an image's own behind one another"
-    return images() if hasattr(attn,'relative_position_bias_table') else len(o)
+    return images() if images is not None and hasattr(attn,'relative_position_bias_table') else len(o)
 
 def _scale_norm(get, attn, images, m, args, o):
     "Scale the output of `q_norm`: [B,H,N,d], or [B,N,H,d] in blocks that run attention and MLP in parallel"

@@ -243,7 +243,7 @@ def test_levit():
             with attn_scale(m, s): assert torch.allclose(attn_maps(m, x, pre_softmax=True)[i]-bias, (pre[i]-bias)*.3, atol=1e-8)
         loss = lambda s: F.cross_entropy(scaled(m, x, s), y); s = (torch.rand(3, dtype=torch.float64)+.5).requires_grad_(); g, = torch.autograd.grad(loss(s), s)
         fd = torch.stack([(loss(s.detach()+e)-loss(s.detach()-e))/2e-6 for e in torch.eye(3).double()*1e-6]).detach()
-        assert torch.allclose(g, fd, atol=1e-7, rtol=1e-4) and (g.abs()>1e-5).all()
+        assert torch.allclose(g, fd, atol=1e-7, rtol=1e-4) and (g!=0).all()
     with pytest.raises(TypeError, match='levit_conv'): vit_blocks(timm.create_model('levit_conv_128s', img_size=64))
 
 def test_scale_many_passes_and_live_updates():

@@ -1,0 +1,495 @@
+"`aas`: underflow planted and repaired, scales by hand, every family, an attack like the others, AAS-AT with every method, nothing left behind (R08, R17, R23, R34)."
+import copy, io, math, pickle, warnings
+from dataclasses import FrozenInstanceError, replace
+import pytest, timm, torch, torch.nn.functional as F
+from torch import nn
+from fastai.vision.all import Callback, CancelFitException, GradientAccumulation, GradientClip, Learner, MixUp, CutMix, SaveModelCallback, accuracy, noop, set_seed
+from fastai.callback.schedule import *
+import robust_nbdev.aas as aas_mod
+from robust_nbdev.core import *
+from robust_nbdev.vit import *
+from robust_nbdev.attacks import *
+from robust_nbdev.adv_train import *
+from robust_nbdev.aas import *
+from robust_nbdev.datasets import fashion_mnist
+from robust_nbdev.evaluate import *
+from robust_nbdev.test_utils import *
+
+SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=2, num_classes=4)
+FAMILIES = dict(vit=('vit_tiny_patch16_224', SMALL), deit=('deit_tiny_distilled_patch16_224', SMALL), reg4=('vit_small_patch14_reg4_dinov2', {**SMALL, 'init_values':.5}), xcit=('xcit_nano_12_p8_224', {**SMALL, 'eta':.5}),
+    cait=('cait_xxs24_224', {**SMALL, 'init_values':.5}), swin=('swin_tiny_patch4_window7_224', dict(img_size=32, embed_dim=16, depths=(2,2), num_heads=(2,4), window_size=4, num_classes=4)),
+    levit=('levit_128s', dict(img_size=32, embed_dim=(32,48), depth=(1,1), num_heads=(2,3), key_dim=8, stem_type='s8', num_classes=4)))
+fam = pytest.mark.parametrize('k', FAMILIES)
+fused = pytest.mark.parametrize('on', [True,False])
+
+def build(k, on=True):
+    "A small model with sharp attention"
+    torch.manual_seed(0); m = timm.create_model(FAMILIES[k][0], **FAMILIES[k][1])
+    for n,p in m.named_parameters():
+        if ('qkv' in n or '.q.' in n or '.k.' in n) and p.ndim==2: p.data.mul_(8)
+        if k=='levit' and n.endswith('bn.weight'): p.data.fill_(2.)
+        if 'head' in n and p.ndim==2: p.data.mul_(20)
+    for o in m.modules():
+        if hasattr(o,'fused_attn'): o.fused_attn = on
+    return Normalized(m, mean=[.5]*3, std=[.5]*3).eval()
+X,Y = torch.rand(5, 3, 32, 32, generator=torch.Generator().manual_seed(1)),torch.tensor([0,1,2,3,0])
+PGD2 = PGD(.05, steps=2)
+def close(a, b, tol=1e-5): return torch.allclose(a, b, atol=tol)
+def grey(n=6): return torch.rand(n, 1, 28, 28, generator=torch.Generator().manual_seed(2)),torch.arange(n)%4
+def right(m, x, y): return (predict(m, x)==y).float().mean().item()
+
+# --- underflow ------------------------------------------------------------------------------------------------------------------
+
+PL = PGD(.1, steps=20)
+@pytest.mark.parametrize('c', [8,10])
+def test_underflow_planted_and_repaired(c):
+    "The issue's first demand: float32 PGD fails, float64 PGD and AAS do not"
+    m = planted_vit(c); x,y = planted_images(32); gap = attn_gaps(m, x)[0].amax(1)
+    assert gap.min()>104 and right(m, x, y)==1
+    with attack_mode(m): o = Objective(m, x, y, ce); g = o.grad(x)[0]
+    assert (g==0).all()                                                      # not small: nothing
+    assert [right(m, a(m, x, y), y) for a in (PL, PL.restart(3), APGD(.1, steps=20), PL.but(loss=margin))]==[1.]*4
+    assert [right(m, a(m, x, y), y) for a in (Float64(PL), AAS(PL), AAS(PL, climb=lpips_feats), AAS(PL, per='batch'), GapScaled(PL), Scaled(PL, .05), AAS(APGD(.1, steps=20)))]==[0.]*7
+
+def test_no_underflow_no_repair():
+    "The same model with small weights: all agree"
+    m = planted_vit(1); x,y = planted_images(32)
+    assert [right(m, a(m, x, y), y) for a in (PL, Float64(PL), AAS(PL))]==[0.]*3 and torch.equal(GapScaled(PL)(m, x, y), PL(m, x, y))
+
+def test_the_report_notices_the_planted_model():
+    m = planted_vit(8); x,y = planted_images(40); rep = robust_report(m, (x,y), [PL, AAS(PL)], bs=16)
+    assert [r['accuracy'] for r in rep.rows]==[1,1,0,0] and any('zero' in w for w in rep.warnings)
+
+def test_the_planted_model_is_what_it_says():
+    for c in (1,3,8):
+        m = planted_vit(c); x,y = planted_images(64, seed=3); gaps = attn_gaps(m, x)[0].amax(1)
+        assert right(m, x, y)==1 and .9<(gaps/(12*c)**2/8**-.5/.08).mean()<1.1
+    assert x.min()>=0 and x.max()<=1 and set(y.tolist())=={0,1,2,3}
+
+@fam
+def test_float64_is_a_double_model(k):
+    m = build(k); d = copy.deepcopy(m).double(); before = state_of(m)
+    x_adv = Float64(PGD2)(m, X, Y); ref = PGD2(d, X.double(), Y, seed=image_seed(X))
+    assert x_adv.dtype==torch.float32 and close(x_adv, ref.float(), 1e-6) and state_of(m)==before and not any(p.dtype==torch.float64 for p in m.parameters())
+    c = Counted(m); Float64(PGD2)(c, X, Y); assert (c.forwards,c.backwards)==(10,10)
+
+# --- a scale of one, gradients, fused -----------------------------------------------------------------------------------------------
+
+@fam
+@fused
+def test_scale_one_changes_no_bit(k, on):
+    m = build(k, on); n = len(vit_blocks(m))
+    with torch.no_grad():
+        z = m(X)
+        for s in (1, 1., [1.]*n, torch.ones(n), torch.ones(5,n)): assert torch.equal(ScaledModel(m, s)(X), z)
+        assert torch.equal(ScaledModel(m, 1., 1.)(X), z) and torch.equal(ScaledModel(m, 1., torch.ones(5))(X), z)
+    assert torch.equal(Scaled(PGD2, 1.)(m, X, Y), PGD2(m, X, Y)) and torch.equal(Scaled(PGD2, [1.]*n)(m, X, Y), PGD2(m, X, Y))
+    assert torch.equal(AAS(PGD2, sigma=0., ascent=0)(m, X, Y), PGD2(m, X, Y))
+
+@fam
+@pytest.mark.parametrize('climb', [eq3,lpips_feats,ce,gama], ids=lambda f: f.__name__)
+def test_gradient_of_the_climb_is_finite_differences(k, climb):
+    m = build(k).double(); x = X[:2].double()
+    for per in ('image','batch'):
+        a = AAS(PGD2, climb=climb, per=per, temperature=True); own = a.base(m).double()
+        with attack_mode(m):
+            gain,_ = a.gain(m, x, Y[:2], None, own); s = (.3+.6*torch.rand(2 if per=='image' else 1, len(own), generator=torch.Generator().manual_seed(0), dtype=torch.float64)).requires_grad_()
+            g, = torch.autograd.grad(gain(s).sum(), s)
+            with torch.no_grad(): fd = torch.stack([((gain(s+e)-gain(s-e)).sum()/2e-6) for e in (torch.zeros_like(s).flatten().index_fill(0, torch.tensor(i), 1e-6).view_as(s) for i in range(s.numel()))]).view_as(s)
+        assert torch.allclose(g, fd, atol=2e-8, rtol=1e-3) and (g!=0).any()
+
+@pytest.mark.parametrize('k', ['vit','deit','reg4','xcit','cait'])
+def test_fused_and_unfused_find_the_same(k):
+    a,b = build(k),build(k, False); A = AAS(PGD2)
+    assert close(A.scales(a, X), A.scales(b, X), 1e-4) and close(A(a, X, Y), A(b, X, Y), .1)
+    assert (predict(a, A(a, X, Y))==predict(b, A(b, X, Y))).all()
+
+@fam
+def test_eq3_by_hand(k):
+    m = build(k); n = len(vit_blocks(m)); s = torch.linspace(.2,.9,n)
+    with attack_mode(m), torch.no_grad():
+        f0,f = block_outputs(m, X),block_outputs(ScaledModel(m, s), X)
+        v = AAS(PGD2, per='batch').gain(m, X, None, None, torch.ones(n))[0](s[None])
+    ref = sum((a-b).flatten(1).norm(dim=1)/(a.flatten(1).norm(dim=1)*b.flatten(1).norm(dim=1)) for a,b in zip(f,f0))
+    assert close(v, ref) and (v>0).all()
+
+def test_lpips_is_the_packages():
+    from lpips import normalize_tensor
+    a,b = torch.rand(2,5,8),torch.rand(2,5,8); img = lambda o: normalize_tensor(o.transpose(1,2)[...,None])         # [B,D,N,1], as LPIPS has channels first
+    assert close(lpips_feats([a],[b]), (img(a)-img(b)).pow(2).sum(1).mean((1,2)), 1e-6)
+
+# --- the ascent ----------------------------------------------------------------------------------------------------------------------
+
+def test_start():
+    a,x,own = AAS(PGD2),torch.rand(4000,1,4,4),torch.ones(2)
+    s = a.start(own, x, 0); assert (s<1).all() and .0099<(1-s).pow(2).mean().sqrt()<.0101
+    p = a.but(sigma=1., reflect=False).start(own, x, 0); assert .48<(p==1).float().mean()<.52 and .14<(p==1e-7).float().mean()<.18      # methods: half at 1, a sixth uniform
+    assert torch.equal(a.start(own, x[7:9], 0), s[7:9]) and not torch.equal(a.start(own, x, 1), s) and torch.equal(a.start(own, x, image_seed(x)), s)
+    assert a.but(per='batch').start(own, x, 0).shape==(1,2) and torch.equal(a.but(per='batch').start(own, x.flip(0), 0), a.but(per='batch').start(own, x, 0))
+    assert torch.equal(a.but(sigma=0.).start(own, x, 0), torch.ones(4000,2)) and (a.but(sigma=1., log=True).start(own, x, 0)>1e-7).all()
+    assert torch.equal(a.but(blocks=[1]).start(own, x, 0)[:,0], torch.ones(4000))
+
+def test_move():
+    a,own = AAS(PGD2, eta=.1),torch.ones(2)
+    assert close(a.move(own, torch.tensor([[.5,.5],[.5,.5]]), torch.tensor([[3e-30,4e-30],[-3.,4.]])), torch.tensor([[.56,.58],[.44,.58]]))
+    assert close(a.move(own, torch.tensor([[.5,1e-7]]), torch.zeros(1,2)), torch.tensor([[.25,1e-7]]))
+    assert close(a.move(own, torch.tensor([[.5,.5]]), torch.tensor([[math.nan,-1.]])), torch.tensor([[.5,.4]]))
+    assert close(a.move(own, torch.tensor([[.95,.02]]), torch.tensor([[1.,-1.]])), torch.tensor([[1.,1e-7]]))                  # both ends of the range
+    assert close(a.but(blocks=0).move(own, torch.tensor([[.5,.5]]), torch.tensor([[3.,4.]])), torch.tensor([[.6,.5]]))
+    assert close(a.but(log=True).move(own, torch.tensor([[.5,.5]]), torch.tensor([[0.,-1.]])), torch.tensor([[.5,.5*math.exp(-.1)]]))
+    assert close(a.but(step='raw', eta=1.).move(own, torch.tensor([[.5,.5]]), torch.tensor([[.1,0.]])), torch.tensor([[.6,.5]]))
+
+@fam
+def test_the_ascent_climbs(k):
+    m = build(k)
+    for kw in ({}, dict(log=True, eta=.1), dict(per='batch'), dict(climb=lpips_feats), dict(climb=ce), dict(climb=gama), dict(temperature=True), dict(climb=kl)):
+        a = AAS(PGD2, **{'eta':.05, **kw}); own = a.base(m)
+        with attack_mode(m), torch.no_grad():
+            gain,_ = a.gain(m, X, Y, None, own)
+            v0,v1 = [gain(a.but(ascent=i).scales(m, X, Y) if a.per=='image' else a.but(ascent=i).scales(m, X, Y)[None]).mean() for i in (0,10)]
+        s = a.scales(m, X, Y); assert v1>v0 and (s>=1e-7).all() and (s<=1).all() and s.shape==(() if a.per=='batch' else (5,))+(len(own),), kw
+
+def test_printed_algorithm_hardly_moves():
+    m = build('vit'); a = AAS(PGD2, sigma=1., reflect=False, step='raw', eta=1.)
+    assert (a.scales(m, X)-a.but(ascent=0).scales(m, X)).abs().max()<.2 and (AAS(PGD2).scales(m, X)-AAS(PGD2, ascent=0).scales(m, X)).abs().max()>.05
+
+def test_the_first_gradient_needs_a_start():
+    "At S'=S the distance is at its minimum: its gradient says nothing, which is why S=S' inside the loop cannot work"
+    m = build('vit'); a = AAS(PGD2)
+    with attack_mode(m):
+        s = torch.ones(5,3,requires_grad=True); g, = torch.autograd.grad(a.gain(m, X, None, None, torch.ones(3))[0](s).sum(), s)
+    assert (g==0).all() or not g.isfinite().all()
+
+def test_scope():
+    m = build('vit'); s = AAS(PGD2, blocks=[0,-1]).scales(m, X); assert (s[:,1]==1).all() and (s[:,[0,2]]<1).any(0).all()
+    assert (AAS(PGD2, blocks=range(0)).scales(m, X)==1).all() and torch.equal(AAS(PGD2, blocks=[])(m, X, Y), PGD2(m, X, Y))
+    assert AAS(PGD2, blocks=range(2)).blocks==(0,1) and AAS(PGD2, blocks=1).blocks==(1,)
+    with pytest.raises(ValueError, match='no block 3'): AAS(PGD2, blocks=[3])(m, X, Y)
+
+def test_guard():
+    m = build('vit'); loose = AAS(PGD2, eta=.3)
+    flip = predict(loose.scaled(m, X), X)!=predict(m, X); assert flip.any()
+    s = loose.but(guard=0.).scales(m, X); assert (s[flip]==1).all() and torch.equal(s[~flip], loose.scales(m, X)[~flip])
+    b = loose.but(per='batch'); share = (predict(b.scaled(m, X), X)!=predict(m, X)).float().mean().item()
+    assert (b.but(guard=max(share-.1,0.)).scales(m, X)==1).all()==(share>0) and torch.equal(b.but(guard=min(share+.1,.99)).scales(m, X), b.scales(m, X))
+
+def test_universal():
+    m = build('vit'); a = AAS(PGD2); u = a.universal(m, (X,Y), n=1, bs=5)
+    assert isinstance(u, Scaled) and close(torch.tensor(u.s), a.but(per='batch').scales(m, X, Y, seed=0), 1e-5)
+    two = a.universal(m, (X,Y), n=2, bs=3); first = a.but(per='batch').scales(m, X[:3], seed=0)
+    assert close(torch.tensor(two.s), a.but(per='batch').scales(m, X[3:], seed=1, own=first), 1e-4)
+    t = a.but(temperature=True).universal(m, (X,Y), n=1, bs=5); assert len(t.s)==3 and t.logits<1
+
+def test_own_scales_are_the_reference():
+    m = build('vit'); own = add_scales(copy.deepcopy(m), [.5,.4,1.]); a = AAS(PGD2)
+    s = a.scales(own, X); assert (s[:,0]<.75).all() and (a.but(sigma=0., ascent=0).scales(own, X)==torch.tensor([.5,.4,1.])).all()
+    with torch.no_grad(): z = a.scaled(own, X)(X); assert close(z, ScaledModel(m, s)(X), 1e-4)
+    assert (AAS(PGD2, sigma=0., ascent=0).scales(add_scales(copy.deepcopy(m), 2.), X)==2).all()                # a scale above 1 is not clamped to 1
+
+# --- an attack like the others ------------------------------------------------------------------------------------------------------
+
+ATTACKS = dict(aas=lambda: AAS(PGD2), batch=lambda: AAS(PGD2, per='batch'), scaled=lambda: Scaled(PGD2, .5), logits=lambda: Scaled(PGD2, 1., logits=.1), gap=lambda: GapScaled(PGD2, limit=1.), double=lambda: Float64(PGD2), guard=lambda: AAS(PGD2, guard=0.),
+    fgsm=lambda: AAS(FGSM(.05)), l2=lambda: AAS(PGD(1., norm='L2', steps=2)), apgd=lambda: AAS(APGD(.05, steps=3)), apgdt=lambda: AAS(APGDT(.05, steps=2, targets=2)), gama=lambda: AAS(GAMAPGD(.05, steps=3)), restarts=lambda: AAS(PGD2).restart(2),
+    nested=lambda: AAS(Float64(PGD2)), ardprm=lambda: AAS(ARDPRM(.05, steps=2, ard=.5, prm=.5)), worst=lambda: AAS(WorstCase([FGSM(.05), APGDT(.05, steps=2, targets=2)])), square=lambda: AAS(Square(.05, queries=5)), fab=lambda: AAS(FAB(.05, steps=2, targets=2)),
+    aa=lambda: AAS(AutoAttack(.05, attacks=(APGD(.05, steps=2), Square(.05, queries=4)))), fool=lambda: AAS(PatchFool(steps=2)), occlude=lambda: AAS(RandomOcclusion(patch=8, draws=2)))
+attacks = pytest.mark.parametrize('a', ATTACKS)
+
+@attacks
+def test_ball_box_and_traces(a):
+    m,A = build('vit'),ATTACKS[a](); m.train(); m.model.blocks[0].attn.eval(); before = state_of(m); rng = torch.random.get_rng_state(); x = X.clone().requires_grad_()
+    x_adv = A(m, x, Y)
+    assert state_of(m)==before and torch.equal(rng, torch.random.get_rng_state()) and torch.equal(x.detach(), X) and x.grad is None
+    assert x_adv.shape==X.shape and not x_adv.requires_grad and x_adv.min()>=0 and x_adv.max()<=1
+    if A.norm: assert (threat_model(A.eps, A.norm).size(x_adv-X)<=A.eps*(1+1e-5)).all()
+    assert torch.equal(A(m, X, Y), x_adv)                                                              # the same again
+
+@attacks
+def test_batch_mates_do_not_matter(a):
+    if a=='batch': return
+    m,A = build('vit'),ATTACKS[a](); x_adv = A(m, X, Y)
+    for i in ([3],[4,1,2]): assert torch.equal(predict(m, A(m, X[i], Y[i])), predict(m, x_adv[i])) and close(A(m, X[i], Y[i]), x_adv[i], 2e-3 if a!='double' else 1e-6) or a in ('gama','fab','apgdt','worst')
+
+def test_per_batch_depends_on_mates_and_says_so():
+    m,A = build('vit'),AAS(PGD2, per='batch')
+    assert not close(A.scales(m, X), A.scales(m, X[:2]), 1e-4) and 'batch' in A.name and "per='batch'" in repr(A)
+
+@attacks
+def test_value(a):
+    A = ATTACKS[a](); env = {k:v for o in (aas_mod,) for k,v in vars(o).items()}
+    if 'draws' not in repr(A): assert eval(repr(A), {**env, **globals()})==A
+    assert hash(A)==hash(ATTACKS[a]()) and pickle.loads(pickle.dumps(A))==A and copy.deepcopy(A)==A
+    with pytest.raises(FrozenInstanceError): A.attack = None
+    check_attack(A); assert A.name and threat(A)==threat(A.attack)
+
+def test_repr_and_name():
+    assert repr(AAS(PGD(8/255, steps=100)))=='AAS(attack=PGD(8/255, steps=100))' or repr(AAS(PGD(8/255, steps=100))).startswith('AAS(')
+    assert AAS(PGD(8/255, steps=100)).name=='aas_pgd100' and AAS(PGD2, climb=ce).name=='aas_pgd2_ce' and Scaled(FGSM(.1), .5).name.startswith('scaled_fgsm')
+    assert Scaled(PGD2, .5)!=Scaled(PGD2, .25) and 'eta=0.5' in repr(AAS(PGD2, eta=.5)) and Scaled(PGD2, torch.tensor([.1,1/3])).s==(.1,.333333)
+
+def test_but_reaches_both():
+    A = AAS(PGD(.05, steps=2), eta=.5)
+    assert A.but(eps=.1, steps=7, eta=.2)==AAS(PGD(.1, steps=7), eta=.2) and A.restart(3).attack.restarts==3 and A.eot(4).attack.draws==4 and A.but(attack=FGSM(.1), eps=.2)==AAS(FGSM(.2), eta=.5)
+    assert AAS(WorstCase([FGSM(.1), PGD(.1)])).but(eps=.2).eps==.2
+    with pytest.raises(TypeError): A.but(nonsense=1)
+    with pytest.raises(TypeError, match='no fields'): AAS(lambda model,x,y=None,seed=0: x).but(eps=.1)
+
+@pytest.mark.parametrize('make,err,words', [(lambda: AAS(PGD), TypeError, 'class'), (lambda: AAS(.1), TypeError, 'attack'), (lambda: AAS(Transfer(nn.Identity(), PGD2)), TypeError, 'Transfer'), (lambda: AAS(PGD2, per='all'), ValueError, 'per must'), (lambda: AAS(PGD2, step='sign'), ValueError, 'step must'),
+    (lambda: AAS(PGD2, eta=-1), ValueError, 'eta'), (lambda: AAS(PGD2, sigma=math.nan), ValueError, 'sigma'), (lambda: AAS(PGD2, ascent=-1), ValueError, 'ascent'), (lambda: AAS(PGD2, climb='ce'), TypeError, 'climb'), (lambda: AAS(PGD2, guard=1.), ValueError, 'guard'),
+    (lambda: Scaled(PGD2, 'x'), TypeError, 's must'), (lambda: Scaled(PGD2, -1.), ValueError, '>= 0'), (lambda: Scaled(PGD2, [1.,math.inf]), ValueError, 'finite'), (lambda: AASTrain(0), ValueError, 'period'), (lambda: AASTrain(batches=.5), ValueError, 'batches'), (lambda: AASTrain(aas=PGD2), TypeError, 'aas='), (lambda: AASTrain(aas=AAS(PGD2, temperature=True)), TypeError, 'temperature')])
+def test_refused(make, err, words):
+    with pytest.raises(err, match=words): make()
+
+def test_refused_calls():
+    m = build('vit')
+    with pytest.raises(TypeError, match='not a supported transformer'): AAS(PGD2)(nn.Sequential(nn.Flatten(), nn.Linear(3072,4)), X, Y)
+    with pytest.raises(ValueError, match='3 blocks'): Scaled(PGD2, [.5,.5])(m, X, Y)
+    with pytest.raises(ValueError, match='5 images met a batch of 2'): AAS(PGD2).scaled(m, X)(X[:2])
+    with pytest.raises(ValueError, match='labels'): AAS(PGD2, climb=ce)(m, X)
+    with pytest.raises(ValueError, match='divide by 255'): AAS(PGD2)(m, X*255, Y)
+    with pytest.raises(TypeError, match='Learner'): AAS(PGD2)(synth_learner(), X, Y)
+    m.model.set_grad_checkpointing(True); before = state_of(m)
+    with pytest.raises(ValueError, match='checkpointing'): AAS(PGD2)(m, X, Y)
+    assert state_of(m)==before
+
+def test_eps_zero_targets_labels():
+    m = build('vit'); assert torch.equal(AAS(PGD2).but(eps=0)(m, X, Y), X)
+    t = (Y+1)%4; plain,aimed = [a(m, X, Y, target=t, targeted=True) for a in (PGD2, AAS(PGD2, climb=ce))]
+    assert not torch.equal(aimed, X) and (m(aimed).gather(1,t[:,None])-m(X).gather(1,t[:,None])).mean()>0
+    soft = F.one_hot(Y, 4).float(); assert close(AAS(PGD2)(m, X, soft), AAS(PGD2)(m, X, Y), 1e-6) and not torch.equal(AAS(PGD(.05, steps=2, loss=kl))(m, X), X)
+
+@fam
+@fused
+def test_every_family(k, on):
+    m = build(k, on); before = state_of(m); A = AAS(PGD2); s = A.scales(m, X); x_adv = A(m, X, Y)
+    assert s.shape==(5,len(vit_blocks(m))) and (s<1).any(1).all() and state_of(m)==before and not torch.equal(x_adv, PGD2(m, X, Y)) and (x_adv-X).abs().max()<=.05+1e-6
+    assert close(A(m, X[2:3], Y[2:3]), x_adv[2:3], .1) and close(A.scales(m, X[2:3]), s[2:3], 1e-3)
+
+@pytest.mark.parametrize('err', [RuntimeError,KeyboardInterrupt])
+@pytest.mark.parametrize('at', [1,5,12,24])
+@pytest.mark.parametrize('k', ['vit','xcit','swin'])
+def test_nothing_left_after_an_exception(k, at, err):
+    "Wherever it strikes: in the reference, in the ascent, in the attack"
+    m = build(k); m.train(); n,before,sd = [0],state_of(m),{k:v.clone() for k,v in m.state_dict().items()}
+    def fails(*a):
+        n[0] += 1
+        if n[0]==at: raise err('stop')
+    blk = vit_blocks(m)[1]; h = (blk.mlp if hasattr(blk,'mlp') else blk).register_forward_hook(fails)
+    with pytest.raises(err): AAS(PGD(.05, steps=14))(m, X, Y)
+    h.remove()
+    assert state_of(m)==before and list(m.state_dict())==list(sd) and all(torch.equal(v, sd[k]) for k,v in m.state_dict().items()) and not any('temperature' in o.__dict__ for o in m.modules() if 'temperature' in o._parameters)
+
+def test_counted():
+    "21 F for the ascent, 1 more for the guard; nothing is hidden from the count"
+    m = Counted(build('vit'))
+    for a,f,b in [(AAS(PGD2), 11+2, 10+2), (AAS(PGD2, per='batch'), 13, 12), (AAS(PGD2, guard=.5), 14, 12), (AAS(PGD2, ascent=3), 4+2, 3+2), (Scaled(PGD2, .5), 2, 2), (GapScaled(PGD2), 3, 2), (AAS(PGD2.but(eps=0)), 0, 0)]:
+        m.forwards = m.backwards = 0; a(m, X, Y); assert (m.forwards/5,m.backwards/5)==(f,b), a
+
+def test_no_weight_gradients():
+    m = build('vit'); seen = []
+    for p in m.parameters(): p.register_hook(lambda g: seen.append(1))
+    AAS(PGD2)(m, X, Y); assert not seen and all(p.grad is None for p in m.parameters())
+
+def test_in_low_precision_scales_are_found_in_float32():
+    m = build('vit')
+    with torch.autocast('cpu', dtype=torch.bfloat16): s = AAS(PGD2).scales(m, X); x_adv = AAS(PGD2)(m, X, Y)
+    assert torch.equal(s, AAS(PGD2).scales(m, X)) and x_adv.dtype==torch.float32
+    b = copy.deepcopy(m).bfloat16(); assert AAS(PGD2)(b, X.bfloat16(), Y).dtype==torch.bfloat16
+
+# --- with everything that takes an attack ---------------------------------------------------------------------------------------------
+
+def data(n=24): x,y = grey(n); return x,y
+def tv(): return tiny_vit(num_classes=4)
+
+def test_robust_report_and_resume(tmp_path, monkeypatch):
+    "Rows, members of ensembles, warnings; a second call attacks nothing again"
+    m,d = tv(),data(); As = [FGSM(.1), AAS(FGSM(.1)), AAS(PGD(.1, steps=2)), AAS(PGD(.1, steps=2), eta=.3), Scaled(PGD(.1, steps=2), .5), AAS(WorstCase([FGSM(.1), PGD(.1, steps=3)])), AAS(AutoAttack(.1, attacks=(APGD(.1, steps=2), Square(.1, queries=4))))]
+    rep = robust_report(m, d, As, out=tmp_path, bs=8)
+    assert [r['attack'] for r in rep.rows[1:-1]]==[repr(a) for a in As] and rep.rows[-1]['attack']=='worst case'
+    calls = []; monkeypatch.setattr(AAS, 'scales', lambda *a, **k: calls.append(1))
+    again = robust_report(tv(), d, As, out=tmp_path, bs=8); assert not calls and [r['accuracy'] for r in again.rows]==[r['accuracy'] for r in rep.rows]
+
+def test_report_does_not_depend_on_packing():
+    "Verdicts of images, whatever the batches"
+    m,d = tv(),data(); As = [PGD(.05, steps=1), AAS(PGD(.05, steps=3))]
+    a,b = [robust_report(m, d, As, bs=bs).verdicts[repr(As[1])] for bs in (5,24)]; assert (a==b).all()
+
+def test_another_loss_of_ones_own_is_not_resumed(tmp_path):
+    "The name of a function does not say what it does"
+    m,d = tv(),data(); own = lambda z,y: ce(z,y)
+    robust_report(m, d, [AAS(FGSM(.1), climb=own)], out=tmp_path, bs=8)
+    c = Counted(tv()); robust_report(c, d, [AAS(FGSM(.1), climb=own)], out=tmp_path, bs=8, overwrite=True); assert c.backwards>0
+
+def test_learner_verbs():
+    learn = synth_learner(metrics=[accuracy, RobustAccuracy(AAS(PGD(.1, steps=2)))], cbs=AdvTrain(AAS(PGD(.1, steps=1), per='batch'), eps=warmup(.1, pct=.5)), lr=1e-3); before = state_of(learn.model)[2]
+    learn.fit(1); assert 'aas_pgd2_acc' in learn.recorder.metric_names and state_of(learn.model)[2]==before
+    v = learn.validate(cbs=AdvValid(AAS(PGD(.1, steps=2)))); assert len(v)==3
+    c = learn.eps_curve(AAS(PGD(steps=2)), [0,.1,.5], n=16); assert len(c.df)==3 and c.df.accuracy.iloc[0]>=c.df.accuracy.iloc[-1]
+    learn.robust_report([AAS(FGSM(.1))], n=16); learn.show_adv(AAS(FGSM(.1)), max_n=1)
+    for cb in (TRADES(AAS(PGD(.1, steps=1, loss=kl))), MART(AAS(FGSM(.1)))): l = synth_learner(cbs=cb); l.fit(1, 1e-3); assert l.recorder.values[0][0]<15
+
+def test_what_design_says_users_type():
+    aas = AAS(PGD(8/255, steps=2)); learn = synth_learner(); learn.validate(cbs=AdvValid(aas)); x,y = learn.dls.one_batch()
+    assert type(aas(learn.model, x, y)) is type(x)
+    pgd = PGD(.1, steps=2); l = Learner(learn.dls, tv(), cbs=[TRADES(pgd, beta=6), AASTrain(period=10)], loss_func=learn.loss_func); l.logger = noop
+    with l.no_bar(): l.fit(1)
+
+# --- two models -----------------------------------------------------------------------------------------------------------------------
+
+def test_two_models_by_hand():
+    m = build('vit'); A = AAS(PGD2, eta=.2); v = two_models(m, X, Y, A); victim = A.scaled(m, X, Y); xs = A.craft(victim, X, Y, 0); ok = lambda f,o: predict(f, o)==Y
+    assert torch.equal(v['clean'], ok(m,X)) and torch.equal(v['clean_scaled'], ok(victim,X)) and torch.equal(v['plain'], ok(m,X)&ok(m,PGD2(m,X,Y)))
+    assert torch.equal(v['on_scaled'], ok(victim,X)&ok(victim,xs)) and torch.equal(v['transferred'], ok(m,X)&ok(m,xs)) and torch.equal(v['worst'], v['plain']&v['transferred'])
+
+def test_a_scale_of_one_is_no_other_model():
+    m = tv(); d = data(); t = scale_report(m, d, {'one':Scaled(PGD(.1, steps=2), 1.), 'none':AAS(PGD(.1, steps=2), sigma=0., ascent=0)}, bs=7)
+    for _,r in t.iterrows(): assert r.clean==r.clean_scaled and r.plain==r.on_scaled==r.transferred==r.worst and r.twice<=r.plain
+    assert t.attrs==dict(n=24, seed=0)
+
+def test_scale_report_is_two_models():
+    m,(x,y) = tv(),data(); A = AAS(PGD(.1, steps=2), eta=.2); t = scale_report(m, (x,y), A, bs=7, twice=False).iloc[0]; v = two_models(m, x, y, A)
+    assert {k:round(o,3) for k,o in t.items()}=={k:round(100*o.float().mean().item(),3) for k,o in v.items()}
+
+def test_logits_move_no_decision():
+    cnn = Normalized(nn.Sequential(nn.Flatten(), nn.Linear(784,4)), mean=[0.], std=[1.]); x,y = grey(); v = two_models(cnn, x, y, Scaled(PGD(.05, steps=2), 1., logits=1e-3))
+    assert torch.equal(v['on_scaled'], v['transferred']) and torch.equal(v['clean'], v['clean_scaled'])
+    loud = copy.deepcopy(cnn); loud.model[1].weight.data *= 1e5; yl = predict(loud, x)
+    assert right(loud, PGD(.3, steps=3)(loud, x, yl), yl)>.7 and right(loud, Scaled(PGD(.3, steps=3), 1., logits=1e-5)(loud, x, yl), yl)==0            # R08: cross-entropy of large logits
+
+# --- AAS-AT -------------------------------------------------------------------------------------------------------------------------------
+
+P2 = PGD(.1, steps=2)
+METHODS = dict(at=lambda: [AdvTrain(P2)], trades=lambda: [TRADES(P2, beta=6)], trades_awp=lambda: [TRADES(P2), AWP(.01)], mart=lambda: [MART(P2)], mo=lambda: [AdvTrain(ARDPRM(.1, steps=2), ard=warmup(1, pct=.5), prm=warmup(1, pct=.5))], free=lambda: [FreeAT(FGSM(.1), replay=2)],
+    recipe=lambda: [AdvTrain(P2, eps=warmup(.1, pct=.5)), EMA(.9), NoDecay()], alone=lambda: [])
+methods = pytest.mark.parametrize('method', METHODS)
+def learner(cbs, model=None, **kw): return synth_learner(cbs=cbs, dls=kw.pop('dls', None) or synth_dls(32, bs=16), model=model, **kw)
+def weights(l): return [p.detach().clone() for p in l.model.parameters()]
+def same(a, b): return len(a)==len(b) and all(map(torch.equal, a, b))
+
+@methods
+def test_composes(method):
+    l = learner([*METHODS[method](), AASTrain(period=2)]); lf = l.loss_func; w = weights(l); l.fit(4, 1e-3)
+    assert l.aas_train.df.epoch.tolist()==[2,4] and (scales_of(l.model)<1).any() and l.loss_func is lf and not same(w, weights(l)) and l.recorder.values[-1][0]<15
+    assert 'model.attn_scales.s' in l.model.state_dict() and not any('attn_scales' in n for n,_ in l.model.named_parameters())
+
+@methods
+def test_before_its_first_epoch_it_changes_no_bit(method):
+    a,b = learner(METHODS[method]()),learner([*METHODS[method](), AASTrain(period=3)])
+    for l in (a,b): l.fit(2, 1e-3)
+    assert same(weights(a), weights(b)) and (scales_of(b.model)==1).all() and len(b.aas_train.df)==0
+
+def test_a_phase_by_hand():
+    "The scales are those of one ascent on the first batch, found with the weights as they are, from the scales as they are"
+    got = {}
+    class Look(Callback):
+        order = AASTrain.order-.1
+        def before_batch(self):
+            if self.training and self.train_iter==0 or (self.training and self.epoch and 'x' not in got): got.update(x=self.x.clone(), m=copy.deepcopy(self.model))
+    l = learner([AdvTrain(P2), AASTrain(period=1, aas=AAS(FGSM(), eta=.1)), Look()]); l.fit(1, 1e-3)
+    ref = AAS(FGSM(), eta=.1, per='batch').scales(got['m'], got['x'].as_subclass(torch.Tensor), seed=torch.initial_seed()%2**62)
+    assert close(scales_of(l.model), ref, 1e-6)
+
+def test_when_and_how_long():
+    n = lambda **kw: (lambda l: (l.fit(3, 1e-3), l.aas_train.df.epoch.tolist() if len(l.aas_train.df) else [])[1])(learner([AdvTrain(P2), AASTrain(**kw)]))
+    assert n(period=1)==[1,2,3] and n(period=3)==[3] and n(period=10)==[] and n(period=2, batches=2)==[2,2] and n(period=2, batches=None)==[2,2] and n(period=3, batches=9)==[3,3]
+
+def test_hold_leaves_the_weights_alone():
+    "The paper's either/or: an epoch for the scales, none for the weights"
+    a,b = learner([AdvTrain(P2), AASTrain(period=2, batches=None, hold=True)]),learner([AdvTrain(P2)])
+    ws = []; a.add_cb(Callback(after_epoch=lambda self: ws.append([p.detach().clone() for p in self.model.parameters()])))
+    a.fit(2, 1e-3); assert same(*ws) and len(a.aas_train.df)==2 and (scales_of(a.model)<1).any()
+
+@pytest.mark.parametrize('cbs', [lambda: [MixUp(.4)], lambda: [CutMix(1.)], lambda: [GradientAccumulation(32)], lambda: [GradientClip(.5)], lambda: [EMA(.9)], lambda: [CatchOverfit(gap=2)]], ids=['mixup','cutmix','accumulation','clip','ema','catch'])
+@pytest.mark.parametrize('hold', [False,True])
+def test_with_fastai(cbs, hold):
+    l = learner([TRADES(P2), AASTrain(period=1, hold=hold), *cbs()]); lf = l.loss_func; l.fit(2, 1e-3); l.fit(1, 1e-3)
+    assert l.loss_func is lf and all(p.isfinite().all() for p in l.model.parameters()) and all(math.isfinite(v[0]) for v in l.recorder.values)
+
+def test_bf16():
+    import fastai.callback.fp16 as fp16
+    class Half(fp16.MixedPrecision):
+        def before_fit(self): self.autocast,self.learn.scaler,self.scales = torch.autocast('cpu', dtype=torch.bfloat16),torch.amp.GradScaler('cpu', enabled=False),[]
+    a,b = [learner([AdvTrain(P2), AASTrain(period=1, aas=AAS(FGSM(), ascent=3)), *o]) for o in ([], [Half()])]
+    for l in (a,b): l.fit(1, 0.)
+    assert torch.equal(scales_of(a.model), scales_of(b.model)) and not torch.is_autocast_enabled('cpu')
+
+@methods
+def test_save_load_export(method, tmp_path):
+    from fastai.learner import load_learner
+    dls = fashion_mnist(32, 20, bs=16); l = learner([*METHODS[method](), AASTrain(period=1)], dls=dls, model=tiny_vit(), path=tmp_path); l.fit(2, 1e-3)
+    x = dls.valid.one_batch()[0]; z = l.model.eval()(x); l.save('m'); l.export('x.pkl')
+    n = load_learner(tmp_path/'x.pkl'); assert close(n.model.eval()(x), z) and torch.equal(scales_of(n.model), scales_of(l.model))
+    n.dls = dls; n.logger = noop; n.fit(1, 1e-3); assert len(n.aas_train.df)==1
+    f = learner([AASTrain(period=9)], dls=dls, model=tiny_vit(seed=5), path=tmp_path); f.load('m', with_opt=False); assert close(f.model.eval()(x), z)           # AASTrain gave it scales at its creation
+    with pytest.raises(RuntimeError, match='attn_scales'): learner([], dls=dls, model=tiny_vit(), path=tmp_path).load('m', with_opt=False)
+
+@pytest.mark.parametrize('err', [KeyboardInterrupt, ValueError, CancelFitException])
+@pytest.mark.parametrize('event', ['before_batch','after_pred','after_backward'])
+def test_interrupted(err, event):
+    "A fit that breaks off leaves a model with its scales, and the next fit runs"
+    class Stop(Callback):
+        order,armed = 30,True
+        def __init__(self): setattr(self, event, self.fire)
+        def fire(self):
+            if self.armed and self.training and self.train_iter==1: self.armed = False; raise err('stop')
+    l = learner([TRADES(P2), AWP(.01), AASTrain(period=1), Stop()])
+    if err is CancelFitException: l.fit(1, 1e-3)
+    else:
+        with pytest.raises(err): l.fit(1, 1e-3)
+    s = scales_of(l.model); l.validate(); assert torch.equal(s, scales_of(l.model)); l.fit(1, 1e-3); assert len(l.aas_train.df)==1
+
+def test_lr_find_validate_and_removal(tmp_path):
+    l = learner([AdvTrain(P2), AASTrain(period=1)], path=tmp_path); l.validate(); assert (scales_of(l.model)==1).all()
+    with l.no_bar(): l.lr_find(num_it=12, show_plot=False)
+    assert (scales_of(l.model)==1).all(); l.fit(1, 1e-3); s = scales_of(l.model); l.remove_cb(AASTrain); l.fit(1, 1e-3); assert torch.equal(s, scales_of(l.model)) and (s<1).any()
+
+@pytest.mark.parametrize('k', ['vit','xcit','cait','swin'])
+def test_families_train(k):
+    x,y = X[:4],Y[:4]; from fastai.vision.all import DataLoaders, CrossEntropyLossFlat
+    dl = lambda: torch.utils.data.DataLoader(list(zip(x,y)), batch_size=2); l = Learner(DataLoaders(dl(), dl()), build(k), loss_func=CrossEntropyLossFlat(), cbs=[AdvTrain(PGD(.02, steps=1)), AASTrain(period=1)]); l.logger = noop
+    with l.no_bar(): l.fit(1, 1e-4)
+    assert (scales_of(l.model)<1).any() and scales_of(l.model).shape==(len(vit_blocks(l.model)),)
+
+def test_cost_of_training():
+    "21 F for each mini-batch of a phase, nothing in other epochs"
+    got = []
+    for cbs in ([], [AASTrain(period=2)]):
+        m = Counted(tiny_vit(num_classes=4)); l = learner([AdvTrain(P2), *cbs, Callback(before_validate=lambda self: got.append((m.forwards,m.backwards)))], model=m); l.fit(1, 1e-3); l.fit(2, 1e-3)
+    plain,more = [got[3*i:3*i+3] for i in range(2)]
+    valid = 32-16                                                                                # validation passes between, the same in both
+    assert plain[0]==more[0] and plain[1]==more[1] and (more[2][0]-plain[2][0], more[2][1]-plain[2][1])==(11*16,10*16)
+
+def test_callback_holds_no_tensors():
+    l = learner([AdvTrain(P2), AASTrain(period=1)]); l.fit(1, 1e-3)
+    assert not any(isinstance(v, (torch.Tensor,nn.Module)) for k,v in l.aas_train.__getstate__().items() if k!='learn') and eval(repr(AASTrain(period=3)), globals()).period==3
+
+# --- scales that stay: `add_scales` of 00a_vit ------------------------------------------------------------------------------------------------
+
+@fam
+@fused
+def test_own_scales(k, on):
+    m = build(k, on); n = len(vit_blocks(m)); s = torch.linspace(.3,.9,n); own = add_scales(copy.deepcopy(m))
+    with torch.no_grad():
+        assert torch.equal(own(X), m(X)); add_scales(own, s); z = own(X); assert close(z, ScaledModel(m, s)(X)) and not close(z, m(X), 1e-6)
+        with attn_scale(own, .5): assert close(own(X), ScaledModel(m, s*.5)(X))
+        with attn_scale(own, torch.rand(n,5,1)): own(X)
+        assert torch.equal(own(X), z)
+        c = copy.deepcopy(own); add_scales(own, 1.); assert torch.equal(c(X), z) and torch.equal(own(X), m(X))                        # a copy has scales of its own
+        b = io.BytesIO(); torch.save(c, b); b.seek(0); assert torch.equal(torch.load(b, weights_only=False)(X), z)
+        f = add_scales(copy.deepcopy(m)); f.load_state_dict(c.state_dict()); assert torch.equal(f(X), z)
+        assert torch.equal(remove_scales(c)(X), m(X)) and list(c.state_dict())==list(m.state_dict()) and all(h==(0,0,0) for h in state_of(c)[2])
+    with pytest.raises(ValueError, match='blocks'): add_scales(m, [1.]*(n+1))
+    with pytest.raises(ValueError, match='nothing to remove'): remove_scales(m)
+
+def test_own_scales_with_checkpointing():
+    m = build('vit'); own = add_scales(copy.deepcopy(m), .5); x = X.clone().requires_grad_(); g, = torch.autograd.grad(own(x).square().sum(), x)
+    own.model.set_grad_checkpointing(True); own.train(); g2, = torch.autograd.grad(own(x).square().sum(), x); assert close(g, g2, 1e-4)
+
+# --- paper scale -----------------------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name,size', [('vit_base_patch16_224',224), ('xcit_small_12_p8_224',224)])
+def test_paper_scale(name, size):
+    "The paper's model with random weights: one ascent step, one attack step, one optimiser step, one evaluation batch"
+    m = Normalized(timm.create_model(name, num_classes=100)); x,y = torch.rand(1,3,size,size),torch.tensor([3]); A = AAS(PGD(8/255, steps=1), ascent=1)
+    x_adv = A(m, x, y); assert x_adv.shape==x.shape and robust_report(m, (x,predict(m, x)), [A], bs=1).rows[1]['n']==1
+    opt = torch.optim.SGD(m.parameters(), .1, momentum=.9); add_scales(m, A.but(per='batch').scales(m, x)); F.cross_entropy(m(x_adv), y).backward(); nn.utils.clip_grad_norm_(m.parameters(), 1.); opt.step(); assert m(x).isfinite().all()
