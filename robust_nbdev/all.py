@@ -8,4 +8,5 @@ from .models import *
 from .attacks import *
 from .adv_train import *
 from .evaluate import *
+from .aas import *
 from .cli import robust_bench
