@@ -87,7 +87,7 @@ def test_scale_one_changes_no_bit(k, on):
     assert torch.equal(AAS(PGD2, sigma=0., ascent=0)(m, X, Y), PGD2(m, X, Y))
 
 @fam
-@pytest.mark.parametrize('climb', [eq3,lpips_feats,ce,gama], ids=lambda f: f.__name__)
+@pytest.mark.parametrize('climb', [eq3,lpips_feats,gama], ids=lambda f: f.__name__)
 def test_gradient_of_the_climb_is_finite_differences(k, climb):
     m = build(k).double(); x = X[:2].double()
     for per in ('image','batch'):
@@ -139,15 +139,15 @@ def test_move():
     assert close(a.but(log=True).move(own, torch.tensor([[.5,.5]]), torch.tensor([[0.,-1.]])), torch.tensor([[.5,.5*math.exp(-.1)]]))
     assert close(a.but(step='raw', eta=1.).move(own, torch.tensor([[.5,.5]]), torch.tensor([[.1,0.]])), torch.tensor([[.6,.5]]))
 
-@fam
-def test_the_ascent_climbs(k):
+@pytest.mark.parametrize('kw', [{}, dict(log=True, eta=.1), dict(per='batch'), dict(climb=lpips_feats), dict(climb=ce), dict(climb=gama), dict(temperature=True), dict(climb=kl)], ids=str)
+@pytest.mark.parametrize('k', ['vit','xcit'])
+def test_the_ascent_climbs(k, kw):
     m = build(k)
-    for kw in ({}, dict(log=True, eta=.1), dict(per='batch'), dict(climb=lpips_feats), dict(climb=ce), dict(climb=gama), dict(temperature=True), dict(climb=kl)):
-        a = AAS(PGD2, **{'eta':.05, **kw}); own = a.base(m)
-        with attack_mode(m), torch.no_grad():
-            gain,_ = a.gain(m, X, Y, None, own)
-            v0,v1 = [gain(a.but(ascent=i).scales(m, X, Y) if a.per=='image' else a.but(ascent=i).scales(m, X, Y)[None]).mean() for i in (0,10)]
-        s = a.scales(m, X, Y); assert v1>v0 and (s>=1e-7).all() and (s<=1).all() and s.shape==(() if a.per=='batch' else (5,))+(len(own),), kw
+    a = AAS(PGD2, **{'eta':.05, **kw}); own = a.base(m)
+    with attack_mode(m), torch.no_grad():
+        gain,_ = a.gain(m, X, Y, None, own)
+        v0,v1 = [gain(s if a.per=='image' else s[None]).mean() for s in (a.but(ascent=i).scales(m, X, Y) for i in (0,10))]
+    s = a.scales(m, X, Y); assert v1>v0 and (s>=1e-7).all() and (s<=1).all() and s.shape==(() if a.per=='batch' else (5,))+(len(own),)
 
 def test_printed_algorithm_hardly_moves():
     m = build('vit'); a = AAS(PGD2, sigma=1., reflect=False, step='raw', eta=1.)
@@ -264,8 +264,7 @@ def test_every_family(k, on):
     assert s.shape==(5,len(vit_blocks(m))) and (s<1).any(1).all() and state_of(m)==before and not torch.equal(x_adv, PGD2(m, X, Y)) and (x_adv-X).abs().max()<=.05+1e-6
     assert close(A(m, X[2:3], Y[2:3]), x_adv[2:3], .1) and close(A.scales(m, X[2:3]), s[2:3], 1e-3)
 
-@pytest.mark.parametrize('err', [RuntimeError,KeyboardInterrupt])
-@pytest.mark.parametrize('at', [1,5,12,24])
+@pytest.mark.parametrize('at,err', [(1,RuntimeError),(5,KeyboardInterrupt),(12,RuntimeError),(24,KeyboardInterrupt)])
 @pytest.mark.parametrize('k', ['vit','xcit','swin'])
 def test_nothing_left_after_an_exception(k, at, err):
     "Wherever it strikes: in the reference, in the ascent, in the attack"
@@ -358,8 +357,8 @@ def test_logits_move_no_decision():
 # --- AAS-AT -------------------------------------------------------------------------------------------------------------------------------
 
 P2 = PGD(.1, steps=2)
-METHODS = dict(at=lambda: [AdvTrain(P2)], trades=lambda: [TRADES(P2, beta=6)], trades_awp=lambda: [TRADES(P2), AWP(.01)], mart=lambda: [MART(P2)], mo=lambda: [AdvTrain(ARDPRM(.1, steps=2), ard=warmup(1, pct=.5), prm=warmup(1, pct=.5))], free=lambda: [FreeAT(FGSM(.1), replay=2)],
-    recipe=lambda: [AdvTrain(P2, eps=warmup(.1, pct=.5)), EMA(.9), NoDecay()], alone=lambda: [])
+METHODS = dict(at=lambda: [AdvTrain(P2)], trades_awp=lambda: [TRADES(P2), AWP(.01)], mart=lambda: [MART(P2)], mo=lambda: [AdvTrain(ARDPRM(.1, steps=2), ard=warmup(1, pct=.5), prm=warmup(1, pct=.5))], free=lambda: [FreeAT(FGSM(.1), replay=2)],
+    recipe=lambda: [AdvTrain(P2, eps=warmup(.1, pct=.5)), EMA(.9), NoDecay()])
 methods = pytest.mark.parametrize('method', METHODS)
 def learner(cbs, model=None, **kw): return synth_learner(cbs=cbs, dls=kw.pop('dls', None) or synth_dls(32, bs=16), model=model, **kw)
 def weights(l): return [p.detach().clone() for p in l.model.parameters()]
@@ -371,7 +370,7 @@ def test_composes(method):
     assert l.aas_train.df.epoch.tolist()==[2,4] and (scales_of(l.model)<1).any() and l.loss_func is lf and not same(w, weights(l)) and l.recorder.values[-1][0]<15
     assert 'model.attn_scales.s' in l.model.state_dict() and not any('attn_scales' in n for n,_ in l.model.named_parameters())
 
-@methods
+@pytest.mark.parametrize('method', ['at','trades_awp','recipe'])
 def test_before_its_first_epoch_it_changes_no_bit(method):
     a,b = learner(METHODS[method]()),learner([*METHODS[method](), AASTrain(period=3)])
     for l in (a,b): l.fit(2, 1e-3)
@@ -389,8 +388,8 @@ def test_a_phase_by_hand():
     assert close(scales_of(l.model), ref, 1e-6)
 
 def test_when_and_how_long():
-    n = lambda **kw: (lambda l: (l.fit(3, 1e-3), l.aas_train.df.epoch.tolist() if len(l.aas_train.df) else [])[1])(learner([AdvTrain(P2), AASTrain(**kw)]))
-    assert n(period=1)==[1,2,3] and n(period=3)==[3] and n(period=10)==[] and n(period=2, batches=2)==[2,2] and n(period=2, batches=None)==[2,2] and n(period=3, batches=9)==[3,3]
+    n = lambda **kw: (lambda l: (l.fit(3, 1e-3), l.aas_train.df.epoch.tolist() if len(l.aas_train.df) else [])[1])(learner([AASTrain(aas=AAS(FGSM(), ascent=1), **kw)]))
+    assert n(period=1)==[1,2,3] and n(period=10)==[] and n(period=2, batches=None)==[2,2]
 
 def test_hold_leaves_the_weights_alone():
     "The paper's either/or: an epoch for the scales, none for the weights"
@@ -399,9 +398,8 @@ def test_hold_leaves_the_weights_alone():
     a.fit(2, 1e-3); assert same(*ws) and len(a.aas_train.df)==2 and (scales_of(a.model)<1).any()
 
 @pytest.mark.parametrize('cbs', [lambda: [MixUp(.4)], lambda: [CutMix(1.)], lambda: [GradientAccumulation(32)], lambda: [GradientClip(.5)], lambda: [EMA(.9)], lambda: [CatchOverfit(gap=2)]], ids=['mixup','cutmix','accumulation','clip','ema','catch'])
-@pytest.mark.parametrize('hold', [False,True])
-def test_with_fastai(cbs, hold):
-    l = learner([TRADES(P2), AASTrain(period=1, hold=hold), *cbs()]); lf = l.loss_func; l.fit(2, 1e-3); l.fit(1, 1e-3)
+def test_with_fastai(cbs):
+    l = learner([TRADES(PGD(.1, steps=1)), AASTrain(period=1, batches=2), *cbs()]); lf = l.loss_func; l.fit(1, 1e-3); l.aas_train.hold,l.aas_train.batches = True,1; l.fit(1, 1e-3)
     assert l.loss_func is lf and all(p.isfinite().all() for p in l.model.parameters()) and all(math.isfinite(v[0]) for v in l.recorder.values)
 
 def test_bf16():
@@ -412,7 +410,7 @@ def test_bf16():
     for l in (a,b): l.fit(1, 0.)
     assert torch.equal(scales_of(a.model), scales_of(b.model)) and not torch.is_autocast_enabled('cpu')
 
-@methods
+@pytest.mark.parametrize('method', ['trades_awp','mo'])
 def test_save_load_export(method, tmp_path):
     from fastai.learner import load_learner
     dls = fashion_mnist(32, 20, bs=16); l = learner([*METHODS[method](), AASTrain(period=1)], dls=dls, model=tiny_vit(), path=tmp_path); l.fit(2, 1e-3)
@@ -423,7 +421,7 @@ def test_save_load_export(method, tmp_path):
     with pytest.raises(RuntimeError, match='attn_scales'): learner([], dls=dls, model=tiny_vit(), path=tmp_path).load('m', with_opt=False)
 
 @pytest.mark.parametrize('err', [KeyboardInterrupt, ValueError, CancelFitException])
-@pytest.mark.parametrize('event', ['before_batch','after_pred','after_backward'])
+@pytest.mark.parametrize('event', ['before_batch','after_backward'])
 def test_interrupted(err, event):
     "A fit that breaks off leaves a model with its scales, and the next fit runs"
     class Stop(Callback):
