@@ -8,5 +8,6 @@ from .models import *
 from .attacks import *
 from .adv_train import *
 from .evaluate import *
+from .xcit_recipe import *
 from .aas import *
 from .cli import robust_bench
