@@ -337,6 +337,7 @@ def test_what_design_says_users_type():
 def test_two_models_by_hand():
     m = build('vit'); A = AAS(PGD2, eta=.2); v = two_models(m, X, Y, A); victim = A.scaled(m, X, Y); xs = A.craft(victim, X, Y, 0); ok = lambda f,o: predict(f, o)==Y
     assert torch.equal(v['clean'], ok(m,X)) and torch.equal(v['clean_scaled'], ok(victim,X)) and torch.equal(v['plain'], ok(m,X)&ok(m,PGD2(m,X,Y)))
+    x,y = planted_images(8); w = two_models(planted_vit(8), x, y, AAS(PL)); assert w['plain'].all() and not w['worst'].any() and not w['transferred'].any()
     assert torch.equal(v['on_scaled'], ok(victim,X)&ok(victim,xs)) and torch.equal(v['transferred'], ok(m,X)&ok(m,xs)) and torch.equal(v['worst'], v['plain']&v['transferred'])
 
 def test_a_scale_of_one_is_no_other_model():
