@@ -139,7 +139,7 @@ def test_move():
     assert close(a.but(log=True).move(own, torch.tensor([[.5,.5]]), torch.tensor([[0.,-1.]])), torch.tensor([[.5,.5*math.exp(-.1)]]))
     assert close(a.but(step='raw', eta=1.).move(own, torch.tensor([[.5,.5]]), torch.tensor([[.1,0.]])), torch.tensor([[.6,.5]]))
 
-@pytest.mark.parametrize('kw', [{}, dict(log=True, eta=.1), dict(per='batch'), dict(climb=lpips_feats), dict(climb=ce), dict(climb=gama), dict(temperature=True), dict(climb=kl)], ids=str)
+@pytest.mark.parametrize('kw', [{}, dict(log=True, eta=.1), dict(per='batch'), dict(climb=lpips_feats), dict(climb=ce), dict(climb=gama), dict(temperature=True), dict(climb=kl)], ids=lambda kw: ' '.join(f'{k}={getattr(v,"__name__",v)}' for k,v in kw.items()) or 'default')
 @pytest.mark.parametrize('k', ['vit','xcit'])
 def test_the_ascent_climbs(k, kw):
     m = build(k)

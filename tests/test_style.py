@@ -159,3 +159,7 @@ def test_notebooks_do_not_depend_on_the_working_folder():
     "No relative path to a file beside the notebook in the code"
     bad = [(p.name, c['id']) for p in NBS for c in code_cells(p) if re.search(r"""(open|Path|read_text|load)\(\s*['"]\.\./""", src(c))]
     assert bad==[]
+
+def test_names_of_tests_do_not_change_between_runs(request):
+    "An address in a name (`<function f at 0x...>`) makes the workers of xdist disagree about what there is to run"
+    assert [o.nodeid for o in request.session.items if ' at 0x' in o.nodeid]==[]
