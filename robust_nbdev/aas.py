@@ -184,12 +184,12 @@ class Scaled(_ByScale):
         "The model that is attacked"
         return ScaledModel(model, self.s, self.logits)
 
-# %% ../nbs/06_aas.ipynb #062f1609
+# %% ../nbs/06_aas.ipynb #e8b52c97
 def eq3(
     f:list, # Features [B,N,D] of each block, with scales S'
     f0:list, # The same with scales S
 )->Tensor: # [B]
-    "The paper's distance (its equation 3): sum over blocks of ||f'-f||/(||f'||*||f||), each image's tokens as one vector"
+    "The paper's distance (its equation 3): sum over blocks of `||f'-f||/(||f'||*||f||)`, each image's tokens as one vector"
     size = lambda o: torch.linalg.vector_norm(o.flatten(1), dim=1)
     return sum(size(a-b)/(size(a)*size(b)) for a,b in zip(f,f0))
 

@@ -529,7 +529,7 @@ def ablate(
         done[k] = res; rows.append({**c, **res})
     return pd.DataFrame(rows)
 
-# %% ../nbs/04_xcit_recipe.ipynb #9e0ebf63
+# %% ../nbs/04_xcit_recipe.ipynb #21cd9db6
 def train_row(
     r:XcitRecipe, # The recipe
     dls:DataLoaders, # With images in [0,1]
@@ -559,7 +559,7 @@ def plot_ablation(
     names = list(dict.fromkeys(df.row)); ax = ax or plt.subplots(figsize=(6,.8+.28*len(names)), layout='constrained')[1]
     for m,d in df.groupby(split, sort=False) if split in df else [('',df)]:
         at = [names.index(o) for o in d.row]
-        ax.plot(d.clean, at, 'o', mfc='none', label=f'{m} clean'); ax.plot(d.robust, at, 's', color=ax.lines[-1].get_color(), label=f'{m} robust')
+        ax.plot(d.clean, at, 'o', mfc='none', label=f'{m} training, clean'); ax.plot(d.robust, at, 's', color=ax.lines[-1].get_color(), label=f'{m} training, robust')
     ax.set_yticks(range(len(names)), names, fontsize=8); ax.invert_yaxis()
     ax.set(xlabel='accuracy %', xlim=(0,100)); ax.grid(alpha=.3); ax.legend(fontsize=7)
     return ax

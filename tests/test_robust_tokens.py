@@ -1,0 +1,426 @@
+"Robustness Tokens: every line of what issue 6 must show, the fastai contract, files, heads, and the attack by hand."
+import copy, math, pickle, warnings
+import pytest, timm, torch, torch.nn.functional as F
+from torch import nn
+from fastai.vision.all import Callback, CancelFitException, CrossEntropyLossFlat, CutMix, DataLoader, DataLoaders, GradientAccumulation, Learner, MixUp, TensorImageBW, load_learner, set_seed
+from robust_nbdev.core import *
+from robust_nbdev.vit import *
+from robust_nbdev.attacks import *
+from robust_nbdev.adv_train import *
+from robust_nbdev.evaluate import *
+from robust_nbdev.robust_tokens import *
+from robust_nbdev.test_utils import *
+import fastai.callback.fp16 as fp16
+
+FEAT2 = PGD(.1, steps=2, loss=feat_cos)
+def images(n=4, c=1, size=28, seed=0): return (torch.rand(n, c, size, size, generator=torch.Generator().manual_seed(seed))*255).round()/255
+def with_tokens(n=4, out='cls_patch', **kw):
+    torch.manual_seed(1)
+    return add_tokens(tiny_vit(num_classes=4, **kw), n, out)
+def learner(cbs=(), model=None, rt=None, freeze=True, loss_func=None, **kw):
+    l = synth_learner(model=model or with_tokens(), loss_func=loss_func or FeatCos(), splitter=token_splitter, train_bn=False, cbs=[rt or RobustTokens(FEAT2), *cbs], **kw)
+    if freeze: l.freeze()
+    return l
+def state(m): return {k:v.clone() for k,v in m.state_dict().items()}
+def changed(m, before): return [k for k,v in m.state_dict().items() if not torch.equal(v, before[k])]
+ONLY = ['model.extra_tokens.weight']
+
+# --- the tokens are the only thing that moves ---------------------------------------------------------------------------------
+
+def bn_vit(**kw):
+    m = with_tokens(proj_drop_rate=.2, drop_path_rate=.3, **kw)
+    m.model.patch_embed.norm = nn.Sequential(BNLast(32)); return m.eval()
+class BNLast(nn.BatchNorm1d):
+    def forward(self, x): return super().forward(x.transpose(1,2)).transpose(1,2)
+
+@pytest.mark.parametrize('make', [with_tokens, lambda: with_tokens(reg_tokens=2), bn_vit], ids=['plain','registers','batchnorm'])
+def test_only_tokens_change_and_the_backbone_stays_to_the_bit(make):
+    m = make(); x = images(); before = state(m)
+    with no_tokens(m): f0 = m(x)
+    l = learner(model=m); l.fit(2, 1e-2)
+    assert changed(m, before)==ONLY and sum(p.requires_grad for p in m.parameters())==1 and sum(p.numel() for p in m.parameters() if p.requires_grad)==4*32
+    m.eval()
+    with no_tokens(m): assert torch.equal(m(x), f0)
+    assert not torch.equal(m(x), f0)
+    remove_tokens(m); assert torch.equal(m.model.forward_features((x-.5)/.5)[:,0], f0[:,0])
+
+def test_logits_of_the_plain_backbone_come_back_to_the_bit():
+    m = tiny_vit(num_classes=4, reg_tokens=2); x = images(); z = m(x)
+    add_tokens(m, 3)
+    with no_tokens(m): assert torch.equal(m(x), z)
+    assert not torch.equal(m(x), z) and torch.equal(remove_tokens(m)(x), z)
+
+def test_registers_and_tokens_coexist():
+    m = with_tokens(reg_tokens=4, n=3); x = images()
+    assert m(x).shape==(4,17,32) and m.model.num_prefix_tokens==5
+    l = learner(model=m); l.fit(1, 1e-2); assert m(x).shape==(4,17,32)
+
+def test_gradient_reaches_tokens_only():
+    seen = []
+    class Look(Callback):
+        def before_step(self): seen.append([n for n,p in self.model.named_parameters() if p.grad is not None])
+    learner([Look()]).fit(1, 1e-3)
+    assert seen and all(o==ONLY for o in seen)
+
+@pytest.mark.parametrize('k', [1,3])
+def test_cost_and_one_clean_target(k):
+    "1 F for the target, 2k for the attack, 4 for the pair: the backward goes to the tokens, not to weights, not below the first block"
+    got = {}
+    class Count(Callback):
+        order = RobustTokens.order-1
+        def before_batch(self):
+            m = self.model.model; self.c = Counted(m); self.model.model = self.c; got.update(back=0, free=0)
+            self.h = [m.blocks[0].attn.register_full_backward_hook(lambda mod,gi,go: got.update(back=got['back']+len(go[0]))), m.register_forward_pre_hook(lambda mod,a: got.update(free=got['free']+len(a[0])) if not mod.extra_tokens.n else None)]
+        def after_batch(self):
+            self.model.model = self.c.model
+            for h in self.h: h.remove()
+            got.update(f=self.c.forwards, b=self.c.backwards); raise CancelFitException()
+    l = learner([Count()], rt=RobustTokens(PGD(.1, steps=k, loss=feat_cos))); l.fit(1); b = l.dls.bs
+    assert (got['f'],got['b'])==((1+k+2)*b, k*b)          # target, attack, pair; to the images
+    assert got['free']==(1+k)*b                            # target and attack without tokens
+    assert got['back']==(k+2)*b                            # the pair's backward goes through every block once: 2k+5 F in all
+
+def test_the_attack_sees_the_token_free_model_and_leaves_no_trace():
+    seen = []
+    def spy(model, x, y=None, *, seed=0): seen.append((tokens_of(model).n, model.training, y)); return FEAT2(model, x, seed=seed)
+    m = with_tokens(); l = learner(rt=RobustTokens(spy), model=m); l.fit(1, 1e-3)
+    assert {o[0] for o in seen}=={0} and {o[1] for o in seen}=={False} and all(o[2] is None for o in seen)
+    assert tokens_of(m).n==4
+    seen.clear(); learner(rt=RobustTokens(spy, through=True)).fit(1, 1e-3); assert {o[0] for o in seen}=={4}
+
+def test_terms_by_hand():
+    "Loss, gradient and images of the first step, with two forwards and no shared code"
+    got = {}
+    class Grab(Callback):
+        order = 9
+        def before_batch(self):
+            if self.training: got.update(m=copy.deepcopy(self.model), x=self.x.as_subclass(torch.Tensor).clone())
+        def before_step(self): got.update(g=tokens_of(self.model).weight.grad.clone(), v=self.learn.loss.item(), pred=self.learn.pred.shape); raise CancelFitException()
+    l = learner([Grab()], rt=RobustTokens(FEAT2, adv_weight=.5)); seed = torch.initial_seed()%2**62; l.fit(1, 1e-3)
+    m,(x,x_adv) = got['m'],got['x'].chunk(2); m.eval()
+    with no_tokens(m):
+        assert torch.allclose(FEAT2(m, x, seed=seed), x_adv, atol=1e-6); f0 = m(x).detach()
+    cos = lambda f: (f*f0).sum(1)/(f.norm(dim=1)*f0.norm(dim=1))
+    v = (1-cos(m(x)).mean())+.5*(1-cos(m(x_adv)).mean())
+    g, = torch.autograd.grad(v, tokens_of(m).weight)
+    assert got['v']==pytest.approx(v.item(), abs=1e-6) and torch.allclose(got['g'], g, atol=1e-7, rtol=1e-4) and got['pred'][0]==len(x)
+
+def test_similarity_rises_when_trained_through_the_tokens():
+    "The optimiser goes the right way: both terms of a fixed batch rise"
+    dls = synth_dls(16, bs=16); dls.train = dls.train.new(shuffle=False)
+    l = learner(dls=dls, model=with_tokens(n=8)); l.fit(8, 5e-2); d = l.robust_tokens.df
+    assert len(d)==8 and d.total.iloc[-1]>d.total.iloc[0]
+    w = tokens_of(l.model).weight; assert w.std()>.02
+def test_curve_has_a_row_per_batch():
+    l = learner(); l.fit(2, 1e-3); d = l.robust_tokens.df
+    assert list(d.columns)==['inv','adv','total'] and len(d)==8 and ((d.inv<=1)&(d.adv<=1)).all() and torch.allclose(torch.tensor((d.inv+d.adv).values), torch.tensor(d.total.values))
+    assert len(learner().robust_tokens.df)==0
+
+# --- fastai's contract ----------------------------------------------------------------------------------------------------------
+
+class Half(fp16.MixedPrecision):
+    def __init__(self, dtype=torch.bfloat16, scale=2.**10): super().__init__(); self.dtype,self.scale = dtype,scale
+    def before_fit(self):
+        self.autocast,self.scales = torch.autocast('cpu', dtype=self.dtype),[]
+        self.learn.scaler = torch.amp.GradScaler('cpu', init_scale=self.scale, enabled=self.dtype==torch.float16)
+CBS = dict(mixup=lambda: [MixUp()], cutmix=lambda: [CutMix()], accum=lambda: [GradientAccumulation(32)], bf16=lambda: [Half()], fp16=lambda: [Half(torch.float16)], ema=lambda: [EMA(.9)], awp=lambda: [AWP(.01)],
+    all=lambda: [MixUp(), GradientAccumulation(32), Half(), AWP(.01)])
+@pytest.mark.parametrize('k', CBS)
+def test_composes_with(k):
+    l = learner(CBS[k]()); lf,before = l.loss_func,state(l.model); l.fit(1, 1e-2)
+    assert changed(l.model, before)==ONLY and l.loss_func is lf and lf.reduction=='mean' and not torch.is_autocast_enabled('cpu')
+    assert tokens_of(l.model).weight.isfinite().all() and math.isfinite(l.recorder.values[-1][1])
+    assert l.robust_tokens.target is None and len(l.robust_tokens.df)==4
+
+def first_grad(bs, cbs=()):
+    got = {}
+    class Keep(Callback):
+        order = GradientAccumulation.order+1
+        def before_step(self): got['g'] = tokens_of(self.model).weight.grad.clone(); raise CancelFitException()
+    dls = synth_dls(64, bs=bs); dls.train = dls.train.new(shuffle=False)
+    learner([*cbs, Keep()], dls=dls).fit(1); return got['g']
+def test_accumulated_gradient_equals_the_full_batch():
+    a,b = first_grad(64),first_grad(16, [GradientAccumulation(64)])
+    assert (a-b).abs().max()<1e-4*a.abs().max()
+
+def test_mixup_trains_on_mixed_images_with_their_own_target():
+    "The target is that of the mixed image: with no tokens the invariance term would be one"
+    l = learner([MixUp()], model=with_tokens(n=1)); tokens_of(l.model).weight.data.zero_(); l.fit(1, 0.)
+    m = l.model.eval(); x = images()
+    with no_tokens(m): f0 = m(x)
+    assert l.robust_tokens.df.inv.min()>1-2*feat_cos(m(x), f0).mean().item()-.05
+
+def test_works_without_labels():
+    dl = DataLoader([(TensorImageBW(o),) for o in images(32)], bs=8)
+    l = Learner(DataLoaders(dl, dl), with_tokens(), loss_func=FeatCos(), splitter=token_splitter, train_bn=False, cbs=RobustTokens(FEAT2)); l.freeze()
+    with l.no_bar(), l.no_logging(): l.fit(1, 1e-3)
+    assert len(l.robust_tokens.df)==4
+
+def test_validation_predictions_and_adv_valid():
+    l = learner(); m = l.model.eval()
+    v = l.validate()[0]; x = torch.cat([b[0] for b in l.dls.valid]).as_subclass(torch.Tensor)
+    with no_tokens(m): f0 = m(x)
+    assert v>feat_cos(m(x), f0).mean().item()+1e-4                                                             # the attacked half is in it
+    p,t = l.get_preds(); assert torch.allclose(p, m(x), atol=1e-5) and torch.allclose(t, f0, atol=1e-5)          # no attack, and the target for a label
+    adv = l.validate(cbs=AdvValid(FEAT2))[0]; x_adv = torch.cat([FEAT2(m, b[0], seed=0) for b in l.dls.valid]).as_subclass(torch.Tensor)
+    assert adv==pytest.approx(feat_cos(m(x_adv), f0).mean().item(), abs=1e-4)                                   # white box, alone
+
+def test_interrupted_fit_leaves_all_usable():
+    class Stop(Callback):
+        def after_pred(self): raise KeyboardInterrupt
+    l = learner([Stop()]); lf = l.loss_func
+    with pytest.raises(KeyboardInterrupt): l.fit(1)
+    assert l.loss_func is lf and tokens_of(l.model).n==4 and not torch.is_autocast_enabled('cpu')
+    l.remove_cb(Stop); l.fit(1, 1e-3); assert len(l.robust_tokens.df)==4
+def test_attack_that_fails_restores_the_tokens():
+    def bad(model, x, y=None, *, seed=0): raise RuntimeError('no')
+    l = learner(rt=RobustTokens(bad))
+    with pytest.raises(RuntimeError, match='no'): l.fit(1)
+    assert tokens_of(l.model).n==4
+
+def test_export_and_load(tmp_path):
+    from robust_nbdev.datasets import fashion_mnist
+    l = learner(path=tmp_path, dls=fashion_mnist(32, 16, bs=8)); l.fit(1, 1e-3); x = images(); z = l.model.eval()(x)
+    assert not any(isinstance(v, torch.Tensor) for v in l.robust_tokens.__getstate__().values())
+    l.export('t.pkl'); l2 = load_learner(tmp_path/'t.pkl')
+    assert torch.equal(l2.model.eval()(x), z) and repr(l2.robust_tokens)=='RobustTokens(PGD(0.1, loss=feat_cos, steps=2), adv_weight=1)'
+
+def test_lr_find_puts_the_tokens_back():
+    import fastai.callback.schedule
+    l = learner(); before = state(l.model)
+    with l.no_bar(): l.lr_find(num_it=5, show_plot=False)
+    assert changed(l.model, before)==[]
+
+def test_same_seed_same_tokens():
+    ws = []
+    for _ in range(2): l = learner(seed=3); l.fit(1, 1e-2); ws.append(tokens_of(l.model).weight.detach().clone())
+    assert torch.equal(*ws)
+
+def test_schedule_of_eps():
+    seen = []
+    l = learner([Callback(before_batch=lambda self: seen.append(self.learn.robust_tokens.scheduled().eps) if self.training else None)], rt=RobustTokens(PGD(.1, steps=1, loss=feat_cos), eps=warmup(.1, pct=1.)))
+    l.fit(1, 1e-3); assert seen==pytest.approx([0,.025,.05,.075])
+
+@pytest.mark.parametrize('make,words', [(lambda: learner(freeze=False), 'parameters besides the tokens would train'), (lambda: learner(model=tiny_vit(num_classes=4), freeze=False, rt=RobustTokens(FEAT2)), 'extra tokens'),
+    (lambda: learner(cbs=[AdvTrain(FEAT2)]), 'two AdvTrain callbacks')])
+def test_refused_at_fit(make, words):
+    with pytest.raises(ValueError, match=words): l = make(); l.fit(1)
+def test_layernorm_left_trainable_is_refused():
+    l = synth_learner(model=with_tokens(), loss_func=FeatCos(), splitter=token_splitter, cbs=RobustTokens(FEAT2)); l.freeze()
+    with pytest.raises(ValueError, match='train_bn=False'): l.fit(1)
+def test_refused_attacks():
+    with pytest.raises(ValueError, match='needs them'): RobustTokens(PGD(.1, loss=ce))
+    with pytest.raises(TypeError, match='expected an attack'): RobustTokens(.1)
+    with pytest.raises(ValueError, match='random|rand=True'): RobustTokens(PGD(.1, rand=False))
+def test_loss_against_labels_says_what_to_do():
+    with pytest.raises(ValueError, match='RobustTokens'): FeatCos()(torch.rand(2,3,4), torch.tensor([0,1]))
+    with pytest.raises(ValueError, match='reduction'): FeatCos(reduction='no')
+
+# --- the loss and the attack ----------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('axis', [1,-1])
+def test_axis_of_the_cosine(axis):
+    f,f0 = torch.rand(2,5,7),torch.rand(2,5,7)
+    v = FeatCos(axis)(f, f0); want = 1-torch.stack([F.cosine_similarity(a, b, dim=0 if axis==1 else 1).mean() for a,b in zip(f,f0)]).mean()
+    assert torch.allclose(v, want) and FeatCos(axis, 'none')(f, f0).shape==(2,) and torch.allclose(FeatCos(axis,'sum')(f, f0), 2*v)
+    g,g0 = torch.rand(3,6),torch.rand(3,6); assert torch.allclose(FeatCos(axis)(g, g0), 1-F.cosine_similarity(g, g0).mean())
+def test_axis_reaches_the_attack():
+    "An attack without a loss climbs the Learner's own cosine"
+    for axis in (1,-1):
+        l = learner(loss_func=FeatCos(axis), rt=RobustTokens(PGD(.1, steps=2))); got = {}
+        class Grab(Callback):
+            order = 9
+            def before_batch(self): got.update(x=self.x.as_subclass(torch.Tensor).clone()); raise CancelFitException()
+        l.add_cb(Grab()); seed = torch.initial_seed()%2**62; l.fit(1); x,x_adv = got['x'].chunk(2); m = l.model.eval()
+        with no_tokens(m): assert torch.allclose(PGD(.1, steps=2, loss=FeatCos(axis,'none'))(m, x, seed=seed), x_adv, atol=1e-6)
+
+def authors(model, x, eps, lr, steps, start, std, mse=1.):
+    "Their loop in normalised space, from a given start, on one batch"
+    s = torch.tensor(std).view(-1,1,1); n = lambda o: (o-.5)/s; un = lambda o: o*s+.5
+    f0,x0 = model(x).detach(),n(x); z = n(x+start)
+    for _ in range(steps):
+        z = z.detach().requires_grad_()
+        loss = F.cosine_similarity(model(un(z)), f0, dim=1).mean()+mse*F.mse_loss(un(z), x)
+        g, = torch.autograd.grad(loss, z)
+        z = x0+(z-lr*g.sign()-x0).clamp(-eps, eps)
+        z = torch.maximum(torch.minimum(z, n(torch.ones_like(x))), n(torch.zeros_like(x)))
+    return (un(z).clamp(0,1).detach()*255+1e-3).floor()/255
+
+def rgb_vit():
+    m = tiny_vit(num_classes=4, in_chans=3); m.std.copy_(torch.tensor([.229,.224,.225]).view(-1,1,1)); return add_tokens(m, 2, 'cls_patch')
+@pytest.mark.parametrize('mse', [1.,1e4])
+def test_token_attack_is_the_authors(mse):
+    m,x = WithoutTokens(rgb_vit()),images(3, 3)
+    a = token_attack(m, steps=4, mse=mse); std = a.std
+    start = a.start(None, x, image_seed(x, 0))['d']
+    want = authors(m, x, 8/255, 1e-2, 4, start, std, mse); got = a(m, x)
+    assert ((got-want).abs()<.5/255).float().mean()>.995
+    assert (got*255-(got*255).round()).abs().max()<1e-3
+def test_token_attack_radius():
+    a = token_attack(); assert a.steps==30 and 255*a.eps==pytest.approx(1.832) and 255*a.alpha==pytest.approx(.01*.229*255)
+    m,x = rgb_vit(),images(3, 3); l = 255*a.limit(x).flatten(); assert l.tolist()==pytest.approx([8*.229,8*.224,8*.225], abs=1e-4)
+    for bits,more in (('floor',1),('inside',0),(None,0)):
+        d = 255*(token_attack(m, steps=3, bits=bits)(m, x)-x).abs().amax((0,2,3)); assert (d<=l+more+1e-3).all() and d.min()>.5
+    assert token_attack(m).std==pytest.approx((.229,.224,.225)) and token_attack(with_tokens()).std==(.5,)
+def test_token_attack_does_not_depend_on_the_batch():
+    m,x = rgb_vit(),images(4, 3); a = token_attack(m, steps=3)
+    assert torch.allclose(a(m, x)[2:3], a(m, x[2:3]), atol=1.1/255) and ((a(m, x)[2:3]-a(m, x[2:3])).abs()<1e-6).float().mean()>.99
+def test_token_attack_with_labels_lowers_accuracy():
+    m = tiny_vit(num_classes=4); x = images(8); y = m(x).argmax(1)
+    x_adv = token_attack(m, eps=.5, loss=ce)(m, x, y); assert ce(m(x_adv), y).mean()>ce(m(x), y).mean()
+def test_token_attack_leaves_the_model_alone():
+    m,x = rgb_vit(),images(2, 3); before,rng = state_of(m),torch.get_rng_state(); x0 = x.clone()
+    token_attack(m, steps=2)(m, x); assert state_of(m)==before and torch.equal(torch.get_rng_state(), rng) and torch.equal(x, x0)
+def test_token_attack_lowers_the_cosine():
+    m,x = WithoutTokens(rgb_vit()),images(4, 3)
+    assert feature_cosine(m, x, token_attack(m)(m, x)).mean()<feature_cosine(m, x, token_attack(m, steps=0)(m, x)).mean()
+@pytest.mark.parametrize('make,words', [(lambda: TokenAttack(norm='L2'), 'Linf'), (lambda: TokenAttack(bits='up'), 'bits'), (lambda: token_attack(tiny_vit().model), 'Normalized'), (lambda: token_attack()(tiny_vit(), images(1)), '3 numbers')])
+def test_token_attack_refuses(make, words):
+    with pytest.raises(ValueError, match=words): make()
+def test_token_attack_trains_tokens():
+    l = learner(rt=RobustTokens(token_attack(with_tokens(), steps=2))); l.fit(1, 1e-3); assert len(l.robust_tokens.df)==4
+    assert repr(token_attack(steps=2)).startswith('TokenAttack(') and token_attack(steps=2).name=='token_attack2'
+
+# --- files ------------------------------------------------------------------------------------------------------------------------------
+
+def test_save_and_load(tmp_path):
+    a,b = with_tokens(),tiny_vit(num_classes=4); x = images(); f = tmp_path/'t.safetensors'; save_tokens(a, f)
+    assert torch.equal(load_tokens(b, f)(x), a(x)) and tokens_of(b).out=='cls_patch' and f.stat().st_size<2000
+    w,about = read_tokens(f); assert about['version']=='1' and about['timm']==timm.__version__ and about['width']=='32'
+    assert torch.equal(load_tokens(tiny_vit(num_classes=4), f, out='logits')(x), _logits(a, x))
+    with pytest.raises(ValueError, match='safetensors'): save_tokens(a, tmp_path/'t.pth')
+    with pytest.raises(ValueError, match='extra tokens'): save_tokens(tiny_vit(), f)
+def _logits(m, x): t = tokens_of(m); t.out = 'logits'; z = m(x); t.out = 'cls_patch'; return z
+
+RELEASED = {'dinov2/small':384, 'dinov2/small_reg':384, 'dinov2/base':768, 'dinov2/base_reg':768, 'dinov2/large':1024, 'dinov2/large_reg':1024, 'dinov2/giant':1536, 'dinov2/giant_reg':1536,
+    'deit3/base16':768, 'deit3/large16':1024, 'deit3/huge14':1280, 'openclip/base16':768, 'openclip/large14':1024, 'openclip/huge14':1280}
+def shell(name):
+    "A timm model of the backbone's family and width, two blocks deep"
+    kind,size = name.split('/'); d = RELEASED[name]; kw = dict(depth=2, embed_dim=d, num_heads=d//64, img_size=28)
+    if kind=='dinov2': return timm.create_model('vit_small_patch14_reg4_dinov2' if 'reg' in size else 'vit_small_patch14_dinov2', **kw)
+    if kind=='deit3': return timm.create_model('deit3_small_patch16_224', **{**kw, 'img_size':32})
+    return timm.create_model('vit_base_patch16_clip_224', **{**kw, 'img_size':32, 'num_classes':8})
+@pytest.mark.parametrize('name', RELEASED)
+def test_the_authors_files(name, tmp_path):
+    f,d = tmp_path/'r.pt',RELEASED[name]; r = nn.Parameter(1e-2*torch.randn(1,10,d)); torch.save({'rtokens':r}, f)
+    m = shell(name); size = m.patch_embed.img_size[0]; x = torch.rand(1,3,size,size); f0 = m.forward_features(x)
+    load_tokens(m, f); assert torch.equal(tokens_of(m).weight, r) and tokens_of(m).weight.shape==(1,10,d) and tokens_of(m).out=='cls_patch'
+    assert m(x).shape==(1, 1+m.patch_embed.num_patches, d) and (m(x)[:,0]-f0[:,0]).abs().max()>0
+    with no_tokens(m): assert torch.equal(m(x)[:,0], f0[:,0])
+
+def test_appended_tokens_equal_the_authors_forward():
+    "DeiT-III: their forward, token by token; CLIP: after norm_pre"
+    for name in ('deit3/base16','openclip/base16'):
+        m = shell(name).eval(); x,r = torch.rand(2,3,32,32),1e-2*torch.randn(1,10,768)
+        z = m.norm_pre(m._pos_embed(m.patch_embed(x))); z = m.norm(m.blocks(torch.cat([z, r.expand(2,-1,-1)], 1)))[:,:-10]
+        add_tokens(m, 10, 'cls_patch'); tokens_of(m).weight.data.copy_(r); assert torch.allclose(m(x), z, atol=1e-5)
+
+def test_whole_checkpoints_and_wrong_files(tmp_path):
+    f = tmp_path/'f.pt'; m = tiny_vit(); r = torch.randn(1,10,32)
+    def fails(o, words, err=ValueError, model=None):
+        torch.save(o, f)
+        with pytest.raises(err, match=words): load_tokens(model or tiny_vit(), f)
+    torch.save({'rtokens':r, 'model.cls_token':torch.zeros(1,1,32)}, f); assert torch.equal(load_tokens(m, f).model.extra_tokens.weight, r)
+    torch.save(r, f); assert torch.equal(read_tokens(f)[0], r)
+    fails({'rtokens':torch.randn(1,10,384)}, r'width 384 \(ViT-S\), the model is 32 wide')
+    fails({'rtokens':r[0]}, r'floats \[1,n,D\], got \[10, 32\]'); fails({'rtokens':r.long()}, 'floats'); fails({'rtokens':r/0}, 'not finite')
+    fails({'register_tokens':r}, 'converted checkpoint'); fails({'weight':r}, r"holds \['weight'\]"); fails({'rtokens':r, 'head':r}, 'alone'); fails([r], 'list')
+    fails({'rtokens':torch.randn(3,10,32)}, 'token_sets')
+    fails({'rtokens':r}, r'\[1, 10, 32\], the model has \[1, 4, 32\]', model=with_tokens())
+    fails({'rtokens':r}, 'XcitClass|Xcit|no place for extra tokens|wide', (ValueError,TypeError), timm.create_model('xcit_nano_12_p16_224'))
+    with pytest.raises(FileNotFoundError): load_tokens(m, tmp_path/'none.pt')
+    f.write_bytes(b'nonsense')
+    with pytest.raises(ValueError, match='weights_only'): read_tokens(f)
+class Evil:
+    def __reduce__(self): return (print, ('unpickled',))
+def test_a_file_with_code_is_not_run(tmp_path, capsys):
+    f = tmp_path/'e.pt'; torch.save({'rtokens':Evil()}, f)
+    with pytest.raises(ValueError, match='weights_only'): read_tokens(f)
+    assert 'unpickled' not in capsys.readouterr().out
+
+# --- other tokens, heads, sets --------------------------------------------------------------------------------------------------------------
+
+def test_use_tokens():
+    m,x = with_tokens(),images(); z,w = m(x),torch.randn(1,6,32)
+    with use_tokens(m, w):
+        a = m(x)
+        with use_tokens(m, w[:,:2]): b = m(x)
+        assert torch.equal(m(x), a)
+    assert torch.equal(m(x), z) and not torch.equal(a, b)
+    with pytest.raises(KeyError):
+        with use_tokens(m, w): raise KeyError
+    assert torch.equal(m(x), z) and 'weight' not in tokens_of(m).__dict__
+    ws = torch.randn(4,6,32)                                                                       # a set for each image
+    with use_tokens(m, ws): c = m(x)
+    for i in range(4):
+        with use_tokens(m, ws[i:i+1]): assert torch.allclose(m(x[i:i+1]), c[i:i+1], atol=1e-5)
+def test_surrogates():
+    m,x = with_tokens(),images()
+    with no_tokens(m): f0 = m(x)
+    assert torch.equal(WithoutTokens(m)(x), f0) and tokens_of(m).n==4
+    r = RandomTokens(m, n=5); assert not torch.equal(r(x), r(x)) and tokens_of(m).n==4
+def test_sets_draw_one_for_each_image():
+    m = token_sets(tiny_vit(num_classes=4), 3, 4); x = images(1).expand(64,-1,-1,-1); assert tokens_of(m).weight.shape==(3,4,32)
+    with torch.no_grad(): tokens_of(m).weight.mul_(100)
+    z = m(x); kinds = torch.unique(z.flatten(1).mul(1e3).round(), dim=0); assert len(kinds)==3
+    l = learner(model=m); before = state(m); l.fit(1, 1e-2); assert changed(m, before)==['model.model.extra_tokens.weight']
+    assert ((tokens_of(m).weight-before['model.model.extra_tokens.weight']).abs().amax((1,2))>0).all()
+    with pytest.raises(ValueError, match='whole number'): token_sets(tiny_vit(), 0)
+def test_save_several_sets(tmp_path):
+    m = token_sets(tiny_vit(num_classes=4), 3, 4); f = tmp_path/'s.safetensors'; save_tokens(m, f)
+    b = token_sets(tiny_vit(num_classes=4), 3, 4); load_tokens(b, f); assert torch.equal(tokens_of(b).weight, tokens_of(m).weight)
+
+def test_linear_probe():
+    m = with_tokens(reg_tokens=2); p = LinearProbe(m, 4); x = images(); f = m(x)
+    assert torch.allclose(p(x), F.linear(torch.cat([f[:,0], f[:,1:].mean(1)], 1), p.head.weight, p.head.bias)) and p(x).shape==(4,4)
+    with pytest.raises(ValueError, match='cls_patch'): LinearProbe(add_tokens(tiny_vit(), 2), 4)
+    with no_tokens(p): a = p(x)
+    assert not torch.equal(a, p(x)) and torch.equal(a, p.head(p.pool(WithoutTokens(m)(x), x)))
+def test_fit_head_learns_and_touches_nothing_else():
+    m = with_tokens(); p = LinearProbe(m, 4); before = state(m); dls = synth_dls(128, bs=32)
+    x,y = next(iter(dls.valid)); v = ce(p(x.as_subclass(torch.Tensor)), y).mean()
+    fit_head(p, dls, 20, 5e-2); assert changed(m, before)==[] and not p.training and all(q.grad is None for q in m.parameters())
+    assert ce(p(x.as_subclass(torch.Tensor)), y).mean()<v-.1
+    rep = robust_report(p, (x.as_subclass(torch.Tensor), y.as_subclass(torch.Tensor)), [Transfer(LinearProbe(WithoutTokens(m), 4), PGD(.1, steps=2)), PGD(.1, steps=2)], cascade=False); assert len(rep.rows)>=3
+def seg_dls(n=16, size=28):
+    x,y = torch.rand(n,1,size,size)*.3,torch.zeros(n,size,size,dtype=torch.long)
+    x[:,:,:14] += .6; y[:,:14] = 1; y[:,:2] = 255
+    return DataLoaders(DataLoader(list(zip(x,y)), bs=4, drop_last=True), DataLoader(list(zip(x,y)), bs=4))
+def test_seg_probe():
+    m = with_tokens(); p = SegProbe(m, 2); dls = seg_dls(); before = state(m); fit_head(p, dls, 10, 5e-2, bs=4); assert changed(m, before)==[]
+    x,y = next(iter(dls.valid)); z = p(x); assert z.shape==(4,2,28,28) and miou(*iou_counts(z, y))>.5
+    x_adv = PGD(.3, steps=3, loss=mask_ce(y))(p, x); assert seg_loss(p(x_adv), y)>seg_loss(z, y)
+def test_seg_probe_keeps_its_batchnorm_under_attack():
+    m = with_tokens(); p = SegProbe(m, 2).train(); x,y = next(iter(seg_dls().valid)); before = state(p)
+    PGD(.1, steps=2, loss=mask_ce(y))(p, x); assert changed(p, before)==[] and p.training
+def test_patches_fall_into_their_places():
+    m = with_tokens(); p = SegProbe(m, 2); x = images(2); f = m(x)[:,1:]
+    assert torch.equal(p.features(x)[:,:,1,2], f[:,1*4+2])
+def test_miou_by_hand():
+    y = torch.tensor([[[0,0],[1,255]],[[1,1],[1,1]]]); pred = torch.tensor([[[0,1],[1,0]],[[1,1],[0,1]]]); z = F.one_hot(pred, 3).permute(0,3,1,2).float()
+    i,u = iou_counts(z, y); assert i.tolist()==[[1,1,0],[0,3,0]] and u.tolist()==[[2,2,0],[1,4,0]]
+    assert miou(i, u)==pytest.approx((1/3+4/6)/2) and miou(i, u, per_image=True)==pytest.approx((.5+(0+3/4)/2)/2)
+
+def test_activations_and_cosine():
+    m,x = with_tokens(reg_tokens=2),images(); a = largest_activations(m, x); o = block_outputs(m, x)
+    assert a.shape==(4,2) and torch.allclose(a[1,0], o[0][1].abs().max()) and o[0].shape[1]==1+2+16
+    with no_tokens(m): assert not torch.equal(largest_activations(m, x), a)
+    assert torch.allclose(feature_cosine(m, x, x), torch.ones(4), atol=1e-5) and feature_cosine(m, x, 1-x, axis=-1, bs=3).shape==(4,)
+    assert torch.allclose(feature_cosine(m, x, 1-x, bs=1), feature_cosine(m, x, 1-x), atol=1e-5)
+
+@pytest.mark.parametrize('size', [(28,42),(35,21)])
+def test_rectangles(size):
+    torch.manual_seed(0); m = Normalized(timm.create_model('vit_tiny_patch16_224', img_size=size, patch_size=7, in_chans=1, embed_dim=32, depth=2, num_heads=2), [.5], [.5]).eval()
+    add_tokens(m, 7, 'cls_patch'); x = torch.rand(2,1,*size); p = SegProbe(m, 3).eval(); assert p(x).shape==(2,3,*size) and m(x).shape[1]==1+size[0]*size[1]//49
+
+@pytest.mark.slow
+def test_paper_profile():
+    "DINOv2-S/14 at 224 pixels, random weights: one training step, one evaluation batch"
+    from robust_nbdev.datasets import settings
+    s = settings('paper'); assert s.size==224
+    m = Normalized(timm.create_model('vit_small_patch14_dinov2', img_size=s.size)).eval(); add_tokens(m, 10, 'cls_patch'); before = state(m)
+    dl = DataLoader([(o,) for o in images(2, 3, s.size)], bs=2)
+    l = Learner(DataLoaders(dl, dl), m, loss_func=FeatCos(), splitter=token_splitter, train_bn=False, cbs=RobustTokens(token_attack(m, steps=1))); l.freeze()
+    with l.no_bar(), l.no_logging(): l.fit(1, 1e-3)
+    assert changed(m, before)==ONLY and m(images(2, 3, s.size)).shape==(2,257,384)
+    x = images(2, 3, s.size); c = feature_cosine(m, x, token_attack(m, steps=1)(WithoutTokens(m), x)); assert c.shape==(2,) and c.isfinite().all()
