@@ -32,9 +32,9 @@ def test_models_of_one_data_set_share_an_eps():
 
 @pytest.mark.parametrize('key', [k for k in KEYS if k.startswith('fashion')])
 def test_accuracy_on_the_embedded_images_is_near_the_card(key):
-    m = load(key); rep = robust_report(m, fashion_mnist(bs=250).valid, [PGD(m.card.eps, steps=20)], n=500)
+    m = load(key); rep = robust_report(m, fashion_mnist(bs=250).valid, [PGD(m.card.eps, steps=10)], n=250)
     clean,pgd = [r['accuracy'] for r in rep.rows]
-    assert abs(clean-m.card.clean)<.06 and abs(pgd-m.card.pgd50)<.1
+    assert abs(clean-m.card.clean)<.08 and abs(pgd-m.card.pgd50)<.12
     assert pgd>.5 if m.card.robust else pgd<.1
 
 @pytest.mark.slow
