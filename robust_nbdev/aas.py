@@ -52,7 +52,9 @@ def planted_images(
     for o,i,j in zip(x,r,c): o[:, 7*i:7*i+7, 7*j:7*j+7] += contrast
     return x,2*(r//2)+c//2
 
-# %% ../nbs/06_aas.ipynb #7b62794a
+# %% ../nbs/06_aas.ipynb #ebff8815
+def _rows(model, m): return model.for_rows(m) if hasattr(model,'for_rows') else model
+
 class ScaledModel(Wrapper):
     "`model` with other attention: what goes into the softmax of each block is multiplied by its scale"
     def __init__(self,
@@ -63,7 +65,7 @@ class ScaledModel(Wrapper):
         super().__init__(model)
         self.plain = isinstance(s, Number) and s==1
         for k,v in dict(scales=s, logits=logits).items(): self.register_buffer(k, v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float32))
-    def for_rows(self, m): return type(self)(self.model, *[1. if o is self.scales and self.plain else o[m] if o.ndim==n else o for o,n in ((self.scales,2),(self.logits,1))])
+    def for_rows(self, m): return type(self)(_rows(self.model, m), *[1. if o is self.scales and self.plain else o[m] if o.ndim==n else o for o,n in ((self.scales,2),(self.logits,1))])
     def forward(self, x):
         s = self.scales
         if s.ndim==2 and len(s)!=len(x): raise ValueError(f'scales for {len(s)} images met a batch of {len(x)}: give the images that the scales were found on')
@@ -119,12 +121,13 @@ def eot(self:Around, n:int): # Gradients to average in the attack inside
     "A copy whose gradients are the mean of `n` draws of a random model"
     return self.but(draws=n)
 
-# %% ../nbs/06_aas.ipynb #d1abecd1
+# %% ../nbs/06_aas.ipynb #d38a7100
 class _Double(Wrapper):
     "`model`, computed in float64 with float64 copies of its weights"
     def __init__(self, model):
         super().__init__(model)
         self.state = [{k:v.detach().double() if v.is_floating_point() else v for k,v in (*model.named_parameters(), *model.named_buffers())}]
+    def for_rows(self, m): return type(self)(_rows(self.model, m))
     def forward(self, x): return functional_call(self.model, self.state[0], (x.double(),))
 
 @dataclass(frozen=True, repr=False)
@@ -134,7 +137,9 @@ class Float64(Around):
         "The adversarial images, from the same random start as in float32"
         check_call(model, kw.get('target'), kw.get('targeted', False))
         x0 = check_images(x, model)
-        return land(x0, self.attack(_Double(model), x0.double(), y, seed=image_seed(x0, seed), **kw)).as_subclass(type(x))
+        if hasattr(self,'members') and not self.reference and self.eps!=0: return WorstCase(self.members(_classes(model, x0)))(model, x, y, seed=seed, **kw)
+        own = seed if self.blackbox or self.reference else image_seed(x0, seed)      # those draw for a whole batch
+        return land(x0, self.attack(_Double(model), x0.double(), y, seed=own, **kw)).as_subclass(type(x))
 
 # %% ../nbs/06_aas.ipynb #c812bc98
 @dataclass(frozen=True, repr=False)
@@ -204,15 +209,16 @@ def lpips_feats(
     return sum((unit(a)-unit(b)).pow(2).sum(1).mean(1) for a,b in zip(f,f0))
 eq3.features = lpips_feats.features = True
 
-# %% ../nbs/06_aas.ipynb #c4f74292
+# %% ../nbs/06_aas.ipynb #040ed386
 def gama(
     z:Tensor, # Logits [B,C] with scales S'
     y:Tensor, # Labels [B]
     z0:Tensor, # Logits [B,C] with scales S
     weight:float=50., # Of the squared difference
+    sign:int=1, # -1: towards `y`, by a targeted attack
 )->Tensor: # [B]
     "The loss of GAMA's first step: the margin of the probabilities, + `weight` times their squared distance from before"
-    return margin(z.softmax(1), y)+weight*(z.softmax(1)-z0.softmax(1)).pow(2).sum(1)
+    return sign*margin(z.softmax(1), y)+weight*(z.softmax(1)-z0.softmax(1)).pow(2).sum(1)
 gama.both = True
 
 # %% ../nbs/06_aas.ipynb #dcf9673a
@@ -278,7 +284,7 @@ def move(self:AAS, own, s, g):
     if self.step=='norm': up = torch.where((top==0)&on, s/2, up)
     return up.clamp(min=_least).minimum(own.clamp(min=1.))
 
-# %% ../nbs/06_aas.ipynb #7f77ebce
+# %% ../nbs/06_aas.ipynb #e6350b6d
 @patch
 def gain(self:AAS, model, x, y, target, own):
     "`s -> [B]`, what the scales climb; and the logits with the scales `own`, to which the climb refers"
@@ -289,10 +295,11 @@ def gain(self:AAS, model, x, y, target, own):
         return f+[z[:,None]] if self.temperature else f,z
     with torch.no_grad(): f0,z0 = see(own)
     if getattr(self.climb,'features',False): return lambda s: self.climb(see(s)[0], f0),z0
-    t,sign = (y,1) if target is None else (target,-1)
+    if getattr(self.climb,'clean',False): return lambda s: self.climb(check_logits(see(s)[1], x), z0),z0
+    t,sign,loss = (y,1,self.climb) if target is None else (target,-1,getattr(self.climb,'targeted',self.climb))
     t = t if t is None else check_labels(t, x)
-    args = (t,z0) if getattr(self.climb,'both',False) else (z0,) if getattr(self.climb,'clean',False) else (t,)
-    return lambda s: sign*self.climb(check_logits(see(s)[1], x), *args),z0
+    if getattr(loss,'both',False): return lambda s: loss(check_logits(see(s)[1], x), t, z0, **(dict(sign=-1) if sign<0 else {})),z0
+    return lambda s: sign*loss(check_logits(see(s)[1], x), t),z0
 
 @patch
 def base(self:AAS, model):
@@ -387,7 +394,7 @@ def two_models(
     plain,moved = c&(predict(model, x_plain)==y),c&(predict(model, x_scaled)==y)
     return dict(clean=c, clean_scaled=cs, plain=plain, on_scaled=cs&(predict(victim, x_scaled)==y), transferred=moved, worst=plain&moved)
 
-# %% ../nbs/06_aas.ipynb #d31cf76e
+# %% ../nbs/06_aas.ipynb #143ddfdd
 def scale_report(
     model:nn.Module, # A timm transformer, maybe inside `Normalized`
     data, # A DataLoader or (images, labels), see `eval_batches`
@@ -403,7 +410,7 @@ def scale_report(
     for _,x,y in eval_batches(data, n, bs, dev):
         plain,victims = {},{}
         for k,a in named.items():
-            p,s = repr(a.attack),repr(replace(a, attack=FGSM()))
+            p,s = a.attack,replace(a, attack=FGSM())
             if p not in plain: plain[p] = [_where_right(a.attack, model, x, y, seed+i) for i in range(1+twice)]
             if s not in victims: victims[s] = a.scaled(model, x, y, seed=seed)
             v = two_models(model, x, y, a, seed, plain[p][0], victims[s])
@@ -424,7 +431,7 @@ def _percent(got, seed):
     res.attrs = dict(n=len(torch.cat(next(iter(got.values()))['clean'])), seed=seed)
     return res
 
-# %% ../nbs/06_aas.ipynb #307c5806
+# %% ../nbs/06_aas.ipynb #afc210d8
 class AASTrain(AdvCallback):
     "AAS-AT: every `period` epochs one ascent moves the attention scales of the model that trains, and they stay with it; goes with AdvTrain, TRADES, MART, ..."
     order = AdvTrain.order-.5                    # behind MixUp, ahead of the attack
@@ -444,13 +451,13 @@ class AASTrain(AdvCallback):
         if not hasattr(unwrap(self.victim),'attn_scales'): add_scales(self.victim)
     def before_train(self):
         super().before_train()
-        if self.epoch==0: self.rows = []
-        self.left = 0 if (self.epoch+1)%self.period else len(self.dl) if self.batches is None else self.batches
+        if self.epoch==0 and not hasattr(self.learn,'lr_finder'): self.rows = []
+        self.left = 0 if (self.epoch+1)%self.period else math.inf if self.batches is None else self.batches
     def before_batch(self):
         if not self.left or len(self.xb)!=1: return
         self.left -= 1
         add_scales(self.victim, self.aas.scales(self.victim, self.x, self.yb[0] if len(self.yb)==1 else None, seed=torch.initial_seed()%2**62+self.epoch))
-        self.rows.append(dict(epoch=self.epoch+1, **{f's{i}':v for i,v in enumerate(scales_of(self.victim).tolist())}))
+        if not hasattr(self.learn,'lr_finder'): self.rows.append(dict(epoch=self.epoch+1, **{f's{i}':v for i,v in enumerate(scales_of(self.victim).tolist())}))
         if self.hold: raise CancelBatchException()
     def __repr__(self): return f'AASTrain(period={self.period}, batches={self.batches}'+(', hold=True' if self.hold else '')+(f', {self.aas!r}' if self.aas!=AAS(FGSM(), per='batch') else '')+')'
 

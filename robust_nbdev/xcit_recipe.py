@@ -84,7 +84,7 @@ def gflops(
     with FlopCounterMode(display=False) as f, attack_mode(model), torch.no_grad(): model(x)
     return f.get_total_flops()/2e9/len(x)
 
-# %% ../nbs/04_xcit_recipe.ipynb #2109ebd6
+# %% ../nbs/04_xcit_recipe.ipynb #8a42408c
 _methods,_bests,_rules = ('adv','trades','clean'),('valid','test','last'),('linear','sqrt','none')
 
 @dataclass(frozen=True, repr=False)
@@ -129,12 +129,15 @@ class XcitRecipe(Value):
     extra:float = 0. # Share of generated images in each batch that the task is meant for
 
     def __post_init__(self):
-        self._set(eps=threat_model(self.eps).eps, scale=tuple(self.scale), ratio=tuple(self.ratio))
+        if isinstance(self.eps, Ball) and not isinstance(self.eps, Linf): raise ValueError(f'the recipe trains in the Linf ball, got {self.eps!r}: give eps as a number, such as 4/255')
+        self._set(eps=threat_model(self.eps).eps, **{k:tuple(v) for k in ('scale','ratio','mean','std') if (v:=getattr(self,k)) is not None})
         for k,ok in (('method',_methods),('best',_bests),('lr_rule',_rules)):
             if getattr(self,k) not in ok: raise ValueError(f'{k} must be one of {list(ok)}, got {getattr(self,k)!r}')
         if self.total<1: raise ValueError(f'the recipe has {self.epochs:g} epochs and {self.cooldown:g} of cool-down: at least one is needed')
         for k in ('wd','lr','eps_warmup','warmup','cooldown','jitter','erase','mixup','cutmix'):
             if not getattr(self,k)>=0: raise ValueError(f'{k} must be >= 0, got {getattr(self,k)!r}')
+        for k in ('smoothing','drop_path','flip','erase','held','extra'):
+            if not 0<=getattr(self,k)<=1: raise ValueError(f'{k} is a share, between 0 and 1, got {getattr(self,k)!r}')
         self.attack
 
 # %% ../nbs/04_xcit_recipe.ipynb #e5313a6f
@@ -335,7 +338,7 @@ def hold_out(
     train.rng = dl.rng
     return train,dls.valid.new(dataset=_pick(dl.dataset, np.sort(i[:k]).tolist(), 1), shuffle=False, drop_last=False, bs=min(dls.valid.bs or 64, k))
 
-# %% ../nbs/04_xcit_recipe.ipynb #9a32707f
+# %% ../nbs/04_xcit_recipe.ipynb #b1ab4da1
 class KeepBest(AdvCallback):
     "After each epoch, the accuracy under `attack` on `data`; at the end of the fit, the weights of the best epoch"
     order,_stateattrs,best,on = 65,('best','data'),None,False
@@ -343,6 +346,7 @@ class KeepBest(AdvCallback):
         attack, # Any attack
         data, # A DataLoader; None: the Learner's validation images
     ): store_attr(); self.rows = []
+    def before_fit(self): self.best = None
     def before_train(self):
         super().before_train()
         self.on = not hasattr(self.learn,'lr_finder')
@@ -448,7 +452,7 @@ def fit_recipe(self:Learner,
     with _by_recipe(self, r, train): self.fit(r.total, r.peak_lr(bs), wd=r.wd, cbs=L(cbs)+r.callbacks(bs)+keep, reset_opt=new, **kwargs)
     self.best_epoch = pd.DataFrame(keep[0].rows) if keep else None
 
-# %% ../nbs/04_xcit_recipe.ipynb #80a95f2e
+# %% ../nbs/04_xcit_recipe.ipynb #718f5bb6
 class Blend(GetAttr):
     "A DataLoader whose batches are filled from two: `share` of each batch comes from `extra`, which starts again when it ends"
     _default = 'dl'
@@ -464,6 +468,10 @@ class Blend(GetAttr):
         if not len(self.extra): raise ValueError(f'{len(extra.dataset)} generated images do not fill their {k} places in a batch')
     @property
     def __class__(self): return type(self.dl)      # so that fastai knows its own loader
+    @property
+    def rng(self): return self.dl.rng              # one seed for the order of both
+    @rng.setter
+    def rng(self, v): self.dl.rng = self.extra.rng = v
     def new(self, dataset=None, **kw): return Blend(self.dl.new(dataset, bs=self.bs, **kw), self.extra, self.share)
     def __len__(self): return len(self.dl)
     def __iter__(self):
@@ -491,7 +499,7 @@ def gaussian_images(
         xs.append((m.cpu()+z@v[:kk].cpu()).clamp(0,1).view(-1, *x.shape[1:]))
     return torch.cat(xs),torch.tensor(cs).repeat_interleave(tensor([len(o) for o in xs]))
 
-# %% ../nbs/04_xcit_recipe.ipynb #c0f64096
+# %% ../nbs/04_xcit_recipe.ipynb #dd50f170
 def grid_cells(
     **axes, # Name -> values
 )->list: # Of dicts
@@ -500,15 +508,17 @@ def grid_cells(
 
 def _cell_name(about, cell): return hashlib.sha256(json.dumps([about, cell], sort_keys=True, default=repr).encode()).hexdigest()[:16]
 
+def _plain(v): return v.tolist() if hasattr(v,'tolist') else repr(v)      # numbers of numpy and torch stay numbers
+
 def _finished(path, cell):
     "The result in a file, if it is that of `cell`; None where there is none that can be read"
     try: d = json.loads(path.read_text())
     except (OSError, ValueError): return None
-    return d['result'] if isinstance(d, dict) and d.get('cell')==json.loads(json.dumps(cell, default=repr)) else None
+    return d['result'] if isinstance(d, dict) and d.get('cell')==json.loads(json.dumps(cell, default=_plain)) else None
 
 def _write(path, o):
     path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f'{path.name}.{os.getpid()}'); tmp.write_text(json.dumps(o, indent=1, default=repr)); os.replace(tmp, path)
+    tmp = path.with_name(f'{path.name}.{os.getpid()}'); tmp.write_text(json.dumps(o, indent=1, default=_plain)); os.replace(tmp, path)
 
 # %% ../nbs/04_xcit_recipe.ipynb #9e4c6c05
 def ablate(
@@ -529,7 +539,14 @@ def ablate(
         done[k] = res; rows.append({**c, **res})
     return pd.DataFrame(rows)
 
-# %% ../nbs/04_xcit_recipe.ipynb #21cd9db6
+# %% ../nbs/04_xcit_recipe.ipynb #ffd36ce6
+@contextmanager
+def _order(dls, seed):
+    "Inside, the seed alone decides the order of the training images, whatever was drawn before"
+    dl = dls.train; kept = getattr(dl,'rng',None)
+    try: dl.rng = random.Random(seed); yield
+    finally: dl.rng = kept
+
 def train_row(
     r:XcitRecipe, # The recipe
     dls:DataLoaders, # With images in [0,1]
@@ -540,7 +557,7 @@ def train_row(
     cbs=None, # More callbacks for the training
 )->tuple: # ({`clean` and `robust` accuracy in percent, `params` in millions}, the Learner)
     "Train by a recipe, silently, and attack the result: one row of an ablation"
-    with no_random(seed), warnings.catch_warnings():
+    with no_random(seed), _order(dls, seed), warnings.catch_warnings():
         warnings.simplefilter('ignore')
         learn = r.learner(dls, model=make() if make else None)
         with learn.no_bar(), learn.no_logging(): learn.fit_recipe(cbs=cbs)

@@ -294,6 +294,28 @@ def test_in_low_precision_scales_are_found_in_float32():
     assert torch.equal(s, AAS(PGD2).scales(m, X)) and x_adv.dtype==torch.float32
     b = copy.deepcopy(m).bfloat16(); assert AAS(PGD2)(b, X.bfloat16(), Y).dtype==torch.bfloat16
 
+@pytest.mark.parametrize('wrap', [Float64, lambda a: GapScaled(a, limit=1.), lambda a: AAS(a, eta=.3), lambda a: Float64(GapScaled(a, limit=1.))], ids=['double','gap','aas','double gap'])
+def test_around_attacks_that_drop_images(wrap):
+    "Whatever stands between the scaled model and an attack that goes on with some of the images: each keeps its scales"
+    m = build('vit'); y = predict(m, X); at = next(a for a in (APGDT(e, steps=2, targets=3) for e in torch.linspace(.002,.1,30).tolist()) if 0<(predict(m, a(m, X, y))==y).sum()<5)
+    A = AAS(wrap(at)); x_adv = A(m, X, y)
+    for i in range(5): assert close(A(m, X[i:i+1], y[i:i+1]), x_adv[i:i+1], 2e-3)
+
+def test_float64_around_what_draws_for_a_batch(tmp_path):
+    "Square and the reference package take one seed, not one per image"
+    m = build('vit'); y = predict(m, X); sq = Square(1e-3, queries=4); aa = AutoAttack(1e-3, attacks=(APGD(1e-3, steps=2), sq))
+    for a in (sq, aa, WorstCase([sq]), AutoAttack(1e-3, attacks='square', reference=True), AAS(sq)): assert (Float64(a)(m, X, y)-X).abs().max()<=1e-3+1e-6
+    assert len(robust_report(m, (X,y), [Float64(aa)], out=tmp_path).rows)==2
+
+@pytest.mark.parametrize('climb', [gama,kl,cw], ids=lambda f: f.__name__)
+def test_targeted_climbs_go_away_from_the_model(climb):
+    "A distance has no target: it grows, whatever the sign of the rest"
+    m = build('vit'); t = (Y+1)%4; own = torch.ones(3); s = torch.full((5,3), .6)
+    with attack_mode(m), torch.no_grad():
+        z,z0 = ScaledModel(m, s)(X),m(X); got = AAS(PGD2, climb=climb).gain(m, X, Y, t, own)[0](s)
+    want = dict(gama=-margin(z.softmax(1), t)+50*(z.softmax(1)-z0.softmax(1)).pow(2).sum(1), kl=kl(z, z0), cw=-cw.targeted(z, t))[climb.__name__]
+    assert close(got, want, 1e-4)
+
 # --- with everything that takes an attack ---------------------------------------------------------------------------------------------
 
 def data(n=24): x,y = grey(n); return x,y
@@ -348,6 +370,12 @@ def test_a_scale_of_one_is_no_other_model():
 def test_scale_report_is_two_models():
     m,(x,y) = tv(),data(); A = AAS(PGD(.1, steps=2), eta=.2); t = scale_report(m, (x,y), A, bs=7, twice=False).iloc[0]; v = two_models(m, x, y, A)
     assert {k:round(o,3) for k,o in t.items()}=={k:round(100*o.float().mean().item(),3) for k,o in v.items()}
+
+def test_two_functions_of_one_name_are_two_rows():
+    "The scales of one are not used for the other"
+    m = build('vit'); up,down = lambda z,y: ce(z,y),lambda z,y: -ce(z,y); As = {k:AAS(PGD2, climb=f, eta=.3) for k,f in dict(up=up, down=down).items()}
+    t = scale_report(m, (X,Y), As, twice=False); alone = scale_report(m, (X,Y), {'down':As['down']}, twice=False)
+    assert t.loc['down'].equals(alone.loc['down']) and t.clean_scaled['up']!=t.clean_scaled['down']
 
 def test_logits_move_no_decision():
     cnn = Normalized(nn.Sequential(nn.Flatten(), nn.Linear(784,4)), mean=[0.], std=[1.]); x,y = grey(); v = two_models(cnn, x, y, Scaled(PGD(.05, steps=2), 1., logits=1e-3))
@@ -435,6 +463,15 @@ def test_interrupted(err, event):
     else:
         with pytest.raises(err): l.fit(1, 1e-3)
     s = scales_of(l.model); l.validate(); assert torch.equal(s, scales_of(l.model)); l.fit(1, 1e-3); assert len(l.aas_train.df)==1
+
+def test_lr_find_keeps_the_table(tmp_path):
+    l = learner([AdvTrain(P2), AASTrain(period=1)], path=tmp_path); l.fit(1, 1e-3); rows = l.aas_train.df
+    with l.no_bar(): l.lr_find(num_it=6, show_plot=False)
+    assert l.aas_train.df.equals(rows) and len(rows)==1
+
+def test_a_whole_epoch_is_whole_under_replay():
+    l = learner([FreeAT(FGSM(.1), replay=3), AASTrain(period=1, batches=None, hold=True)]); w = weights(l); l.fit(1, 1e-3)
+    assert same(w, weights(l)) and len(l.aas_train.df)==6
 
 def test_lr_find_validate_and_removal(tmp_path):
     l = learner([AdvTrain(P2), AASTrain(period=1)], path=tmp_path); l.validate(); assert (scales_of(l.model)==1).all()

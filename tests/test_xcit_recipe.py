@@ -137,11 +137,11 @@ def test_linear_rule_of_the_learning_rate():
 
 def test_recipe_is_a_value():
     r = xcit_recipe('s12', eps=4/255); r2 = r.but(eps=8/255, steps=2)
-    assert r==xcit_recipe('s12', eps=4/255) and r!=r2 and r.eps==4/255 and r2.attack.alpha==pytest.approx(6/255)
+    assert hash(r.but(mean=[.5], std=[.5])) and r.but(mean=[.5]).mean==(.5,) and r==xcit_recipe('s12', eps=4/255) and r!=r2 and r.eps==4/255 and r2.attack.alpha==pytest.approx(6/255)
     assert '\n' not in repr(r) and all(o in repr(r) for o in ('s12','PGD(4/255, steps=1, alpha=6/255)','wd 0.5','100+10','0.0005')) and repr(r2)!=repr(r)
     with pytest.raises(Exception): r.eps = 1
 
-@pytest.mark.parametrize('kw,msg', [(dict(method='mart'),'method'), (dict(best='train'),'best'), (dict(lr_rule='x'),'lr_rule'), (dict(eps=4),'255'), (dict(wd=-1),'wd'), (dict(epochs=0, cooldown=0),'epochs'), (dict(jitter=-.1),'jitter')])
+@pytest.mark.parametrize('kw,msg', [(dict(method='mart'),'method'), (dict(best='train'),'best'), (dict(lr_rule='x'),'lr_rule'), (dict(eps=4),'255'), (dict(wd=-1),'wd'), (dict(epochs=0, cooldown=0),'epochs'), (dict(jitter=-.1),'jitter'), (dict(eps=L2(.5)),'Linf'), (dict(smoothing=1.5),'smoothing'), (dict(flip=2),'flip'), (dict(erase=-1),'erase'), (dict(held=2),'held')])
 def test_bad_settings_say_so(kw, msg):
     with pytest.raises(ValueError, match=msg): xcit_recipe('s12').but(**kw)
 @pytest.mark.parametrize('kw,msg', [(dict(task='imagenet21k'),'task'), (dict(values='paper'),'values')])
@@ -368,6 +368,16 @@ def test_looking_does_not_touch_the_rows():
     assert (keep.rows, effect.rows)==rows and len(rows[0])==2 and state_of(learn.model)[-1]==w
     learn.fit(1, 1e-3); assert len(keep.rows)==1
 
+def test_lr_find_after_an_interrupt_does_not_bring_old_weights_back():
+    class Stop(Callback):
+        order = 70
+        def after_epoch(self):
+            if self.epoch==1: raise KeyboardInterrupt
+    learn,stop = synth_learner(cbs=KeepBest(None, None)),Stop()
+    with pytest.raises(KeyboardInterrupt): learn.fit(3, 1e-2, cbs=stop)
+    learn.remove_cb(stop); nn.init.ones_(learn.model.model.head.weight); learn.lr_find(show_plot=False, num_it=4)
+    assert (learn.model.model.head.weight==1).all()
+
 def test_freeze_is_kept():
     learn = learner(n=32, splitter=vit_splitter, train_bn=False); learn.freeze(); w = learn.model.blocks[0].mlp.fc1.weight.detach().clone(); h = learn.model.head.weight.detach().clone()
     learn.fit_recipe(fast, epochs=1)
@@ -465,6 +475,20 @@ print(ablate(grid_cells(a=[1,2,3,4]), run, out={str(tmp_path/'o')!r}).clean.toli
     assert len(list((tmp_path/'o').glob('*.json')))==2
     r = subprocess.run([sys.executable, str(f)], capture_output=True, text=True)
     assert r.stdout.strip().endswith('[1, 2, 3, 4]') and (tmp_path/'log').read_text().split()==['1','2','3','3','4'], r.stderr
+
+def test_numbers_stay_numbers_on_disk(tmp_path):
+    run = lambda a: dict(clean=np.float32(.5), robust=torch.tensor(.25), k=np.int64(3)); go = lambda: ablate(dict(a=[np.int64(1),2]), run, out=tmp_path)
+    go(); ablated = ablate(dict(a=[np.int64(1),2]), None, out=tmp_path)                          # all from disk
+    assert ablated[['clean','robust','k']].iloc[0].tolist()==[.5,.25,3]
+
+@pytest.mark.parametrize('best', ['last','valid'])
+def test_a_row_does_not_depend_on_the_rows_before(best):
+    "So a table that was resumed is the table that ran through"
+    dls,other = fashion(),fashion(); other.train.rng.random()
+    half = DataLoaders(Blend(fashion().train, fashion().train), fashion().valid); half.vocab,half.c = dls.vocab,10
+    w = lambda d, seed=0: next(train_row(fast.but(epochs=1, cooldown=0, warmup=0, eps_warmup=0, best=best), d, FGSM(.1), make=lambda: tiny_xcit(classes=10), n=8, seed=seed)[1].model.parameters()).detach()
+    st = dls.train.rng.getstate(); a = w(dls); assert dls.train.rng.getstate()==st
+    assert torch.equal(a, w(dls)) and torch.equal(a, w(other)) and not torch.equal(a, w(dls, 1)) and torch.equal(w(half), w(half))
 
 def test_train_row_and_plot():
     dls = fashion(); made = []
