@@ -20,6 +20,8 @@ def pytest_xdist_auto_num_workers(config):
 FIRST = 'test_notebooks test_cli test_packaging test_distributed test_hunting test_verdicts'.split()      # the longest: no worker begins one when the others are done
 
 def pytest_collection_modifyitems(config, items):
+    from fastai.torch_core import defaults
+    defaults.cpus = 0           # no DataLoader workers by default: a fork of a process with threads can abort, and costs more than it brings here
     for o in items:
         defs = o._fixtureinfo.name2fixturedefs.values()
         if any(d.scope=='module' for ds in defs for d in ds): o.add_marker(pytest.mark.xdist_group(o.module.__name__))     # made once, by one worker

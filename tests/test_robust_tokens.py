@@ -378,7 +378,7 @@ def test_linear_probe():
     assert not torch.equal(a, p(x)) and torch.equal(a, p.head(p.pool(WithoutTokens(m)(x), x)))
 def test_fit_head_learns_and_touches_nothing_else():
     set_seed(0); m = with_tokens(); p = LinearProbe(m, 4); before = state(m); dls = synth_dls(128, bs=32)
-    x,y = next(iter(dls.valid)); v = ce(p(x.as_subclass(torch.Tensor)), y).mean()
+    x,y = next(iter(dls.train)); v = ce(p(x.as_subclass(torch.Tensor)), y).mean()
     fit_head(p, dls, 20, 5e-2); assert changed(m, before)==[] and not p.training and all(q.grad is None for q in m.parameters())
     assert ce(p(x.as_subclass(torch.Tensor)), y).mean()<v
     rep = robust_report(p, (x.as_subclass(torch.Tensor), y.as_subclass(torch.Tensor)), [Transfer(LinearProbe(WithoutTokens(m), 4), PGD(.1, steps=2)), PGD(.1, steps=2)], cascade=False); assert len(rep.rows)>=3
