@@ -11,11 +11,12 @@ __all__ = ['XCITS', 'xcit_medium_12_p16_224', 'xcit_large_12_p16_224', 'cait_s12
            'train_row', 'plot_ablation', 'delta_image', 'topk', 'semantic_table', 'show_deltas', 'show_pic',
            'class_images', 'AttackEffect', 'restart_losses', 'one_step_check']
 
-# %% ../nbs/04_xcit_recipe.ipynb #a4bfabce
-import hashlib,json,itertools,os,time,warnings
+# %% ../nbs/04_xcit_recipe.ipynb #5e589621
+import hashlib,json,itertools,math,os,time,warnings
 from contextlib import contextmanager
 from dataclasses import dataclass,field,asdict
 from functools import lru_cache
+from numbers import Real
 from PIL import Image
 import timm
 from timm.data.auto_augment import rand_augment_transform
@@ -84,8 +85,10 @@ def gflops(
     with FlopCounterMode(display=False) as f, attack_mode(model), torch.no_grad(): model(x)
     return f.get_total_flops()/2e9/len(x)
 
-# %% ../nbs/04_xcit_recipe.ipynb #8a42408c
+# %% ../nbs/04_xcit_recipe.ipynb #fa872cc9
 _methods,_bests,_rules = ('adv','trades','clean'),('valid','test','last'),('linear','sqrt','none')
+_ranges = {**dict.fromkeys('lr warmup_lr min_lr wd beta eps_warmup epochs warmup cooldown jitter mixup cutmix pad rotate'.split(), (0,math.inf)),
+    **dict.fromkeys('smoothing drop_path flip erase held extra'.split(), (0,1)), **dict.fromkeys(('bs','lr_bs'), (1,math.inf))}
 
 @dataclass(frozen=True, repr=False)
 class XcitRecipe(Value):
@@ -129,15 +132,17 @@ class XcitRecipe(Value):
     extra:float = 0. # Share of generated images in each batch that the task is meant for
 
     def __post_init__(self):
+        if self.size not in XCITS and not (timm.is_model(self.size) or ':' in self.size): raise ValueError(f'size must be one of {list(XCITS)} or the name of a timm model, got {self.size!r}')
         if isinstance(self.eps, Ball) and not isinstance(self.eps, Linf): raise ValueError(f'the recipe trains in the Linf ball, got {self.eps!r}: give eps as a number, such as 4/255')
         self._set(eps=threat_model(self.eps).eps, **{k:tuple(v) for k in ('scale','ratio','mean','std') if (v:=getattr(self,k)) is not None})
         for k,ok in (('method',_methods),('best',_bests),('lr_rule',_rules)):
             if getattr(self,k) not in ok: raise ValueError(f'{k} must be one of {list(ok)}, got {getattr(self,k)!r}')
+        for k,(lo,hi) in _ranges.items():
+            v = getattr(self,k)
+            if not (isinstance(v, Real) and lo<=v<=hi): raise ValueError(f'{k} must be a number '+(f'between {lo:g} and {hi:g}' if hi<math.inf else f'>= {lo:g}')+f', got {v!r}')
+        for k in ('scale','ratio'):
+            if not (len(getattr(self,k))==2 and 0<getattr(self,k)[0]<=getattr(self,k)[1]): raise ValueError(f'{k} must be a pair, the smaller positive number first, got {getattr(self,k)!r}')
         if self.total<1: raise ValueError(f'the recipe has {self.epochs:g} epochs and {self.cooldown:g} of cool-down: at least one is needed')
-        for k in ('wd','lr','eps_warmup','warmup','cooldown','jitter','erase','mixup','cutmix'):
-            if not getattr(self,k)>=0: raise ValueError(f'{k} must be >= 0, got {getattr(self,k)!r}')
-        for k in ('smoothing','drop_path','flip','erase','held','extra'):
-            if not 0<=getattr(self,k)<=1: raise ValueError(f'{k} is a share, between 0 and 1, got {getattr(self,k)!r}')
         self.attack
 
 # %% ../nbs/04_xcit_recipe.ipynb #e5313a6f
@@ -424,7 +429,7 @@ def callbacks(self:XcitRecipe,
     cbs.append(TRADES(r.attack, beta=r.beta, **kw) if r.method=='trades' else AdvTrain(r.attack, **kw))
     return cbs+([CleanPass()] if r.bn_clean and r.method=='adv' else [])
 
-# %% ../nbs/04_xcit_recipe.ipynb #51e7ddd9
+# %% ../nbs/04_xcit_recipe.ipynb #be9e2358
 @contextmanager
 def _by_recipe(learn, r, train):
     "Inside, the Learner has the recipe's loss, optimiser and training images; afterwards its own"
@@ -432,7 +437,9 @@ def _by_recipe(learn, r, train):
     try:
         learn.loss_func,learn.opt_func,learn.dls.loaders[0] = r.loss_func(),_adamw,train
         yield
-    finally: learn.loss_func,learn.opt_func,learn.dls.loaders[0] = kept
+    finally:
+        learn.loss_func,learn.opt_func,learn.dls.loaders[0] = kept
+        if learn.opt_func is not _adamw: learn.opt = None      # its own again at the next fit
 
 @patch
 @delegates(Learner.fit, but=['n_epoch','lr','wd','cbs','reset_opt'])
@@ -446,6 +453,7 @@ def fit_recipe(self:Learner,
     r = r or getattr(self,'recipe',None)
     if not isinstance(r, XcitRecipe): raise TypeError(f'fit_recipe needs a recipe, such as xcit_recipe("s12", eps=4/255), got {r!r}')
     if epochs is not None: r = r.in_epochs(epochs)
+    if r.extra and not isinstance(self.dls.train, Blend): warnings.warn(f'the recipe is meant for batches of which {r.extra:.0%} are generated images, and dls.train has none: dls.loaders[0] = Blend(dls.train, extra, {r.extra:g})')
     train,held = hold_out(self.dls, r.held) if r.best=='valid' else (self.dls.train, None)
     keep = [] if r.best=='last' else [KeepBest(r.attack if r.method!='clean' else None, held)]
     bs,new = (getattr(train,'bs',None) or r.bs)*max(num_distrib(),1),self.opt_func is not _adamw

@@ -1,5 +1,5 @@
 "The light recipe for XCiT: sizes, stem surgery, presets, training, ablations, analyses"
-import json, os, signal, subprocess, sys, textwrap, time, warnings
+import json, os, re, signal, subprocess, sys, textwrap, time, warnings
 from pathlib import Path
 import pytest, timm, torch
 import numpy as np
@@ -384,8 +384,11 @@ def test_freeze_is_kept():
     assert torch.equal(w, learn.model.blocks[0].mlp.fc1.weight) and not torch.equal(h, learn.model.head.weight)
 
 def test_a_learner_of_another_optimiser_gets_adamw_for_the_fit():
-    learn = synth_learner(); of = learn.opt_func; learn.fit(1, 1e-3); learn.fit_recipe(fast, epochs=1)
-    assert learn.opt.hypers[0]['eps']==1e-8 and learn.opt_func is of
+    learn,eps = synth_learner(),[]; of = learn.opt_func; learn.fit(1, 1e-3)
+    class Look(Callback):
+        def before_fit(self): eps.append(self.learn.opt.hypers[0]['eps'])
+    learn.fit_recipe(fast, epochs=1, cbs=Look())
+    assert eps==[1e-8] and learn.opt_func is of and learn.opt is None
 
 def test_two_attacks_at_once_are_refused():
     with pytest.raises(ValueError, match='two AdvTrain'): learner().fit_recipe(fast, epochs=1, cbs=AdvTrain(FGSM(.1)))
@@ -558,3 +561,16 @@ def test_xcit_s12_takes_one_recipe_step_and_one_apgd_step_at_224():
     assert not torch.equal(w, learn.model.head.weight) and np.isfinite(learn.recorder.values[-1]).all()
     x,y = learn.dls.valid.one_batch(); x_adv = APGD(4/255, steps=1)(learn.model, x, y)
     assert (x_adv-x).abs().max()<=4/255+1e-6 and x_adv.shape==x.shape
+
+@pytest.mark.parametrize('kw,says', [(dict(size='s13'),"got 's13'"), (dict(scale=(1,.5)),'scale must be a pair'), (dict(pad=-1),'pad must be a number >= 0'), (dict(beta=-1),'beta must be a number >= 0'),
+    (dict(bs=0),'bs must be a number >= 1, got 0'), (dict(epochs='3'),"epochs must be a number >= 0, got '3'"), (dict(extra=2),'extra must be a number between 0 and 1')])
+def test_a_setting_out_of_range_is_named(kw, says):
+    with pytest.raises(ValueError, match=re.escape(says)): XcitRecipe(**kw)
+
+def test_another_optimiser_comes_back_and_missing_generated_images_are_named():
+    dls = fashion_mnist(n_train=64, n_valid=32, bs=32, batch_tfms=None)
+    learn = Learner(dls, tiny_xcit(10), opt_func=SGD)
+    r = xcit_recipe('n12', eps=.1).but(best='last', by_epoch=False, extra=.5)
+    with learn.no_bar(), learn.no_logging(), pytest.warns(UserWarning, match='generated images'): learn.fit_recipe(r, epochs=1)
+    with learn.no_bar(), learn.no_logging(): learn.fit(1, 1e-3)
+    assert type(learn.opt) is Optimizer
