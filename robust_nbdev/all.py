@@ -8,6 +8,7 @@ from .models import *
 from .attacks import *
 from .adv_train import *
 from .evaluate import *
+from .corruptions import *
 from .robust_tokens import *
 from .xcit_recipe import *
 from .aas import *
