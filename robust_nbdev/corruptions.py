@@ -11,10 +11,9 @@ __all__ = ['NOISES', 'CORRUPTIONS', 'EXTRA_CORRUPTIONS', 'PERTURBATIONS', 'ALEXN
            'subset_report', 'CorruptionReport', 'Corrupted', 'corruption_report', 'CorruptValid', 'CifarP',
            'read_video', 'ImageNetP', 'flip_report']
 
-# %% ../nbs/01c_corruptions.ipynb #d0a10546
+# %% ../nbs/01c_corruptions.ipynb #c1c87396
 import hashlib,io,importlib.util,re,time,warnings
 from functools import lru_cache
-from itertools import product
 from PIL import Image
 from scipy import ndimage
 from scipy.stats import poisson
@@ -85,15 +84,15 @@ def _smooth(x, sigma, mode='nearest', truncate=4.):
 @_kind([.4,.6,.7,.8,1], [.5,.75,1,1.25,1.5], [1,2,3,4,6])
 def _gaussian_blur(x, c, seed): return _smooth(x, c)
 
-# %% ../nbs/01c_corruptions.ipynb #c3438f43
+# %% ../nbs/01c_corruptions.ipynb #06f728f0
 @lru_cache
 def _disk(radius, alias):
     "The image of a point through a lens out of focus, its edge softened"
     n = 8 if radius<=8 else radius
     j,i = np.arange(-n, n+1),np.arange(-2, 3) if radius>8 else np.arange(-1, 2)
-    k = (j[:,None]**2+j**2<=radius**2).astype(float)
-    g = np.exp(-i**2/(2*alias**2))
-    for ax in (0,1): k = ndimage.convolve1d(k/k.sum(), g/g.sum(), axis=ax, mode='mirror')
+    k,g = (j[:,None]**2+j**2<=radius**2).astype(float),np.exp(-i**2/(2*alias**2))
+    k = k/k.sum()
+    for ax in (0,1): k = ndimage.convolve1d(k, g/g.sum(), axis=ax, mode='mirror')
     r = int(abs(j[(k>0).any(0)]).max())
     return torch.from_numpy(k[n-r:n+r+1,n-r:n+r+1]).float()
 
@@ -303,7 +302,7 @@ def _jpeg(o, quality):
 @_kind([80,65,58,50,40], [65,58,50,40,25], [25,18,15,10,7])
 def _jpeg_compression(x, c, seed): return _each(x, lambda o: _jpeg(o, c))
 
-# %% ../nbs/01c_corruptions.ipynb #39cede09
+# %% ../nbs/01c_corruptions.ipynb #5777098a
 def _check_kind(x, name, severity, table):
     "Images [B,1 or 3,H,W] on 256 levels; raises ValueError for what cannot be corrupted"
     if name not in _KINDS: raise ValueError(f'no corruption {name!r}, there are: {", ".join(CORRUPTIONS+EXTRA_CORRUPTIONS)}')
@@ -323,7 +322,7 @@ def corrupt(
 )->Tensor: # Same shape and type, in [0,1], on the 256 levels of an 8-bit file
     "Images under a corruption; the same image and seed give the same pixels whatever the batch"
     given = _check_kind(x, name, severity, table)
-    x,kind = _bits(given.float()),_KINDS[name]
+    x,kind = _bits(given.float()).contiguous(),_KINDS[name]
     seeds = mix64(image_seed(x, seed)+1+sorted(_KINDS).index(name))
     with torch.autocast(x.device.type, enabled=False): x = kind.f(x, kind.levels[ifnone(table, size_table(x))][severity-1], seeds)
     return _bits(x.clamp(0,1)).to(given)
@@ -429,7 +428,7 @@ def _seq_tilt(x, seed, c):
 
 PERTURBATIONS = ('gaussian_noise','shot_noise','motion_blur','zoom_blur','snow','brightness','translate','rotate','tilt','scale')
 
-# %% ../nbs/01c_corruptions.ipynb #a48837fd
+# %% ../nbs/01c_corruptions.ipynb #b6a57136
 @torch.no_grad()
 def perturb(
     x:Tensor, # Images [B,C,H,W] in [0,1], grey or colour, any size from 16 pixels
@@ -441,7 +440,7 @@ def perturb(
     if name not in _MOVES: raise ValueError(f'no perturbation {name!r}, there are: {", ".join(PERTURBATIONS)}')
     if table not in (None,32,224): raise ValueError(f'table must be 32, 224 or None, got {table!r}')
     given = _check_kind(x, 'fog', 1, None)
-    x,move = _bits(given.float()),_MOVES[name]
+    x,move = _bits(given.float()).contiguous(),_MOVES[name]
     table = ifnone(table, 32 if min(x.shape[-2:])<85 else 224)
     seeds = mix64(image_seed(x, seed)-1-PERTURBATIONS.index(name))
     with torch.autocast(x.device.type, enabled=False): out = move.f(x, seeds, move.settings[table])
@@ -636,7 +635,7 @@ def subset_report(
     rows = [dict(protocol=k, accuracy=torch.cat(v).float().mean().item(), interval=interval(torch.cat(v).sum(), len(torch.cat(v))), n=len(torch.cat(v)), classes=len(at) if k=='subset' else full) for k,v in ok.items()]
     return pd.DataFrame(rows).set_index('protocol')
 
-# %% ../nbs/01c_corruptions.ipynb #6e88965b
+# %% ../nbs/01c_corruptions.ipynb #a9c2fcee
 class CorruptionReport(Report):
     "Accuracy per corruption and severity, with verdicts per image; renders in a notebook, prints in a terminal, saves to a folder"
     @property
@@ -646,7 +645,7 @@ class CorruptionReport(Report):
     @property
     def table(self):
         "Accuracy: a row per corruption, a column per severity, and their mean"
-        d = self.df[1:]
+        d = self.df[self.df.severity>0]
         t = d.pivot(index='corruption', columns='severity', values='accuracy').reindex(d.corruption.unique())
         return t.assign(mean=t.mean(axis=1))
     @property
@@ -656,21 +655,28 @@ class CorruptionReport(Report):
         if set(t.columns)!={1,2,3,4,5,'mean'} or t.isna().any(axis=None): raise ValueError('mean errors need all five severities of each corruption')
         return (1-t['mean']).to_dict()
     @property
-    def clean_error(self): return 1-self.rows[0]['accuracy']
+    def clean(self): return next((r['accuracy'] for r in self.rows if r['severity']==0), None)
+    @property
+    def clean_error(self): return None if self.clean is None else 1-self.clean
     @property
     def imagenet(self): return self.meta['data']=='ImageNet-C'
     def accuracy(self, noise=True):
         "Mean accuracy over the fifteen corruptions; `noise=False`: over the twelve without noise"
         return 1-float(_pick(self, [o for o in CORRUPTIONS if noise or o not in NOISES], 'errors').mean())
 
-# %% ../nbs/01c_corruptions.ipynb #f9d00b32
+# %% ../nbs/01c_corruptions.ipynb #fa5f992b
 @patch
-def __repr__(self:CorruptionReport): return '\n'.join([self.meta['title'], f'clean {100*self.rows[0]["accuracy"]:.1f}', (100*self.table).round(1).to_string()]+[f'warning: {o}' for o in self.warnings])
+def headline(self:CorruptionReport):
+    "What was measured, and the clean accuracy where clean images were there"
+    return self.meta['title']+('' if self.clean is None else f'; clean {100*self.clean:.1f}%')
+
+@patch
+def __repr__(self:CorruptionReport): return '\n'.join([self.headline(), (100*self.table).round(1).to_string()]+[f'warning: {o}' for o in self.warnings])
 
 @patch
 def _repr_html_(self:CorruptionReport):
     t = (100*self.table).rename_axis(index=None, columns='accuracy % at severity')
-    return f'<p>{self.meta["title"]}; clean {100*self.rows[0]["accuracy"]:.1f}%</p>'+t.to_html(border=0, float_format='{:.1f}'.format)+''.join(f'<p><b>warning:</b> {o}</p>' for o in self.warnings)
+    return f'<p>{self.headline()}</p>'+t.to_html(border=0, float_format='{:.1f}'.format)+''.join(f'<p><b>warning:</b> {o}</p>' for o in self.warnings)
 
 @patch
 def plot(self:CorruptionReport,
@@ -684,7 +690,7 @@ def plot(self:CorruptionReport,
     ax = ax or plt.subplots(figsize=(6,.6+.25*len(t)), layout='constrained')[1]
     bars = ax.barh(np.arange(len(t))+shift, t['mean'], label=label, alpha=.5, **{'height':.8, **kw})
     for s in t.columns[:-1]: ax.plot(t[s], np.arange(len(t))+shift, '.', ms=3, color=bars[0].get_facecolor(), alpha=1)
-    ax.axvline(100*self.rows[0]['accuracy'], ls=':', lw=1, color=bars[0].get_facecolor(), alpha=1)
+    if self.clean is not None: ax.axvline(100*self.clean, ls=':', lw=1, color=bars[0].get_facecolor(), alpha=1)
     ax.set_yticks(range(len(t)), [o.replace('_',' ') for o in t.index], fontsize=8)
     ax.set(xlabel=f'accuracy %, n={self.meta["n"]}; dotted: clean', xlim=(0,100))
     if label: ax.legend(fontsize=8)
@@ -697,7 +703,7 @@ def save(self:CorruptionReport,
 ):
     "Write report.json and .csv, verdicts.npz and predictions.npz (per image), and report.png"
     Report.save(self, out, page=False)
-    if not page or len(self.rows)<2: return
+    if not page or self.table.empty: return
     ax = self.plot(); ax.figure.savefig(Path(out)/'report.png', dpi=110); plt.close(ax.figure)
 
 # %% ../nbs/01c_corruptions.ipynb #845c90c8
@@ -716,7 +722,7 @@ class Corrupted:
         "Batches (images, labels) of one severity"
         for _,x,y in self.clean(): yield corrupt(check_images(x), name, severity, self.seed, self.table),y
 
-# %% ../nbs/01c_corruptions.ipynb #60748fd2
+# %% ../nbs/01c_corruptions.ipynb #4376b7f2
 def _judge_all(model, data, bs, dev):
     "Per image: right or wrong, class, label; and a hash of the images and labels"
     got,key = [],0
@@ -733,17 +739,19 @@ def _line(name, severity, ok, seed, t):
 
 def _add(rep, name, severity, ok, pred, t):
     rep.rows.append(_line(name, severity, ok, rep.meta['seed'], t))
-    rep.verdicts[f'{name} {severity}'],rep.preds[f'{name} {severity}'] = ok,pred.astype(np.int32)
+    key = f'{name} {severity}' if severity else name
+    rep.verdicts[key],rep.preds[key] = ok,pred.astype(np.int32)
 
-# %% ../nbs/01c_corruptions.ipynb #db3d513e
+# %% ../nbs/01c_corruptions.ipynb #63648dc3
 _same_run = ('fingerprint','images','data','n','seed','table')
 
-def _open_report(model, src, clean, seed, table, bs, dev, out, overwrite):
-    "A report with its clean row, or the one in `out` if it was begun on the same model, images and settings"
-    t = time.time(); (ok,pred,y),key = _judge_all(model, clean, bs, dev)
+def _open_report(model, src, first, name, sev, seed, table, bs, dev, out, overwrite):
+    "A report with its first row, or the one in `out` if it was begun on the same model, images and settings"
+    t = time.time(); (ok,pred,y),key = _judge_all(model, first, bs, dev)
     net = type(unwrap(model)).__name__ if isinstance(model, nn.Module) else getattr(model,'__name__','model')
     meta = dict(title=f'Accuracy of {net} under common corruptions ({src.name}), n={len(ok)}, seed={seed}', model=net, fingerprint=fingerprint(model), images=key, data=src.name, n=len(ok), seed=seed, table=table, device=str(dev), torch=torch.__version__)
-    rep = CorruptionReport(meta, preds={'label':y}); _add(rep, 'clean', 0, ok, pred, t)
+    rep = CorruptionReport(meta, preds={'label':y})
+    _add(rep, name, sev, ok, pred, t)
     if out is None or overwrite or not (Path(out)/'report.json').exists(): return rep
     old = CorruptionReport.load(out)
     diff = [k for k in _same_run if old.meta.get(k)!=meta[k]]
@@ -758,7 +766,7 @@ def _doubts(rep, model):
     if (bad:=sum(int((p==-1).sum()) for p in rep.preds.values())): says.append(f'{bad} answers were not a number, which count as wrong')
     return says
 
-# %% ../nbs/01c_corruptions.ipynb #31f8b7d2
+# %% ../nbs/01c_corruptions.ipynb #f333b595
 def corruption_report(
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
     data, # Clean images: a DataLoader or (images, labels); or files: a `CifarC` or `ImageNetC`
@@ -768,7 +776,7 @@ def corruption_report(
     seed:int=0, # Of the random corruptions
     bs:int=64, # Batch size, where the images are tensors
     table:int=None, # Severities of which size, see `corrupt`; None: the nearest
-    clean=None, # Clean images that belong to files: a DataLoader or (images, labels); None: the first corruption stands for them in resuming, and there is no clean accuracy
+    clean=None, # The clean images of files: a DataLoader or (images, labels); None: no clean accuracy
     out=None, # Folder to save to after every row, and to continue from; None: keep nothing
     overwrite:bool=False, # Start anew although `out` holds a report
     progress:bool=False, # Show fastai's progress bar
@@ -778,10 +786,11 @@ def corruption_report(
     dev = next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None
     if hasattr(data,'pick') and n is not None: raise ValueError(f'n= goes with clean images: give it to {type(data).__name__}(path, n=...)')
     src = data if hasattr(data,'pick') else Corrupted(data, n, seed, bs, table, dev)
-    todo = list(product(L(corruptions), L(severities)))
+    todo = [(c,o) for c in L(corruptions) for o in L(severities)]
     for name,sev in todo: _check_kind(torch.zeros(1,1,16,16), name, sev, table)
-    first = ifnone(clean, src.pick(*todo[0]) if not isinstance(src, Corrupted) else ((x,y) for _,x,y in src.clean()))
-    rep = _open_report(model, src, first, seed, table, bs, dev, out, overwrite)
+    if isinstance(src, Corrupted): clean = ((x,y) for _,x,y in src.clean())
+    first = (src.pick(*todo[0]),*todo[0]) if clean is None else (clean,'clean',0)
+    rep = _open_report(model, src, *first, seed, table, bs, dev, out, overwrite)
     for name,sev in progress_bar(todo, leave=False) if progress else todo:
         if f'{name} {sev}' in rep.verdicts: continue
         t = time.time(); (ok,pred,_),_ = _judge_all(model, src.pick(name, sev), bs, dev)
@@ -791,10 +800,11 @@ def corruption_report(
     if out is not None: rep.save(out)
     return rep
 
-# %% ../nbs/01c_corruptions.ipynb #d185590d
+# %% ../nbs/01c_corruptions.ipynb #10b9b3c5
 @patch
 def corruption_report(self:Learner,
     corruptions=CORRUPTIONS, # Which
+    severities=range(1,6), # Which
     ds_idx:int=1, # 0: training images, 1: validation images
     dl=None, # Another DataLoader, or a `CifarC` or `ImageNetC`
     progress:bool=None, # None: if the Learner shows progress bars
@@ -802,7 +812,7 @@ def corruption_report(self:Learner,
 )->CorruptionReport:
     "`corruption_report` of this Learner's model on its validation images"
     self.model.to(self.dls.device)
-    return corruption_report(get_model(self.model), self.dls[ds_idx] if dl is None else dl, corruptions, progress=hasattr(self,'progress') if progress is None else progress, **kw)
+    return corruption_report(get_model(self.model), self.dls[ds_idx] if dl is None else dl, corruptions, severities, progress=hasattr(self,'progress') if progress is None else progress, **kw)
 
 # %% ../nbs/01c_corruptions.ipynb #344c7b31
 class CorruptValid(AdvCallback):
