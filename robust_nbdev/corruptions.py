@@ -7,9 +7,9 @@ Docs: https://robust-nbdev.github.io/robust_nbdev/corruptions.html.md"""
 # %% auto #0
 __all__ = ['NOISES', 'CORRUPTIONS', 'EXTRA_CORRUPTIONS', 'PERTURBATIONS', 'ALEXNET_C', 'ALEXNET_CLEAN', 'ALEXNET_P', 'size_table',
            'corrupt', 'show_corruptions', 'distortion', 'perturb', 'mce', 'relative_mce', 'flips', 'mfr', 'CifarC',
-           'imagenet_classes', 'class_folders', 'class_positions', 'wnid_images', 'ImageNetC', 'SubsetLogits',
-           'subset_report', 'CorruptionReport', 'Corrupted', 'corruption_report', 'CorruptValid', 'CifarP',
-           'read_video', 'ImageNetP', 'flip_report']
+           'imagenet_classes', 'class_folders', 'class_positions', 'wnid_images', 'ImageNetC', 'CifarP', 'read_video',
+           'ImageNetP', 'SubsetLogits', 'subset_report', 'CorruptionReport', 'Corrupted', 'corruption_report',
+           'CorruptValid', 'flip_report']
 
 # %% ../nbs/01c_corruptions.ipynb #c1c87396
 import hashlib,io,importlib.util,re,time,warnings
@@ -118,17 +118,16 @@ def _glass_blur(x, c, seed):
     p = torch.tensor([_jumble(o, h, w, d) for o in steps.cpu().numpy()], device=x.device)
     return _smooth(x.flatten(2).gather(2, p[:,None].expand(-1,ch,-1)).view(x.shape), sigma)
 
-# %% ../nbs/01c_corruptions.ipynb #5f5fb893
+# %% ../nbs/01c_corruptions.ipynb #2bc77159
 def _streak(x, angle, radius, sigma):
     "ImageMagick's motion blur: half a Gaussian along `angle` [B] in degrees; the edge pixels go on outside"
-    (b,_,h,w),i = x.shape,torch.arange(2*radius+1., device=x.device)
-    k = torch.exp(-i**2/(2*sigma**2)); k = k[k>1e-5]/k[k>1e-5].sum()
-    a,px,out = torch.deg2rad(angle),x.permute(0,2,3,1).contiguous(),0
-    row,col,img = torch.arange(h, device=x.device),torch.arange(w, device=x.device),torch.arange(b, device=x.device)[:,None,None]
-    for j in range(len(k)):
-        dy,dx = [(j*o-.5).ceil().long()[:,None] for o in (a.sin(),a.cos())]
-        out = out+k[j]*px[img, (row+dy).clamp(0,h-1)[:,:,None], (col+dx).clamp(0,w-1)[:,None]]
-    return out.permute(0,3,1,2)
+    k = np.exp(-np.arange(2*radius+1)**2/(2*sigma**2)); k = k[k>1e-5]/k[k>1e-5].sum()
+    n,(h,w),out = len(k)-1,x.shape[-2:],torch.zeros_like(x)
+    for o,px,a in zip(out, F.pad(x, [n]*4, mode='replicate'), np.deg2rad(angle.tolist())):
+        for j,v in enumerate(k):
+            t,l = [n+int(np.ceil(j*f(a)-.5)) for f in (np.sin,np.cos)]
+            o.add_(px[:,t:t+h,l:l+w], alpha=float(v))
+    return out
 
 def _angle(seed, lo, hi): return lo+(hi-lo)*uniform(seed, seed[:,None], 9)[:,0]
 
@@ -603,6 +602,49 @@ class ImageNetC:
         return wnid_images(found[0]/str(severity), classes=self.classes, **{'pct':1., **self.kw})
     def __repr__(self): return f'{self.name} in {self.path.name}'
 
+# %% ../nbs/01c_corruptions.ipynb #0bfb4903
+class CifarP:
+    "CIFAR-10-P or CIFAR-100-P: a file of image sequences per perturbation"
+    def __init__(self,
+        path, # Folder with `tilt.npy`, ...
+        n:int=None, # Sequences, from the start; None: all
+        bs:int=8, # Sequences per batch
+    ): self.path,self.n,self.bs,self.name = _folder(path, 'a file per perturbation'),n,bs,Path(path).name
+    def pick(self, name):
+        "Batches [B,T,3,H,W] of one perturbation"
+        f = self.path/f'{name}.npy'
+        if not f.is_file(): raise FileNotFoundError(f'{f} is missing')
+        a = np.load(f, mmap_mode='r')
+        if a.dtype!=np.uint8 or a.ndim!=5: raise ValueError(f'{f} must hold uint8 sequences [N,T,H,W,3], got {a.dtype} {list(a.shape)}')
+        for o in np.array_split(a[:self.n], range(self.bs, len(a[:self.n]), self.bs)): yield torch.from_numpy(np.ascontiguousarray(o)).permute(0,1,4,2,3)/255
+
+# %% ../nbs/01c_corruptions.ipynb #e2128a78
+def read_video(
+    path, # A video file, or a folder of frames
+)->Tensor: # [T,3,H,W] in [0,1]
+    "All frames, in order; raises ImportError without OpenCV, ValueError for an unreadable file"
+    path = Path(path)
+    if path.is_dir(): return torch.stack([torch.from_numpy(np.array(open_image(f))).permute(2,0,1) for f in sorted(get_image_files(path), key=lambda f: [int(o) if o.isdigit() else o for o in re.split(r'(\d+)', f.name)])])/255
+    try: import cv2
+    except ImportError as e: raise ImportError("reading videos needs OpenCV: pip install 'robust-nbdev[corruptions]'") from e
+    v,out = cv2.VideoCapture(str(path)),[]
+    while (o := v.read())[0]: out.append(torch.from_numpy(o[1][...,::-1].copy()).permute(2,0,1))
+    v.release()
+    if not out: raise ValueError(f'{path} is no video that OpenCV can read')
+    return torch.stack(out)/255
+
+class ImageNetP:
+    "ImageNet-P: folders perturbation/class with a video per image"
+    def __init__(self,
+        path, # Folder with `tilt/n01440764/*.mp4`
+        n:int=None, # Sequences of each perturbation, evenly spread over the files; None: all
+    ): self.path,self.n,self.name = _folder(path, 'a folder per perturbation'),n,'ImageNet-P'
+    def pick(self, name):
+        "Batches [1,T,3,H,W] of one perturbation"
+        fs = sorted(o for d in (self.path/name, *self.path.glob(f'*/{name}')) for o in d.glob('*/*') if o.suffix in ('.mp4','.avi') or o.is_dir())
+        if not fs: raise FileNotFoundError(f'{self.path} holds no videos of {name}')
+        for i in np.linspace(0, len(fs)-1, min(ifnone(self.n, len(fs)), len(fs))).round().astype(int): yield read_video(fs[i])[None]
+
 # %% ../nbs/01c_corruptions.ipynb #9f7d6bd0
 class SubsetLogits(Wrapper):
     "A model that answers with some of its classes only"
@@ -664,7 +706,7 @@ class CorruptionReport(Report):
         "Mean accuracy over the fifteen corruptions; `noise=False`: over the twelve without noise"
         return 1-float(_pick(self, [o for o in CORRUPTIONS if noise or o not in NOISES], 'errors').mean())
 
-# %% ../nbs/01c_corruptions.ipynb #fa5f992b
+# %% ../nbs/01c_corruptions.ipynb #8049b322
 @patch
 def headline(self:CorruptionReport):
     "What was measured, and the clean accuracy where clean images were there"
@@ -678,6 +720,7 @@ def _repr_html_(self:CorruptionReport):
     t = (100*self.table).rename_axis(index=None, columns='accuracy % at severity')
     return f'<p>{self.headline()}</p>'+t.to_html(border=0, float_format='{:.1f}'.format)+''.join(f'<p><b>warning:</b> {o}</p>' for o in self.warnings)
 
+# %% ../nbs/01c_corruptions.ipynb #86d09eb7
 @patch
 def plot(self:CorruptionReport,
     ax=None, # Matplotlib axes; None: new ones
@@ -825,49 +868,6 @@ class CorruptValid(AdvCallback):
     ): _check_kind(torch.zeros(1,1,16,16), name, severity, None); store_attr(but='name'); self.corruption = name
     def before_batch(self): self.learn.xb = (corrupt(self.x, self.corruption, self.severity, self.seed),)
     def __repr__(self): return f'CorruptValid({self.corruption!r}, {self.severity})'
-
-# %% ../nbs/01c_corruptions.ipynb #0bfb4903
-class CifarP:
-    "CIFAR-10-P or CIFAR-100-P: a file of image sequences per perturbation"
-    def __init__(self,
-        path, # Folder with `tilt.npy`, ...
-        n:int=None, # Sequences, from the start; None: all
-        bs:int=8, # Sequences per batch
-    ): self.path,self.n,self.bs,self.name = _folder(path, 'a file per perturbation'),n,bs,Path(path).name
-    def pick(self, name):
-        "Batches [B,T,3,H,W] of one perturbation"
-        f = self.path/f'{name}.npy'
-        if not f.is_file(): raise FileNotFoundError(f'{f} is missing')
-        a = np.load(f, mmap_mode='r')
-        if a.dtype!=np.uint8 or a.ndim!=5: raise ValueError(f'{f} must hold uint8 sequences [N,T,H,W,3], got {a.dtype} {list(a.shape)}')
-        for o in np.array_split(a[:self.n], range(self.bs, len(a[:self.n]), self.bs)): yield torch.from_numpy(np.ascontiguousarray(o)).permute(0,1,4,2,3)/255
-
-# %% ../nbs/01c_corruptions.ipynb #e2128a78
-def read_video(
-    path, # A video file, or a folder of frames
-)->Tensor: # [T,3,H,W] in [0,1]
-    "All frames, in order; raises ImportError without OpenCV, ValueError for an unreadable file"
-    path = Path(path)
-    if path.is_dir(): return torch.stack([torch.from_numpy(np.array(open_image(f))).permute(2,0,1) for f in sorted(get_image_files(path), key=lambda f: [int(o) if o.isdigit() else o for o in re.split(r'(\d+)', f.name)])])/255
-    try: import cv2
-    except ImportError as e: raise ImportError("reading videos needs OpenCV: pip install 'robust-nbdev[corruptions]'") from e
-    v,out = cv2.VideoCapture(str(path)),[]
-    while (o := v.read())[0]: out.append(torch.from_numpy(o[1][...,::-1].copy()).permute(2,0,1))
-    v.release()
-    if not out: raise ValueError(f'{path} is no video that OpenCV can read')
-    return torch.stack(out)/255
-
-class ImageNetP:
-    "ImageNet-P: folders perturbation/class with a video per image"
-    def __init__(self,
-        path, # Folder with `tilt/n01440764/*.mp4`
-        n:int=None, # Sequences of each perturbation, evenly spread over the files; None: all
-    ): self.path,self.n,self.name = _folder(path, 'a folder per perturbation'),n,'ImageNet-P'
-    def pick(self, name):
-        "Batches [1,T,3,H,W] of one perturbation"
-        fs = sorted(o for d in (self.path/name, *self.path.glob(f'*/{name}')) for o in d.glob('*/*') if o.suffix in ('.mp4','.avi') or o.is_dir())
-        if not fs: raise FileNotFoundError(f'{self.path} holds no videos of {name}')
-        for i in np.linspace(0, len(fs)-1, min(ifnone(self.n, len(fs)), len(fs))).round().astype(int): yield read_video(fs[i])[None]
 
 # %% ../nbs/01c_corruptions.ipynb #2346466b
 def _sequences(data, name, n, seed, bs, table, dev):
