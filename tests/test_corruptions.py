@@ -217,6 +217,42 @@ def test_fog_dims_to_the_old_maximum():
     x = images(2)*.5
     assert (corrupt(x, 'fog', 5).amax((1,2,3))<=x.amax((1,2,3))+1e-6).all()
 
+def seeds_of(x, name, seed=0): return mix64(image_seed(x, seed)+1+sorted(C._KINDS).index(name))
+
+@pytest.mark.parametrize('table', [32,64,224])
+def test_fog_by_its_formula(table):
+    x = images(2, 3, 32, 32)
+    for s,(a,decay) in enumerate(C._KINDS['fog'].levels[table], 1):
+        m,top = C._plasma(seeds_of(x, 'fog'), 32, decay)[:,None],x.amax((1,2,3), keepdim=True)
+        assert (corrupt(x, 'fog', s, table=table)-((x+a*m)*top/(top+a)).clamp(0,1)).abs().max()<=.51/255
+
+def test_frost_is_a_piece_of_a_photograph():
+    x = C._bits(images(6, 3, 32, 32)*.2); a,b,scale = C._KINDS['frost'].levels[32][3]
+    y = C._frost(x, (a,b,scale), seeds_of(x, 'frost')); ice = ((y-a*x)/b)
+    for o in ice:
+        best = 9
+        for photo in C._ice(scale, 32, 32):
+            at = photo.unfold(1, 32, 1).unfold(2, 32, 1)                     # every place
+            best = min(best, (at[:,:,:,0,:4]-o[:,None,None,0,:4]).abs().amax((0,3)).min().item())
+        assert best<1e-3
+    assert (corrupt(x, 'frost', 4)-y.clamp(0,1)).abs().max()<=.51/255
+
+def test_snow_by_its_formula():
+    x = C._bits(images(2, 3, 32, 32)*.8); sd = seeds_of(x, 'snow')
+    for s,(mean,std,zoom,least,radius,sigma,keep) in enumerate(C._KINDS['snow'].levels[32], 1):
+        f = C._zoom(mean+std*C._normal(sd, x[:,:1]), zoom); f[f<least] = 0
+        f = C._streak((f.clamp(0,1)*255).round()/255, -135+90*uniform(sd, sd[:,None], 9)[:,0], radius, sigma)
+        grey = .299*x[:,:1]+.587*x[:,1:2]+.114*x[:,2:]
+        want = keep*x+(1-keep)*torch.maximum(x, grey*1.5+.5)+f+torch.rot90(f, 2, (2,3))
+        assert (corrupt(x, 'snow', s)-want.clamp(0,1)).abs().max()<=.51/255
+
+def test_zoom_is_scipys():
+    x = images(1, 1, 33, 33)
+    for f in (1.,1.07,1.5,3.):
+        h = 33; ch = int(np.ceil(h/f)); t = (h-ch)//2
+        z = ndimage.zoom(x[0,0].numpy()[t:t+ch,t:t+ch], f, order=1); t = (z.shape[0]-h)//2
+        assert np.abs(C._zoom(x, f)[0,0].numpy()-z[t:t+h,t:t+h]).max()<1e-4
+
 def test_elastic_map_moves_nothing_at_strength_zero():
     x = images(2, 3, 32, 40)
     assert torch.allclose(C._elastic_transform(x, (0,0,0), torch.tensor([1,2])), x, atol=1e-5)
