@@ -340,7 +340,7 @@ def after_loss(self:AFAT):
     self.learn.loss = self.loss_grad.detach().clone()
     if any(isinstance(c, AWP) for c in self.learn.cbs): self.arm()     # which runs the model a second time
 
-# %% ../nbs/05_afat.ipynb #471c3328
+# %% ../nbs/05_afat.ipynb #4f5f48a3
 @patch
 def after_backward(self:AFAT):
     "Send the gradient of the masks into the corruption model"
@@ -376,13 +376,13 @@ def together(self:AFAT):
 @patch
 def after_train(self:AFAT):
     "Note the epoch's mean"
-    if self.n and not hasattr(self.learn,'lr_finder'): self.rows.append(dict(epoch=self.epoch, align=float(self.total)/self.n))
+    if self.n and not hasattr(self.learn,'lr_finder'): self.rows.append(dict(epoch=self.epoch, align_loss=float(self.total)/self.n))
     self.total,self.n = 0.,0
 
 @patch(as_prop=True)
 def df(self:AFAT):
     "The alignment loss of each epoch"
-    return pd.DataFrame(self.rows, columns=['epoch','align'])
+    return pd.DataFrame(self.rows, columns=['epoch','align_loss'])
 
 # %% ../nbs/05_afat.ipynb #ed03625c
 @dataclass(frozen=True, repr=False)

@@ -289,35 +289,107 @@ def _create(cls, variant, pretrained, given, **args):
     if pretrained: raise ValueError(f'{variant} has no pretrained weights: create_model({variant!r}), then load_state_dict')
     return build_model_with_cfg(cls, variant, False, **{**args, **given})
 
-# %% ../nbs/00d_rvt_fan.ipynb #0b56ecff
+# %% ../nbs/00d_rvt_fan.ipynb #d5c6d0b1
 @register_model
-def rvt_tiny(pretrained=False, **kwargs): return _create(RVT, 'rvt_tiny', pretrained, kwargs, dims=(192,384), depths=(10,2), heads=(6,12))
-@register_model
-def rvt_tiny_plus(pretrained=False, **kwargs): return _create(RVT, 'rvt_tiny_plus', pretrained, kwargs, dims=(192,384), depths=(10,2), heads=(6,12), scaled=10)
-@register_model
-def rvt_small(pretrained=False, **kwargs): return _create(RVT, 'rvt_small', pretrained, kwargs)
-@register_model
-def rvt_small_plus(pretrained=False, **kwargs): return _create(RVT, 'rvt_small_plus', pretrained, kwargs, scaled=5)
-@register_model
-def rvt_base(pretrained=False, **kwargs): return _create(RVT, 'rvt_base', pretrained, kwargs, dims=(768,), heads=(12,), conv=False)
-@register_model
-def rvt_base_plus(pretrained=False, **kwargs): return _create(RVT, 'rvt_base_plus', pretrained, kwargs, dims=(768,), heads=(12,), conv=False, scaled=12)
+def rvt_tiny(
+    pretrained:bool=False, # There are no weights: True raises ValueError
+    **kwargs, # For `RVT`
+):
+    "RVT-Ti, ten blocks of width 192 and two of 384"
+    return _create(RVT, 'rvt_tiny', pretrained, kwargs, dims=(192,384), depths=(10,2), heads=(6,12))
 
-# %% ../nbs/00d_rvt_fan.ipynb #e9a42f41
 @register_model
-def fan_tiny_8_p4_hybrid(pretrained=False, **kwargs): return _create(FAN, 'fan_tiny_8_p4_hybrid', pretrained, kwargs)
-@register_model
-def fan_small_12_p4_hybrid(pretrained=False, **kwargs): return _create(FAN, 'fan_small_12_p4_hybrid', pretrained, kwargs, embed_dim=384, depth=10)
-@register_model
-def fan_base_16_p4_hybrid(pretrained=False, **kwargs): return _create(FAN, 'fan_base_16_p4_hybrid', pretrained, kwargs, embed_dim=448, depth=16)
+def rvt_tiny_plus(
+    pretrained:bool=False, # There are no weights: True raises ValueError
+    **kwargs, # For `RVT`
+):
+    "RVT-Ti*, with position-aware attention scaling in the first ten blocks"
+    return _create(RVT, 'rvt_tiny_plus', pretrained, kwargs, dims=(192,384), depths=(10,2), heads=(6,12), scaled=10)
 
+@register_model
+def rvt_small(
+    pretrained:bool=False, # There are no weights: True raises ValueError
+    **kwargs, # For `RVT`
+):
+    "RVT-S, twelve blocks of width 384"
+    return _create(RVT, 'rvt_small', pretrained, kwargs)
+
+@register_model
+def rvt_small_plus(
+    pretrained:bool=False, # There are no weights: True raises ValueError
+    **kwargs, # For `RVT`
+):
+    "RVT-S*, scaled in the first five blocks"
+    return _create(RVT, 'rvt_small_plus', pretrained, kwargs, scaled=5)
+
+# %% ../nbs/00d_rvt_fan.ipynb #39f779eb
+@register_model
+def rvt_base(
+    pretrained:bool=False, # There are no weights: True raises ValueError
+    **kwargs, # For `RVT`
+):
+    "RVT-B, twelve blocks of width 768 with a plain feed-forward"
+    return _create(RVT, 'rvt_base', pretrained, kwargs, dims=(768,), heads=(12,), conv=False)
+
+@register_model
+def rvt_base_plus(
+    pretrained:bool=False, # There are no weights: True raises ValueError
+    **kwargs, # For `RVT`
+):
+    "RVT-B*, scaled in all blocks; `scaled=5`: as the public code"
+    return _create(RVT, 'rvt_base_plus', pretrained, kwargs, dims=(768,), heads=(12,), conv=False, scaled=12)
+
+# %% ../nbs/00d_rvt_fan.ipynb #2f6e4893
+@register_model
+def fan_tiny_8_p4_hybrid(
+    pretrained:bool=False, # There are no weights: True raises ValueError
+    **kwargs, # For `FAN`
+):
+    "FAN-T-Hybrid, eight blocks of width 192"
+    return _create(FAN, 'fan_tiny_8_p4_hybrid', pretrained, kwargs)
+
+@register_model
+def fan_small_12_p4_hybrid(
+    pretrained:bool=False, # There are no weights: True raises ValueError
+    **kwargs, # For `FAN`
+):
+    "FAN-S-Hybrid, ten blocks of width 384 (the 12 of its name is not their number)"
+    return _create(FAN, 'fan_small_12_p4_hybrid', pretrained, kwargs, embed_dim=384, depth=10)
+
+@register_model
+def fan_base_16_p4_hybrid(
+    pretrained:bool=False, # There are no weights: True raises ValueError
+    **kwargs, # For `FAN`
+):
+    "FAN-B-Hybrid, sixteen blocks of width 448"
+    return _create(FAN, 'fan_base_16_p4_hybrid', pretrained, kwargs, embed_dim=448, depth=16)
+
+# %% ../nbs/00d_rvt_fan.ipynb #46236a31
 _small = dict(img_size=32, patch_size=4, num_classes=10)
+
 @register_model
-def rvt_nano(pretrained=False, **kwargs): return _create(RVT, 'rvt_nano', pretrained, kwargs, dims=(64,), depths=(4,), heads=(4,), **_small)
+def rvt_nano(
+    pretrained:bool=False, # There are no weights: True raises ValueError
+    **kwargs, # For `RVT`
+):
+    "A small RVT for images of 32 pixels (28: `img_size=28, in_chans=1`)"
+    return _create(RVT, 'rvt_nano', pretrained, kwargs, dims=(64,), depths=(4,), heads=(4,), **_small)
+
 @register_model
-def rvt_nano_plus(pretrained=False, **kwargs): return _create(RVT, 'rvt_nano_plus', pretrained, kwargs, dims=(64,), depths=(4,), heads=(4,), scaled=2, **_small)
+def rvt_nano_plus(
+    pretrained:bool=False, # There are no weights: True raises ValueError
+    **kwargs, # For `RVT`
+):
+    "A small RVT*, scaled in the first two of four blocks"
+    return _create(RVT, 'rvt_nano_plus', pretrained, kwargs, dims=(64,), depths=(4,), heads=(4,), scaled=2, **_small)
+
 @register_model
-def fan_nano_p4_hybrid(pretrained=False, **kwargs): return _create(FAN, 'fan_nano_p4_hybrid', pretrained, kwargs, embed_dim=64, depth=3, num_heads=4, stem_dims=(16,32), stem_depths=(1,1), cls_attn_layers=1, **_small)
+def fan_nano_p4_hybrid(
+    pretrained:bool=False, # There are no weights: True raises ValueError
+    **kwargs, # For `FAN`
+):
+    "A small FAN for images of 32 pixels (28: `img_size=28, in_chans=1`)"
+    return _create(FAN, 'fan_nano_p4_hybrid', pretrained, kwargs, embed_dim=64, depth=3, num_heads=4, stem_dims=(16,32), stem_depths=(1,1), cls_attn_layers=1, **_small)
 
 # %% ../nbs/00d_rvt_fan.ipynb #1e822960
 def model_cost(
