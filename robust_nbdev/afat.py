@@ -7,7 +7,7 @@ Docs: https://robust-nbdev.github.io/robust_nbdev/afat.html.md"""
 # %% auto #0
 __all__ = ['n_occluded', 'patch_size', 'occlude', 'patch_cover', 'random_keep', 'keep_mask', 'attn_cos', 'patch_blocks',
            'PatchOcclusion', 'occlusion_for', 'align_loss', 'ascend', 'corruption_optim', 'fit_corruption', 'AFAT',
-           'Occlusion', 'GreedyOcclusion', 'show_occlusion', 'PatchAugment']
+           'Occlusion', 'GreedyOcclusion', 'show_occlusion', 'mask_accuracy', 'PatchAugment']
 
 # %% ../nbs/05_afat.ipynb #976ddaac
 import math
@@ -466,6 +466,22 @@ def show_occlusion(
     fig,axs = plt.subplots(2, len(x), figsize=figsize or (1.2*len(x),2.8), squeeze=False, layout='constrained')
     for row,xs,p in zip(axs, (x,x2), ps):
         for ax,o,v in zip(row, xs, p): ax.imshow(o.cpu().permute(1,2,0).squeeze(-1), cmap='gray', vmin=0, vmax=1); ax.set_title(f'{v:.2f}', fontsize=8); ax.axis('off')
+
+# %% ../nbs/05_afat.ipynb #f70378f3
+def mask_accuracy(
+    model:nn.Module, # Takes images [B,C,H,W] in [0,1]
+    data, # A DataLoader, or a tuple (images, labels)
+    masks:int=100, # How many random masks for each image
+    n:int=None, # How many images, from the start; None: all
+    bs:int=256, # Batch size, where `data` are tensors
+    **kwargs, # For `Occlusion`: `share`, `fill`
+)->list: # One accuracy per draw of masks
+    "Accuracy under random occlusion, again and again: what depends on the patches alone"
+    hits,seen,a = torch.zeros(masks),0,Occlusion(**kwargs)
+    for _,x,y in eval_batches(data, n, bs=bs, device=next(model.parameters()).device):
+        seen += len(x)
+        for i in range(masks): hits[i] += (predict(model, a(model, x, y, seed=i))==y).sum().item()
+    return (hits/seen).tolist()
 
 # %% ../nbs/05_afat.ipynb #68faf0c6
 @dataclass(frozen=True, repr=False)
