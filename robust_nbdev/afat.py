@@ -165,7 +165,7 @@ def align_loss(
     d = torch.stack([(a.float()-b.float()).pow(2).mean() for a,b in zip(f,f2)])
     return (d if how=='mean' else d*tensor([o[0].numel() for o in f]).to(d)).mean()
 
-# %% ../nbs/05_afat.ipynb #cc82ad55
+# %% ../nbs/05_afat.ipynb #6c9751ff
 def ascend(
     corruption:nn.Module, # Whose parameters have gradients
     optim, # A torch optimiser that maximises
@@ -175,7 +175,7 @@ def ascend(
     gs = [p.grad for p in corruption.parameters() if p.grad is not None]
     size = torch.stack([g.norm() for g in gs]).norm() if gs else torch.zeros(())
     if size.isfinite() and size>0:
-        if length: torch._foreach_mul_(gs, length/size)
+        for g in gs if length else []: g *= length/size
         optim.step()
     optim.zero_grad()
 
