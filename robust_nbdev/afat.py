@@ -243,7 +243,7 @@ class AFAT(AdvCallback):
     def __repr__(self): return f'AFAT(occlude={self.occlude!r}, lam={self.lam!r}, select={self.select!r}'+''.join(f', {k}={getattr(self,k)!r}' for k,v in dict(fill='noise', how='mean', ste='identity').items() if getattr(self,k)!=v)+')'
     def at(self, v): return v(self.pct_train) if callable(v) else v
 
-# %% ../nbs/05_afat.ipynb #c443975f
+# %% ../nbs/05_afat.ipynb #b67ac9ee
 @patch
 def before_fit(self:AFAT):
     "Clear what an interrupted fit may have left"
@@ -265,10 +265,10 @@ def before_train(self:AFAT):
 @patch
 def before_batch(self:AFAT):
     "Add the occluded images to the batch"
-    if len(self.xb)!=1: raise ValueError(f'AFAT needs a model with one input tensor, this batch has {len(self.xb)}')
+    self.disarm(); self.leaf = self.extra = None
     share = self.at(self.occlude)
-    self.leaf = self.extra = None
     if not share or not self.at(self.lam): return
+    if len(self.xb)!=1: raise ValueError(f'AFAT needs a model with one input tensor, this batch has {len(self.xb)}')
     x = self.x.as_subclass(Tensor)
     self.clean = self.xb
     self.kept = self.choose(x, share)
