@@ -189,6 +189,19 @@ def test_overflow_skips_both_models():
     l.fit(1); assert torch.equal(flat(c), was[0]) and torch.equal(flat(l.model), was[1]) and all(p.grad is None or p.grad.abs().sum()==0 for p in c.parameters())
     l.remove_cb(HalfPrecision); l.fit(1); assert not torch.equal(flat(c), was[0])
 
+def test_a_skipped_step_is_skipped_by_both():
+    "The loss scaler finds an infinite gradient in the classifier alone: the corruption model waits too, and forgets"
+    class Inf(Callback):
+        order = 9
+        def before_step(self): next(self.learn.model.parameters()).grad.fill_(math.inf)
+    l = learner([AFAT(occlude=.25, lam=1.), HalfPrecision(scale=2.**4), Inf()]); l.afat.corruption = c = occlusion_for(l.model, images(2)); was = flat(c)
+    l.fit(1); assert torch.equal(flat(c), was) and all(p.grad is None or p.grad.abs().sum()==0 for p in c.parameters())
+
+def test_summed_losses():
+    "A Learner's loss that sums over images gets an alignment that counts images too"
+    def grads(reduction): w = Watch(); l = learner([AFAT(occlude=.25, lam=3., select='random'), w], loss_func=CrossEntropyLossFlat(reduction=reduction), lr=1e-3); l.fit(1); return w.f
+    assert torch.allclose(grads('sum'), 16*grads('mean'), rtol=1e-3, atol=1e-4)
+
 # --- composition ------------------------------------------------------------------------------------------------------------
 
 COMPANY = dict(mixup=lambda: [MixUp()], cutmix=lambda: [CutMix()], clip=lambda: [GradientClip(.1)], ema=lambda: [EMA(.9)], at=lambda: [AdvTrain(PGD(.1, steps=1))], fgsm_rs=lambda: [AdvTrain(FGSM_RS(.1))],
