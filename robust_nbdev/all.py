@@ -5,10 +5,13 @@ from .core import *
 from .vit import *
 from .datasets import *
 from .models import *
+from .rvt_fan import *
 from .attacks import *
 from .adv_train import *
 from .evaluate import *
+from .corruptions import *
 from .robust_tokens import *
 from .xcit_recipe import *
+from .afat import *
 from .aas import *
 from .cli import robust_bench

@@ -679,7 +679,7 @@ def run(self:RandomOcclusion, obj, x, seed):
 def _attends(model):
     "The timm model inside `model`. Raises TypeError for a model without attention between all patches"
     m = unwrap(model)
-    if not isinstance(m, (VisionTransformer,Cait)): raise TypeError(f'{type(m).__name__} has no attention between all patches of an image: use a timm ViT, DeiT or CaiT, plain or inside Normalized. RandomOcclusion(patch=16) takes any model')
+    if not (isinstance(m, (VisionTransformer,Cait)) or getattr(m,'token_attention',False)): raise TypeError(f'{type(m).__name__} has no attention between all patches of an image: use a timm ViT, DeiT or CaiT, plain or inside Normalized. RandomOcclusion(patch=16) takes any model')
     return m
 
 def patch_attention(
@@ -691,7 +691,7 @@ def patch_attention(
     "How much attention the patches receive: no columns for class, register and extra tokens"
     m = _attends(model)
     maps,z = attn_maps(model, x, pre_softmax=True, logits=True)
-    p,n = 0 if isinstance(m, Cait) else m.num_prefix_tokens,math.prod(patch_grid(model, x))
+    p,n = m.num_prefix_tokens if isinstance(m, VisionTransformer) else 0,math.prod(patch_grid(model, x))
     res = [check_logits(maps[i], x).log_softmax(-1).logsumexp(1)[...,p:p+n]-math.log(maps[i].shape[1]) for i in (range_of(m.blocks) if blocks is None else blocks)]
     return (res,z) if logits else res
 

@@ -346,7 +346,7 @@ def add_tokens(
     "Give the model `n` learnable tokens that have no position, pass through all blocks and are dropped at the end"
     _check_out(out); m = unwrap(model)
     if n!=int(n) or n<0: raise ValueError(f'n must be a whole number >= 0, got {n}')
-    if not issubclass(fam := _family(m), (VisionTransformer,Cait)): raise TypeError(f'{fam.__name__} has no place for extra tokens: its blocks work on a grid of patches (use a ViT or CaiT)')
+    if not issubclass(fam := _family(m), (VisionTransformer,Cait)) or getattr(m,'fixed_tokens',False): raise TypeError(f'{type(m).__name__} has no place for extra tokens: its blocks work on a grid of patches (use a ViT or CaiT)')
     if fam is Cait and out=='all': raise ValueError("out='all' needs a ViT: CaiT drops all but the class token in its last blocks")
     _check_plain(m, model, 'extra_tokens', 'extra tokens')
     t = m.extra_tokens = ExtraTokens(int(n), m.embed_dim, next(m.parameters()), out, std)
@@ -417,7 +417,7 @@ def xcit_stem(
 )->nn.Module: # `model`
     "Set the size of XCiT's patches by the strides of its stem; weights stay. Raises TypeError or ValueError"
     m = unwrap(model)
-    if not isinstance(m, Xcit): raise TypeError(f'xcit_stem changes the convolutions of an XCiT, got {type(m).__name__}: for a ViT give timm patch_size=')
+    if not isinstance(m, Xcit) or getattr(m,'token_attention',False): raise TypeError(f'xcit_stem changes the convolutions of an XCiT, got {type(m).__name__}: for a ViT give timm patch_size=')
     convs = [o for o in m.patch_embed.modules() if isinstance(o, nn.Conv2d)]
     if patch not in (fit := [2**i for i in range(len(convs)+1)]): raise ValueError(f'this stem has {len(convs)} convolutions, so patches have {fit} pixels, got {patch}')
     ones = len(convs)-fit.index(patch)

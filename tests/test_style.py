@@ -101,7 +101,7 @@ def test_parameters_of_public_functions_are_described(mod):
 def test_docstrings_are_one_line(mod):
     assert [o.name for o in exported(mod) if '\n' in (ast.get_docstring(o) or '')]==[]
 
-ALLOWED = dict(core=set(), vit={'core'}, datasets={'core'}, models={'core','vit','datasets'}, attacks={'core','vit'}, adv_train={'core','vit','attacks'}, evaluate={'core','attacks'}, corruptions={'core'}, test_utils={'core'})
+ALLOWED = dict(core=set(), vit={'core'}, datasets={'core'}, models={'core','vit','datasets'}, rvt_fan={'core'}, attacks={'core','vit'}, adv_train={'core','vit','attacks'}, evaluate={'core','attacks'}, corruptions={'core','datasets','evaluate'}, test_utils={'core'})
 PAPERS = {'robust_tokens','tora','xcit_recipe','afat','aas'}
 @mods
 def test_direction_of_imports(mod):

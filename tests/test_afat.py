@@ -1,0 +1,413 @@
+"AFAT: masks, alignment, the joint step by hand, precision, accumulation, composition, families, occlusion as an attack."
+import copy, math, os, pickle, subprocess, sys, warnings
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+import pytest, timm, torch, torch.nn.functional as F
+from torch import nn
+from fastai.vision.all import (Callback, CrossEntropyLossFlat, CutMix, GradientAccumulation, GradientClip, LabelSmoothingCrossEntropyFlat, Learner, L, MixUp, Normalize, SGD, SaveModelCallback, accuracy, set_seed)
+import fastai.callback.fp16 as fp16
+from fastai.callback.schedule import *
+from robust_nbdev.core import *
+from robust_nbdev.vit import *
+from robust_nbdev.attacks import *
+from robust_nbdev.adv_train import *
+from robust_nbdev.afat import *
+from robust_nbdev.rvt_fan import *
+from robust_nbdev.datasets import fashion_mnist
+from robust_nbdev.evaluate import *
+from robust_nbdev.models import small_model
+from robust_nbdev.test_utils import *
+
+def plain(x): return x.as_subclass(torch.Tensor)
+def learner(cbs=None, n=16, bs=16, **kw):
+    kw = {**dict(opt_func=SGD, lr=.1, wd=0.), **kw}
+    return synth_learner(cbs=cbs, dls=kw.pop('dls', None) or synth_dls(n, bs=bs), **kw)
+def flat(m): return torch.cat([p.detach().flatten() for p in m.parameters()])
+def images(n=4, size=28, c=1, seed=0): return torch.rand(n, c, size, size, generator=torch.Generator().manual_seed(seed))
+def counts(x, x2, p): return ((x!=x2).any(1, keepdim=True).unfold(2,p,p).unfold(3,p,p).flatten(4).any(-1)).flatten(1).sum(1).tolist()
+def no_hooks(m): return all(not (o._forward_hooks or o._forward_pre_hooks or o._backward_hooks) and 'forward' not in o.__dict__ for o in m.modules())
+
+class HalfPrecision(fp16.MixedPrecision):
+    "fastai's mixed precision on the CPU, with a scaler that scales"
+    def __init__(self, dtype=torch.float16, scale=2.**10): super().__init__(); self.dtype,self.scale = dtype,scale
+    def before_fit(self):
+        self.autocast,self.scales = torch.autocast('cpu', dtype=self.dtype),L()
+        self.learn.scaler = torch.amp.GradScaler('cpu', init_scale=self.scale, enabled=self.dtype==torch.float16)
+
+class Watch(Callback):
+    "Note gradients of both models right before the steps"
+    order = 9
+    def before_step(self):
+        self.f = torch.cat([p.grad.flatten().clone() for p in self.learn.model.parameters()])
+        c = self.learn.afat.corruption
+        self.c = None if c is None else torch.cat([p.grad.flatten().clone() for p in c.parameters()])
+
+# --- masks ----------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('share,n,k', [(.1,196,20),(.1,49,5),(.1,16,2),(.1,64,6),(.01,16,1),(0,16,0),(1,16,16),(.5,9,4)])
+def test_number_of_patches(share, n, k): assert n_occluded(share, n)==k
+def test_number_of_patches_refuses():
+    for s in (-.1,1.1):
+        with pytest.raises(ValueError, match='between 0 and 1'): n_occluded(s, 10)
+
+@pytest.mark.parametrize('n', [16,49,196])
+def test_exact_number_ties_included(n):
+    for k in (1,n//10+1,n):
+        for sc in (torch.zeros(3,n), torch.randn(3,n), torch.randint(0,2,(3,n)).float()):
+            m = keep_mask(sc, k); assert (m==0).sum(1).tolist()==[k]*3 and m.unique().numel()<=2
+    sc = torch.randn(3,n); m = keep_mask(sc, 2)
+    assert (sc[m==0].view(3,2).amax(1)<=sc.masked_fill(m==0, 9).amin(1)).all()          # the lowest go
+
+def test_straight_through():
+    g = torch.tensor([[-3.,.2,5,0]])
+    for ste,want in (('identity',g),('clip',g.clamp(-1,1)),('sign',g.sign())):
+        s = torch.randn(1,4).requires_grad_(); keep_mask(s, 2, ste).backward(g); assert torch.equal(s.grad, want)
+    with pytest.raises(ValueError, match='ste must be one of'): keep_mask(torch.zeros(1,4), 1, 'soft')
+
+def test_occlude_rectangles():
+    x = images(2)[:,:,:14]; keep = torch.ones(2,8); keep[0,5] = 0
+    o = occlude(x, keep, (7,7), torch.full((1,), 9.))
+    assert torch.equal(o[1], x[1]) and (o[0,:,7:,7:14]==9).all() and (o[0]==9).sum()==49
+
+@pytest.mark.parametrize('fill', ['noise','uniform','drop'])
+def test_cover(fill):
+    m,x,rng = Normalized(nn.Identity(), [.3],[.2]),images(6),torch.get_rng_state()
+    c = patch_cover(x, 3, fill, m)
+    assert torch.equal(torch.get_rng_state(), rng) and torch.equal(patch_cover(x[2:4], 3, fill, m), c[2:4])
+    lo,hi = dict(noise=(.3,.5), uniform=(0,1), drop=(.3,.3))[fill]
+    assert lo-1e-6<=c.min() and c.max()<=hi+1e-6 and (fill=='drop' or not torch.equal(c, patch_cover(x, 4, fill, m)))
+def test_cover_refuses_and_knows_raw_models():
+    with pytest.raises(ValueError, match='fill must be one of'): patch_cover(images(1), 0, 'black')
+    assert patch_cover(images(2), 0, 'drop').abs().max()==0 and patch_cover(images(64), 0).max()>.95
+
+def test_patches_must_tile():
+    m = timm.create_model('vit_tiny_patch16_224', patch_size=16, embed_dim=24, depth=1, num_heads=3, dynamic_img_size=True, dynamic_img_pad=True, img_size=32)
+    with pytest.raises(ValueError, match='multiple of the patches'): patch_size(m, images(1, 40, 3))
+
+def test_corruption_model():
+    c = PatchOcclusion((14,14), (16,16)); x = images(2, 224, 3)
+    assert sum(p.numel() for p in c.parameters())==768+38416 and (c(x, 20)==0).sum(1).tolist()==[20,20]
+    c(x, 20).pow(2).sum().backward(); assert all(p.grad.abs().sum()>0 for p in c.parameters())
+    with pytest.raises(ValueError, match='made for images'): c(images(2, 32, 3), 5)
+    assert torch.allclose(c.scores(x), c.fc(F.gelu(F.conv2d(x, c.conv.weight, stride=16)).flatten(1)), atol=1e-5)
+
+def test_fresh_ones_follow_the_seed_and_leave_the_random_state():
+    m,x,rng = tiny_vit(),images(),torch.get_rng_state()
+    a,b,c = [occlusion_for(m, x, s) for s in (0,0,1)]
+    assert torch.equal(flat(a), flat(b)) and not torch.equal(flat(a), flat(c)) and torch.equal(torch.get_rng_state(), rng)
+    assert a.mean.item()==.5 and a.grid==(4,4) and a.patch==(7,7)
+
+def test_align_by_hand():
+    f,g = [[torch.randn(2,3,4) for _ in range(3)] for _ in range(2)]
+    assert torch.allclose(align_loss(f, g), sum((a-b).pow(2).mean() for a,b in zip(f,g))/3)
+    assert torch.allclose(align_loss(f, g, 'sum'), sum((a-b).pow(2).sum()/2 for a,b in zip(f,g))/3)
+    with pytest.raises(ValueError, match='how must be'): align_loss(f, g, 'max')
+    assert align_loss([f[0].half()],[g[0].half()]).dtype==torch.float32
+
+# --- the joint step ---------------------------------------------------------------------------------------------------------
+
+def by_hand(l, x, y, lam, share=.25, select='adversarial'):
+    "Gradients of classifier and corruption model for one batch, from the definition"
+    m,c = l.model,l.afat.corruption
+    keep = c(x, n_occluded(share, 16)) if c is not None else random_keep(x, 16, n_occluded(share, 16), torch.initial_seed()%2**62)
+    x2 = occlude(x, keep, (7,7), patch_cover(x, torch.initial_seed()%2**62, 'noise', m))
+    m.train(); f,z = block_outputs(m, torch.cat([x,x2]), logits=True)
+    a,(z,z2) = align_loss(*zip(*[o.chunk(2) for o in f])),z.chunk(2)
+    loss = F.cross_entropy(z, y)+lam*a
+    grad = lambda v,ps: torch.cat([g.flatten() for g in torch.autograd.grad(v, ps, retain_graph=True)])
+    up = None if c is None else grad(F.cross_entropy(z2, y) if select=='ce' else lam*a, list(c.parameters()))
+    return grad(loss, list(m.parameters())),up,loss.item()
+
+@pytest.mark.parametrize('select', ['adversarial','random','ce'])
+@pytest.mark.parametrize('lam', [.005,3.])
+def test_one_step_by_hand(select, lam):
+    w,l = Watch(),learner(AFAT(occlude=.25, lam=lam, select=select, corruption_lr=.1, length=None))
+    x,y = map(plain, l.dls.train.one_batch())
+    if select!='random': l.afat.corruption = occlusion_for(l.model, x, 5)
+    l.add_cb(w); f,c,loss = by_hand(l, *map(plain, one(l)), lam, select=select)
+    was = None if c is None else flat(l.afat.corruption)
+    l.fit(1)
+    assert torch.allclose(w.f, f, atol=1e-5, rtol=1e-4) and l.recorder.losses[0].item()==pytest.approx(loss, rel=1e-4)
+    assert (w.c is None)==(select=='random')
+    if w.c is not None:
+        assert torch.allclose(w.c, c, atol=1e-6, rtol=1e-3)
+        assert torch.allclose(flat(l.afat.corruption)-was, .1*1.9*(c-.05*was), atol=1e-5)     # Nesterov's first step, uphill, weights decayed
+def one(l):
+    "The one training batch; the sums of gradients do not depend on its order"
+    return l.dls.train.one_batch()
+
+def test_directions_and_cost():
+    class Moves(Callback):
+        order = 9
+        def before_step(self): self.was = [(p, p.detach().clone(), p.grad.clone()) for m in (self.learn.model,self.learn.afat.corruption) for p in m.parameters()]
+    w,l = Moves(),learner(AFAT(occlude=.25, lam=1.), model=Counted(tiny_vit(num_classes=4)))
+    l.add_cb(w); l.fit(1)
+    n = len(list(l.model.parameters()))
+    dots = [((p.detach()-q)*g).sum().item() for p,q,g in w.was]
+    assert sum(dots[:n])<0<sum(dots[n:]) and l.model.forwards==2*16+len(l.dls.valid_ds)
+
+@pytest.mark.parametrize('kw', [dict(occlude=0), dict(lam=0), dict(occlude=switch(.1, pct=2/3, before=0), epochs=1)])
+def test_nothing_at_zero(kw):
+    ep = kw.pop('epochs', 2)
+    def go(cbs): l = learner(cbs, n=32, model=tiny_vit(num_classes=4, drop_path_rate=.2, proj_drop_rate=.2)); l.fit(ep); return l
+    l = go(AFAT(**kw)); assert torch.equal(flat(l.model), flat(go(None).model)) and l.afat.corruption is None
+
+def test_length_makes_the_step_independent_of_lam():
+    def step(lam, length):
+        l = learner(AFAT(occlude=.25, lam=lam, length=length)); l.afat.corruption = c = occlusion_for(l.model, images(2)); was = flat(c); l.fit(1); return flat(c)-was
+    assert torch.allclose(step(.001, 5.), step(1., 5.), atol=1e-7) and not torch.allclose(step(.001, None), step(1., None), atol=1e-9)
+    assert step(.1, 5.).norm()==pytest.approx(1e-4*1.9*5, rel=.02)
+
+def test_ascent_on_a_frozen_classifier():
+    "Masks of a corruption model that was trained alone move features more than random ones; the classifier stays as it was"
+    m,(x,y) = small_model('vit', data='fashion_mnist'),[plain(o) for o in fashion_mnist(n_train=16, n_valid=64, bs=64).valid.one_batch()]
+    before,rng = state_of(m),torch.get_rng_state()
+    c,seen = fit_corruption(m, (x,y), epochs=30, lr=1e-2)
+    assert len(seen)==30 and state_of(m)==before and torch.equal(torch.get_rng_state(), rng)
+    def align(keep, seed):
+        with torch.no_grad(): f = block_outputs(m, torch.cat([x, occlude(x, keep, (7,7), patch_cover(x, seed, 'noise', m))])); return align_loss(*zip(*[o.chunk(2) for o in f])).item()
+    assert align(c(x, 2), 99)>1.05*sum(align(random_keep(x, 16, 2, s), 99) for s in range(5))/5
+
+@pytest.mark.parametrize('select', ['adversarial','ce'])
+def test_accumulation(select):
+    def go(bs, cbs):
+        l = learner([AFAT(occlude=.25, lam=1., select=select, corruption_lr=.1, length=None), *cbs], bs=bs); l.afat.corruption = occlusion_for(l.model, images(2), 3)
+        if bs<16: assert len(l.dls.train)==16//bs
+        l.fit(1); return flat(l.model),flat(l.afat.corruption)
+    (f,c),(f4,c4) = go(16, []),go(4, [GradientAccumulation(16)])
+    assert torch.allclose(f, f4, atol=1e-5) and torch.allclose((c-c4)/(4 if select=='ce' else 1), torch.zeros(()), atol=1e-4 if select!='ce' else 1)
+
+@pytest.mark.parametrize('dtype,scale', [(torch.bfloat16,1.),(torch.float16,2.**4),(torch.float16,2.**14)])
+def test_mixed_precision(dtype, scale):
+    def go(cbs): w = Watch(); l = learner([AFAT(occlude=.25, lam=1., length=None), w, *cbs]); l.afat.corruption = occlusion_for(l.model, images(2), 3); l.fit(1); return l,w
+    (l,w),(h,v) = go([]),go([HalfPrecision(dtype, scale)])
+    assert v.c.dtype==torch.float32 and F.cosine_similarity(w.c, v.c, dim=0)>.97 and v.c.norm()/w.c.norm()==pytest.approx(1, rel=.1)
+    assert not torch.is_autocast_enabled('cpu') and no_hooks(h.model)
+
+def test_overflow_skips_both_models():
+    l = learner([AFAT(occlude=.25, lam=1.), HalfPrecision(scale=2.**40)]); l.afat.corruption = c = occlusion_for(l.model, images(2)); was = flat(c),flat(l.model)
+    l.fit(1); assert torch.equal(flat(c), was[0]) and torch.equal(flat(l.model), was[1]) and all(p.grad is None or p.grad.abs().sum()==0 for p in c.parameters())
+    l.remove_cb(HalfPrecision); l.fit(1); assert not torch.equal(flat(c), was[0])
+
+def test_a_skipped_step_is_skipped_by_both():
+    "The loss scaler finds an infinite gradient in the classifier alone: the corruption model waits too, and forgets"
+    class Inf(Callback):
+        order = 9
+        def before_step(self): next(self.learn.model.parameters()).grad.fill_(math.inf)
+    l = learner([AFAT(occlude=.25, lam=1.), HalfPrecision(scale=2.**4), Inf()]); l.afat.corruption = c = occlusion_for(l.model, images(2)); was = flat(c)
+    l.fit(1); assert torch.equal(flat(c), was) and all(p.grad is None or p.grad.abs().sum()==0 for p in c.parameters())
+
+def test_summed_losses():
+    "A Learner's loss that sums over images gets an alignment that counts images too"
+    def grads(reduction): w = Watch(); l = learner([AFAT(occlude=.25, lam=3., select='random'), w], loss_func=CrossEntropyLossFlat(reduction=reduction), lr=1e-3); l.fit(1); return w.f
+    assert torch.allclose(grads('sum'), 16*grads('mean'), rtol=1e-3, atol=1e-4)
+
+# --- composition ------------------------------------------------------------------------------------------------------------
+
+COMPANY = dict(mixup=lambda: [MixUp()], cutmix=lambda: [CutMix()], clip=lambda: [GradientClip(.1)], ema=lambda: [EMA(.9)], at=lambda: [AdvTrain(PGD(.1, steps=1))], fgsm_rs=lambda: [AdvTrain(FGSM_RS(.1))],
+    awp=lambda: [AWP(.01)], at_awp=lambda: [AdvTrain(FGSM(.1)), AWP(.01)], no_decay=lambda: [NoDecay()], all=lambda: [MixUp(), GradientAccumulation(32), HalfPrecision(torch.bfloat16), GradientClip(1.), EMA(.9), AdvTrain(FGSM(.1))])
+@pytest.mark.parametrize('company', COMPANY)
+@pytest.mark.parametrize('loss', [CrossEntropyLossFlat(), LabelSmoothingCrossEntropyFlat()], ids=['ce','smooth'])
+def test_company(company, loss):
+    for flip in (False,True):
+        cbs = [AFAT(occlude=.25, lam=.1), *COMPANY[company]()]
+        l = learner(cbs[::-1] if flip else cbs, n=32, loss_func=loss, opt_func=ranger_or_adam())
+        l.fit(2, 1e-3)
+        assert l.loss_func is loss and no_hooks(l.model) and flat(l.model).isfinite().all() and not torch.is_autocast_enabled('cpu') and len(l.afat.df)==2
+        assert all(isinstance(v, float) and math.isfinite(v) for v in l.recorder.values[-1])
+def ranger_or_adam():
+    from fastai.optimizer import Adam
+    return Adam
+
+def test_awp_moves_and_returns():
+    "At gamma 0 AWP changes nothing; at a tiny gamma next to nothing"
+    def go(cbs): l = learner([AFAT(occlude=.25, lam=1.), *cbs]); l.fit(1); return flat(l.model)
+    a,b,c = go([]),go([AWP(0.)]),go([AWP(1e-6)])
+    assert torch.equal(a, b) and torch.allclose(a, c, atol=1e-4) and not torch.equal(a, c)
+
+def test_refuses_what_cannot_be():
+    for cb in (TRADES(PGD(.1, steps=1)), MART(PGD(.1, steps=1)), AdvTrain(FGSM(.1), clean_loss=.5)):
+        with pytest.raises(ValueError, match='joint batch'): learner([AFAT(), cb]).fit(1)
+    l = learner(AFAT()); l.model.model.set_grad_checkpointing(True)
+    with pytest.raises(ValueError, match='gradient checkpointing'): l.fit(1)
+    l = learner(AFAT()); l.dls.train.after_batch.add(Normalize.from_stats([.5],[.5], cuda=False))
+    with pytest.raises(ValueError, match='Normalize'): l.fit(1)
+    l = learner(AFAT(), model=nn.Sequential(nn.Flatten(), nn.Linear(784,4)))
+    with pytest.raises(TypeError, match='supported transformer'): l.fit(1)
+    l = learner(AFAT()); l.model = torch.compile(l.model, backend='eager')
+    with pytest.raises(ValueError, match='compile'): l.fit(1)
+    l = learner(AFAT(corruption=PatchOcclusion((2,2), (7,7), 1)))
+    with pytest.raises(ValueError, match='made for images'): l.fit(1)
+
+@pytest.mark.parametrize('kw,words', [(dict(occlude=2), 'occlude must be'), (dict(lam=-1), 'lam must be'), (dict(select='best'), 'select must be one of'), (dict(fill='black'), 'fill must be one of'), (dict(how='max'), 'how must be one of'), (dict(ste='x'), 'ste must be one of')])
+def test_arguments(kw, words):
+    with pytest.raises(ValueError, match=words): AFAT(**kw)
+
+def test_repr():
+    assert repr(AFAT())=="AFAT(occlude=0.1, lam=0.005, select='adversarial')"
+    assert repr(AFAT(occlude=warmup(.1), fill='drop'))=="AFAT(occlude=warmup(0.1, pct=0.1), lam=0.005, select='adversarial', fill='drop')"
+    assert repr(Occlusion(by=PatchOcclusion((2,2),(7,7),1)))=='Occlusion(by=PatchOcclusion(2x2 patches of 7x7))' and Occlusion().name=='occlusion'
+
+@pytest.mark.parametrize('where', ['before_batch','forward','after_pred','after_loss','after_backward','after_step'])
+@pytest.mark.parametrize('awp', [False,True])
+def test_interrupt_and_refit(where, awp):
+    def go(stop):
+        l = learner([AFAT(occlude=.25, lam=1.), *([AWP(.01)] if awp else [])], n=32)
+        def bang(*a): raise KeyboardInterrupt
+        if stop:
+            if where=='forward': h = l.model.model.blocks[1].register_forward_pre_hook(bang)
+            else: c = Callback(**{where:bang}); c.order = 8; l.add_cb(c)
+            with pytest.raises(KeyboardInterrupt): l.fit(1)
+            if where=='forward': h.remove(); assert no_hooks(l.model)
+            else: l.remove_cb(c)
+            set_seed(0, reproducible=True); l.model.load_state_dict(tiny_vit(num_classes=4).state_dict()); l.create_opt(); l.opt.zero_grad(); l.afat.corruption = l.afat.optim = None
+        set_seed(0, reproducible=True); l.dls.train.rng.seed(0); l.fit(1); return l
+    a,b = go(True),go(False)
+    assert no_hooks(a.model) and torch.allclose(flat(a.model), flat(b.model), atol=1e-5)
+
+def test_only_training_trains():
+    l = learner(AFAT(occlude=.25, lam=1.)); l.fit(1); was = flat(l.afat.corruption)
+    l.validate(); l.get_preds(); assert torch.equal(flat(l.afat.corruption), was)
+    with warnings.catch_warnings(): warnings.simplefilter('ignore'); l.lr_find(num_it=5, show_plot=False)
+    assert torch.equal(flat(l.afat.corruption), was) and no_hooks(l.model)
+
+def test_goes_on_in_the_next_fit():
+    l = learner(AFAT(occlude=.25, lam=1.)); l.fit(2); c = l.afat.corruption; was = flat(c)
+    l.fit(1); assert l.afat.corruption is c and not torch.equal(flat(c), was) and len(l.afat.df)==1
+
+def test_export(tmp_path):
+    l = learner(AFAT(occlude=.25, lam=1.), dls=fashion_mnist(n_train=32, n_valid=16, bs=16), model=tiny_vit()); l.fit(1); l.path = tmp_path
+    l.export('l.pkl'); from fastai.learner import load_learner
+    x,o = images(2),load_learner(tmp_path/'l.pkl'); assert torch.allclose(o.model.eval()(x), l.model.eval()(x), atol=1e-6)
+    assert o.afat.optim is None and torch.equal(flat(o.afat.corruption), flat(l.afat.corruption))
+
+def test_schedules():
+    seen = []
+    l = learner([AFAT(occlude=switch(.5, pct=.5, before=.125), lam=warmup(1., pct=1)), Callback(after_pred=lambda self: seen.append(int((self.learn.afat.kept==0).sum(1)[0])) if self.training and self.learn.afat.kept is not None else None)], n=64)
+    l.fit(2); assert seen==[2]*3+[8]*4            # lam is 0 at the first batch
+
+# --- families ---------------------------------------------------------------------------------------------------------------
+
+def family(k):
+    kw = dict(in_chans=1, num_classes=4)
+    if k=='deit': return timm.create_model('deit_tiny_distilled_patch16_224', img_size=28, patch_size=7, embed_dim=32, depth=2, num_heads=2, **kw)
+    if k=='reg': return timm.create_model('vit_tiny_patch16_224', img_size=28, patch_size=7, embed_dim=32, depth=2, num_heads=2, reg_tokens=2, **kw)
+    if k=='xcit': return timm.create_model('xcit_nano_12_p16_224', img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, cls_attn_layers=1, **kw)
+    if k=='cait': return timm.create_model('cait_xxs24_224', img_size=28, patch_size=7, embed_dim=32, depth=2, num_heads=2, depth_token_only=1, **kw)
+    if k=='swin': return timm.create_model('swin_tiny_patch4_window7_224', img_size=28, patch_size=2, window_size=7, embed_dim=16, depths=(2,1), num_heads=(2,2), **kw)
+    if k=='levit': return timm.create_model('levit_128s', img_size=64, **kw)
+    if k=='rvt_pool': return timm.create_model('rvt_nano_plus', img_size=28, dims=(16,32), depths=(2,1), heads=(2,4), **kw)
+    return timm.create_model(k, img_size=28, **(dict(dims=(32,), depths=(2,)) if 'rvt' in k else dict(embed_dim=32, depth=2, stem_dims=(8,8))), **kw)
+BLOCKS = dict(deit=2, reg=2, xcit=2, cait=2, swin=3, levit=None, rvt_pool=3, rvt_nano=2, rvt_nano_plus=2, fan_nano_p4_hybrid=2)
+@pytest.mark.parametrize('k', BLOCKS)
+@pytest.mark.parametrize('select', ['adversarial','ce'])
+def test_families(k, select):
+    torch.manual_seed(0); m = Normalized(family(k), [.5],[.5])
+    l = learner(AFAT(occlude=.25, lam=1., select=select), model=m, lr=1e-3, dls=synth_dls(16, size=dict(xcit=32, levit=64).get(k, 28), bs=8))
+    assert BLOCKS[k] is None or len(patch_blocks(m))==BLOCKS[k]
+    l.fit(1); c = l.afat.corruption
+    assert c.grid==patch_grid(m, l.dls.one_batch()[0]) and no_hooks(m) and l.afat.df.align_loss[0]>0
+    x = plain(l.dls.one_batch()[0]); m.eval()
+    cos = attn_cos(m, x, Occlusion(share=.5)(m, x, None)); assert cos.shape==(len(x),) and (cos<1+1e-6).all() and (k=='levit' or (cos<1).all()) and torch.allclose(attn_cos(m, x, x), torch.ones(len(x)), atol=1e-4)
+
+# --- occlusion as an attack -------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('make', [lambda c: Occlusion(share=.25), lambda c: Occlusion(share=.25, by=c), lambda c: GreedyOcclusion(share=.25), lambda c: Occlusion(share=.25, fill='drop'), lambda c: PatchAugment()], ids=['random','learned','greedy','drop','augment'])
+def test_leaves_everything_alone(make):
+    m,x,y = tiny_vit(),images(6),torch.arange(6); c = occlusion_for(m, x); a = make(c)
+    before,rng,x0 = state_of(m),torch.get_rng_state(),x.clone()
+    o = a(m, x, y)
+    assert state_of(m)==before and torch.equal(torch.get_rng_state(), rng) and torch.equal(x, x0) and not o.requires_grad and 0<=o.min() and o.max()<=1
+    assert torch.equal(o, a(m, x, y)) and torch.equal(a(m, x[2:5], y[2:5]), o[2:5])                       # the batch does not matter
+    if not isinstance(a, PatchAugment): assert max(counts(x, o, 7))<=4
+    assert all(p.grad is None for p in c.parameters())
+    with torch.no_grad(): assert torch.equal(a(m, x, y), o)
+
+@pytest.mark.parametrize('c,size', [(1,28),(3,32)])
+def test_any_channels_and_size(c, size):
+    m = tiny_vit(size=size, patch=4, in_chans=c); x = images(3, size, c)
+    for a in (Occlusion(), GreedyOcclusion(share=.05)): assert max(counts(x, a(m, x, torch.tensor([0,1,2])), 4))<=n_occluded(.1, (size//4)**2)
+
+def test_greedy_is_the_best_single_patch_and_counts():
+    m = Counted(tiny_vit(seed=1)); x = images(5); y = m(x).argmax(1); m.forwards = 0
+    o = GreedyOcclusion(share=.06, bs=7)(m, x, y)
+    assert m.forwards==5*16
+    cover = patch_cover(x, image_seed(x, 0), 'noise', m); vals = torch.stack([ce(m(occlude(x, torch.ones(5,16).scatter(1, torch.full((5,1), j), 0), (7,7), cover)), y) for j in range(16)], 1)
+    fooled = m(o).argmax(1)!=y
+    assert torch.allclose(ce(m(o), y)[~fooled], vals.amax(1)[~fooled], atol=1e-5) and counts(x, o, 7)==[1]*5
+
+def test_greedy_beats_random_and_stops_when_fooled():
+    dls = synth_dls(64); l = synth_learner(dls=dls, lr=3e-3); l.fit(8); m = l.model.eval(); x,y = [plain(o) for o in dls.valid.one_batch()]
+    acc = lambda a: (predict(m, a(m, x, y))==y).float().mean().item()
+    assert acc(GreedyOcclusion(share=.4))<=min(acc(Occlusion(share=.4)), acc(RandomOcclusion(share=.4, fill='noise')))
+    wrong = predict(m, GreedyOcclusion(share=.4)(m, x, y))!=y
+    n = torch.tensor(counts(x, GreedyOcclusion(share=.4)(m, x, y), 7)); assert (n[~wrong]==n_occluded(.4, 16)).all()
+
+def test_in_reports_and_training(tmp_path):
+    m,x,y = tiny_vit(),images(20),torch.arange(20)%10
+    rep = robust_report(m, (x,y), [Occlusion(), Occlusion(by=occlusion_for(m, x)), GreedyOcclusion(), PGD(.1, steps=2)], out=tmp_path/'r')
+    assert len(rep.df)>=4
+    learner([AdvTrain(Occlusion(share=.25))]).fit(1)
+
+def test_patch_augment():
+    m,x = tiny_vit(),images(32)
+    assert torch.equal(PatchAugment(p=0)(m, x), x)
+    share = sum(counts(x, PatchAugment(noise=.01)(m, x), 7))/(32*16); assert abs(share-(1-.9**3))<.08
+    only = PatchAugment(p=1, least=1., noise=0.)(m, x); assert torch.allclose(only[:,:,7:14,:7], x[:,:,7:14,:7].flip(3), atol=1e-5)
+    n = PatchAugment(p=1, least=1., noise=.05)(m, x*.4+.3); assert .03<(n-PatchAugment(p=1, least=1., noise=0.)(m, x*.4+.3)).std()<.07
+    flatx = torch.full_like(x, .5); assert torch.allclose(PatchAugment(p=1, noise=0.)(m, flatx), flatx, atol=1e-6)
+    with pytest.raises(ValueError, match='p must be'): PatchAugment(p=2)
+
+def test_show(monkeypatch):
+    l = learner(AFAT(occlude=.25, lam=1.))
+    with pytest.raises(ValueError, match='no corruption model'): l.afat.show_masks()
+    l.fit(1); l.afat.show_masks(max_n=3); show_occlusion(l.model, GreedyOcclusion(), l.dls.valid, 2)
+
+# --- two processes ----------------------------------------------------------------------------------------------------------
+
+SCRIPT = '''
+import os, sys, torch, torch.distributed as dist
+from contextlib import nullcontext
+from fastai.vision.all import *
+from fastai.distributed import *
+from robust_nbdev.all import *
+from robust_nbdev.test_utils import tiny_vit
+rank,world = int(os.environ.get('RANK',0)),int(os.environ.get('WORLD_SIZE',1))
+DistributedDL._broadcast = lambda self,t,rank: (lambda v: (dist.broadcast(v, rank), v.tolist())[1])(LongTensor(t))
+if world>1: dist.init_process_group('gloo')
+set_seed(0); x,y = torch.rand(32,1,28,28),torch.randint(0,4,(32,))
+joined = [r*16+i for t in range(0,16,8) for r in range(2) for i in range(t,t+8)]
+order = list(range(32)) if world>1 else joined
+split = lambda idx,bs: DataLoader([(x[i],y[i]) for i in idx], bs=bs, shuffle=False, device=torch.device('cpu'))
+learn = Learner(DataLoaders(split(order, 16//world), split(range(8), 8), device='cpu'), tiny_vit(num_classes=4), loss_func=CrossEntropyLossFlat(), opt_func=SGD, cbs=AFAT(occlude=.25, lam=1., corruption_lr=.1, length=None))
+with learn.distrib_ctx(sync_bn=False) if world>1 else nullcontext():
+    with learn.no_bar(), learn.no_logging(): learn.fit(2, 1e-2)
+torch.save([torch.cat([p.detach().flatten() for p in m.parameters()]) for m in (get_model(learn.model),learn.afat.corruption)], f'{sys.argv[1]}/{world}_{rank}.pth')
+if world>1: dist.destroy_process_group()
+'''
+
+def test_two_processes_are_one(tmp_path):
+    "Masks, alignment and ascent of two processes are those of one on the joined batch, and both have the same corruption model, to the bit"
+    pytest.importorskip('accelerate')
+    (tmp_path/'s.py').write_text(SCRIPT)
+    env = {**os.environ, 'PYTHONPATH':os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get('PYTHONPATH','')]), 'CUDA_VISIBLE_DEVICES':'', 'ACCELERATE_USE_CPU':'true', 'OMP_NUM_THREADS':'1'}
+    def launch(cmd): return subprocess.run([sys.executable,*cmd,str(tmp_path/'s.py'),str(tmp_path)], capture_output=True, text=True, env=env, cwd=tmp_path, timeout=300)
+    with ThreadPoolExecutor() as ex: rs = list(ex.map(launch, ([],['-m','torch.distributed.run','--standalone','--nproc-per-node','2'])))
+    for r in rs: assert r.returncode==0, r.stderr[-3000:]
+    one,a,b = [torch.load(tmp_path/f) for f in ('1_0.pth','2_0.pth','2_1.pth')]
+    for o,p,q in zip(one,a,b): assert torch.equal(p, q) and torch.allclose(o, p, atol=1e-4)
+
+# --- the paper's scale --------------------------------------------------------------------------------------------------------
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['rvt_tiny_plus','fan_tiny_8_p4_hybrid'])
+def test_paper_scale(name):
+    "One AFAT step of AdamW and one evaluation batch under attack at 224 pixels"
+    torch.manual_seed(0); m = Normalized(timm.create_model(name))
+    x,y = images(2, 224, 3),torch.tensor([1,2])
+    from fastai.vision.all import DataLoaders, Adam
+    l = Learner(DataLoaders.from_dsets([*zip(x,y)], [*zip(x,y)], bs=2, device='cpu'), m, loss_func=CrossEntropyLossFlat(), cbs=AFAT(), opt_func=Adam)
+    with l.no_bar(), l.no_logging(): l.fit(1, 1e-3)
+    assert l.afat.corruption.grid==(14,14) and l.afat.df.align_loss[0]>0 and counts(x, Occlusion(by=l.afat.corruption)(m, x, y), 16)==[20,20]
+    assert (PGD(1/255, steps=1)(m.eval(), x, y)-x).abs().max()<=1/255+1e-6
+    assert ((PatchFool(steps=1)(m, x, y)!=x).any(1).flatten(1).sum(1)<=256).all()

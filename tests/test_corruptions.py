@@ -1,0 +1,632 @@
+"Corruptions at every size, their seeds, published files, scores and reports (R38-R41, F13, F14)."
+import builtins, math, os, sys, types
+import numpy as np, pandas as pd, pytest, torch
+from PIL import Image
+from scipy import ndimage, stats
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from fastai.vision.all import CrossEntropyLossFlat, Learner, TensorImage, accuracy
+import robust_nbdev.corruptions as C
+from robust_nbdev.core import *
+from robust_nbdev.attacks import *
+from robust_nbdev.corruptions import *
+from robust_nbdev.evaluate import *
+from robust_nbdev.datasets import fashion_mnist
+from robust_nbdev.test_utils import *
+
+ALL = CORRUPTIONS+EXTRA_CORRUPTIONS
+kinds = pytest.mark.parametrize('name', ALL)
+moves = pytest.mark.parametrize('name', PERTURBATIONS)
+
+def images(n=3, c=3, h=32, w=32, seed=0):
+    "Smooth random images on 256 levels"
+    x = torch.rand(n, c, 6, 6, generator=torch.Generator().manual_seed(seed))
+    return (torch.nn.functional.interpolate(x, size=(h,w), mode='bicubic').clamp(0,1)*255).round()/255
+def rms(a, b): return (a-b).square().mean().sqrt().item()
+
+# --- sizes, types, seeds (R41, R03, F13) ------------------------------------------------------------------------------------
+
+@kinds
+@pytest.mark.parametrize('c,h,w', [(1,28,28),(3,32,32),(1,16,16),(3,33,47),(3,64,64)])
+def test_every_kind_at_every_size(name, c, h, w):
+    x = images(2, c, h, w); before = x.clone()
+    for s in range(1,6):
+        y = corrupt(x, name, s)
+        assert y.shape==x.shape and y.dtype==x.dtype and y.min()>=0 and y.max()<=1 and y.isfinite().all()
+        assert torch.allclose(y*255, (y*255).round(), atol=1e-3)
+    assert torch.equal(x, before)
+
+@kinds
+def test_large_and_oblong_images(name):
+    for c,h,w in ((3,224,224),(1,224,160)):
+        x = images(1, c, h, w)
+        y = corrupt(x, name, 5)
+        assert y.shape==x.shape and y.isfinite().all()
+        if not (name=='saturate' and c==1): assert rms(x, y)>1e-3
+
+def test_frost_where_the_photographs_are_too_small():
+    x = images(1, 3, 700, 600)
+    assert corrupt(x, 'frost', 1).shape==x.shape
+
+@kinds
+def test_same_seed_same_pixels_whatever_the_batch(name):
+    x = images(6); a = corrupt(x, name, 4, seed=3)
+    assert torch.equal(corrupt(x[2:3], name, 4, seed=3), a[2:3]) and torch.equal(corrupt(x.flip(0), name, 4, seed=3).flip(0), a)
+    assert torch.equal(corrupt(x[2:4], name, 4, seed=torch.tensor([8,9])), corrupt(x[2:4].flip(0), name, 4, seed=torch.tensor([9,8])).flip(0))
+
+def test_seeds_and_images_differ():
+    x = images(1).expand(2,-1,-1,-1)
+    for name in ALL:
+        random = name not in ('defocus_blur','zoom_blur','brightness','contrast','pixelate','jpeg_compression','gaussian_blur','saturate')
+        a,b,c = corrupt(x, name, 5, seed=0),corrupt(x, name, 5, seed=1),corrupt(x, name, 5, seed=torch.tensor([1,2]))
+        assert torch.equal(a[0], a[1]) and torch.equal(a, b)!=random and torch.equal(c[0], c[1])!=random, name
+
+def test_kinds_of_noise_do_not_share_their_numbers():
+    x = torch.full((1,3,32,32), 128/255)
+    a,b = [(corrupt(x, o, 3)-x).flatten() for o in ('gaussian_noise','speckle_noise')]
+    assert abs(torch.corrcoef(torch.stack([a,b]))[0,1])<.1
+
+def test_global_random_states_are_left_alone():
+    x = images(2); torch.manual_seed(1); np.random.seed(1)
+    t,n = torch.get_rng_state(),np.random.get_state()[1].copy()
+    for o in ALL: corrupt(x, o, 5)
+    for o in PERTURBATIONS: perturb(x, o)
+    assert torch.equal(torch.get_rng_state(), t) and (np.random.get_state()[1]==n).all()
+    a = corrupt(x, 'snow', 3); torch.manual_seed(2); np.random.seed(2)
+    assert torch.equal(corrupt(x, 'snow', 3), a)
+
+class Items(Dataset):
+    def __init__(self, x): self.x = x
+    def __len__(self): return len(self.x)
+    def __getitem__(self, i): return torch.cat([corrupt(self.x[i][None], o, 5, seed=7)[0] for o in ('glass_blur','fog','shot_noise')])
+
+def test_same_pixels_in_worker_processes():
+    x = images(6); want = torch.cat([corrupt(x, o, 5, seed=7) for o in ('glass_blur','fog','shot_noise')], 1)
+    dl = DataLoader(Items(x), batch_size=4, num_workers=2, multiprocessing_context='spawn' if sys.platform!='linux' else 'fork')
+    assert torch.equal(torch.cat(list(dl)), want)
+
+@pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16,torch.float64])
+def test_other_float_types(dtype):
+    x = images(2); y = corrupt(x.to(dtype), 'gaussian_blur', 3)
+    assert y.dtype==dtype
+    if dtype==torch.float64: assert (y.float()-corrupt(x, 'gaussian_blur', 3)).abs().max()<1e-6
+
+def test_memory_layout_and_subclasses_do_not_matter():
+    x = images(2)
+    for name in ALL:
+        a = corrupt(x, name, 3)
+        assert torch.equal(corrupt(x.to(memory_format=torch.channels_last), name, 3), a), name
+        assert torch.equal(corrupt(TensorImage(x), name, 3), a) and type(corrupt(TensorImage(x), name, 3)) is torch.Tensor
+    with torch.autocast('cpu', dtype=torch.bfloat16): assert torch.equal(corrupt(x, 'defocus_blur', 5), corrupt(x, 'defocus_blur', 5))
+    a = corrupt(x, 'gaussian_blur', 5)
+    with torch.autocast('cpu', dtype=torch.bfloat16): assert torch.equal(corrupt(x, 'gaussian_blur', 5), a)
+    assert not corrupt(x.clone().requires_grad_(), 'fog', 1).requires_grad
+
+@pytest.mark.parametrize('x,kw,err,says', [
+    (images(1), dict(name='rain'), ValueError, 'no corruption'), (images(1), dict(severity=0), ValueError, 'from 1 to 5'), (images(1), dict(severity=2.5), ValueError, 'from 1 to 5'),
+    (images(1), dict(table=128), ValueError, 'table must be'), (images(1)*255, {}, ValueError, 'in \\[0,1\\]'), ((images(1)*255).byte(), {}, TypeError, 'floating point'),
+    (images(1,3,12,32), {}, ValueError, 'at least 16'), (images(1)[0], {}, ValueError, '1 or 3 channels'), (images(1,4), {}, ValueError, '1 or 3 channels'),
+    (images(2), dict(seed=torch.tensor([1])), ValueError, 'one integer per image')])
+def test_errors_say_what_was_given(x, kw, err, says):
+    with pytest.raises(err, match=says): corrupt(x, **{'name':'fog', 'severity':1, **kw})
+
+def test_rounding_outside_the_range_passes():
+    x = images(1); x[0,0,0,0] = 1+1e-6
+    assert corrupt(x, 'contrast', 1).max()<=1
+
+def test_frost_without_photographs_names_the_extra(monkeypatch):
+    C._ice.cache_clear()
+    monkeypatch.setattr(C.importlib.util, 'find_spec', lambda name: None)
+    with pytest.raises(ImportError, match=r"robust-nbdev\[corruptions\]"): corrupt(images(1), 'frost', 1)
+    corrupt(images(1), 'snow', 1)
+    C._ice.cache_clear()
+
+def test_frost_photographs_are_checked(monkeypatch, tmp_path):
+    (tmp_path/'frost').mkdir()
+    for f in C._FROST: Image.new('RGB', (300,300)).save(tmp_path/'frost'/f)
+    C._ice.cache_clear()
+    monkeypatch.setattr(C, '_frost_folder', lambda: tmp_path/'frost')
+    with pytest.raises(ValueError, match='not the photograph'): corrupt(images(1), 'frost', 1)
+    C._ice.cache_clear()
+
+# --- what they are ---------------------------------------------------------------------------------------------------------
+
+ORDERED = ('gaussian_noise','shot_noise','impulse_noise','defocus_blur','motion_blur','zoom_blur','brightness','contrast','speckle_noise','gaussian_blur')
+@pytest.mark.parametrize('name', ORDERED)
+@pytest.mark.parametrize('c,side', [(1,28),(3,32),(3,64),(3,224)])
+def test_severity_is_an_order_of_distortion(name, c, side):
+    x = images(8 if side<224 else 1, c, side, side)*.6+.2
+    d = [rms(corrupt(x, name, s), (x*255).round()/255) for s in range(1,6)]
+    assert all(a<=b+2e-4 for a,b in zip(d, d[1:])) and d[4]>1.2*d[0], d
+
+def test_noise_is_the_same_noise_only_louder():
+    x = torch.full((1,1,64,64), 128/255)
+    a,b = [corrupt(x, 'gaussian_noise', s, table=32)-x for s in (1,5)]
+    assert torch.corrcoef(torch.stack([a.flatten(),b.flatten()]))[0,1]>.99
+    hit = [corrupt(x, 'impulse_noise', s)!=x for s in range(1,6)]
+    assert all((p<=q).all() for p,q in zip(hit, hit[1:]))
+
+def test_noise_has_the_published_strength():
+    x = torch.full((4,3,64,64), 128/255); v = 128/255
+    for table in (32,64,224):
+        for s in range(1,4):
+            ids = torch.arange(4); std = lambda o: (corrupt(x, o, s, ids, table)-x).std().item()
+            lv = {o:C._KINDS[o].levels[table][s-1] for o in ('gaussian_noise','speckle_noise','shot_noise','impulse_noise')}
+            assert std('gaussian_noise')==pytest.approx(lv['gaussian_noise'], rel=.03) and std('speckle_noise')==pytest.approx(lv['speckle_noise']*v, rel=.03)
+            assert std('shot_noise')==pytest.approx((v/lv['shot_noise'])**.5, rel=.05)
+            y = corrupt(x, 'impulse_noise', s, ids, table)
+            assert ((y!=x).float().mean().item(), (y==1).float().mean().item())==pytest.approx((lv['impulse_noise'], lv['impulse_noise']/2), rel=.12)
+
+@pytest.mark.parametrize('c', [3,25,500])
+@pytest.mark.parametrize('level', [0,7,255])
+def test_photons_are_poisson(c, level):
+    k = (C._shot_noise(torch.full((1,1,128,128), level/255), c, torch.tensor([5]))*c).round().long().flatten().numpy()
+    lam = level/255*c
+    assert k.mean()==pytest.approx(lam, rel=.04, abs=.01) and (lam==0 or k.var()==pytest.approx(lam, rel=.08))
+    if lam: assert np.abs(np.bincount(k, minlength=int(lam)+2)[int(lam)]/k.size-stats.poisson.pmf(int(lam), lam))<.015
+
+@pytest.mark.parametrize('sigma', [.05,.4,1.,6.,19.])
+@pytest.mark.parametrize('mode', ['nearest','reflect'])
+def test_smooth_is_scipys(sigma, mode):
+    x = images(1, 1, 28, 20)
+    want = ndimage.gaussian_filter(x[0,0].numpy(), sigma, mode=mode, truncate=3.)
+    assert np.allclose(C._smooth(x, sigma, mode, 3.)[0,0].numpy(), want, atol=1e-5)
+
+def test_glass_blur_is_the_published_loop():
+    (h,w),d = (16,20),2
+    steps = torch.randint(-d, d, (2,2,h,w), generator=torch.Generator().manual_seed(0)).numpy()
+    x = np.random.default_rng(0).integers(0, 256, (h,w,3)).astype(np.uint8); y = x.copy()
+    for dy,dx in steps:
+        for r in range(h-d, d, -1):
+            for c in range(w-d, d, -1):
+                a,b = r+dy[r,c],c+dx[r,c]
+                y[r,c],y[a,b] = y[a,b],y[r,c]          # numpy's views make this a copy, as in the published code
+    p = C._jumble(steps, h, w, d)
+    assert (x.reshape(-1,3)[p].reshape(h,w,3)==y).all()
+
+def test_a_tail_by_hand():
+    x = torch.zeros(1,1,9,9); x[0,0,4,4] = 1
+    k = np.exp(-np.arange(4)**2/2)
+    y = C._streak(x, torch.tensor([90.]), 3, 1.)[0,0].numpy()
+    assert np.allclose(y[4-3:4+1,4][::-1], k/np.exp(-np.arange(7.)**2/2)[:5].sum(), atol=1e-4) and np.isclose(y[:,[0,1,2,3,5,6,7,8]].sum(), 0)
+    assert torch.allclose(C._streak(torch.ones(2,1,9,9), torch.tensor([10.,200.]), 6, 3.), torch.ones(2,1,9,9), atol=1e-5)
+
+def test_clouds():
+    m = C._plasma(torch.arange(3), 32, 3.)
+    assert m.shape==(3,32,32) and torch.allclose(m.amin((1,2)), torch.zeros(3)) and torch.allclose(m.amax((1,2)), torch.ones(3))
+    rough = [(a-a.roll(1, 2)).abs().mean() for a in (C._plasma(torch.arange(8), 64, o) for o in (3.,1.4))]
+    assert rough[0]<.5*rough[1]
+
+def test_clouds_are_the_published_recursion():
+    "Diamond-square as loops over points"
+    n,decay,seed = 8,2.,torch.tensor([3])
+    u = (2*uniform(seed, torch.empty(1,n,n))-1)[0].double().numpy(); m = np.zeros((n,n)); step,amp = n,100.
+    while step>=2:
+        h = step//2
+        for r in range(0, n, step):
+            for c in range(0, n, step): m[r+h,c+h] = (m[r,c]+m[(r+step)%n,c]+m[r,(c+step)%n]+m[(r+step)%n,(c+step)%n])/4+amp**2*u[r+h,c+h]
+        for r in range(0, n, step):
+            for c in range(0, n, step):
+                m[r,c+h] = (m[r+h,c+h]+m[(r-h)%n,c+h]+m[r,c]+m[r,(c+step)%n])/4+amp**2*u[r,c+h]
+                m[r+h,c] = (m[r+h,c+h]+m[r+h,(c-h)%n]+m[r,c]+m[(r+step)%n,c])/4+amp**2*u[r+h,c]
+        step,amp = h,amp/decay
+    m -= m.min(); m /= m.max()
+    assert np.allclose(C._plasma(seed, n, decay)[0].numpy(), m, atol=1e-4)
+
+def test_fog_dims_to_the_old_maximum():
+    x = images(2)*.5
+    assert (corrupt(x, 'fog', 5).amax((1,2,3))<=x.amax((1,2,3))+1e-6).all()
+
+def seeds_of(x, name, seed=0): return mix64(image_seed(x, seed)+1+sorted(C._KINDS).index(name))
+
+@pytest.mark.parametrize('table', [32,64,224])
+def test_fog_by_its_formula(table):
+    x = images(2, 3, 32, 32)
+    for s,(a,decay) in enumerate(C._KINDS['fog'].levels[table], 1):
+        m,top = C._plasma(seeds_of(x, 'fog'), 32, decay)[:,None],x.amax((1,2,3), keepdim=True)
+        assert (corrupt(x, 'fog', s, table=table)-((x+a*m)*top/(top+a)).clamp(0,1)).abs().max()<=.51/255
+
+def test_frost_is_a_piece_of_a_photograph():
+    x = C._bits(images(6, 3, 32, 32)*.2); a,b,scale = C._KINDS['frost'].levels[32][3]
+    y = C._frost(x, (a,b,scale), seeds_of(x, 'frost')); ice = ((y-a*x)/b)
+    for o in ice:
+        best = 9
+        for photo in C._ice(scale, 32, 32):
+            at = photo.unfold(1, 32, 1).unfold(2, 32, 1)                     # every place
+            best = min(best, (at[:,:,:,0,:4]-o[:,None,None,0,:4]).abs().amax((0,3)).min().item())
+        assert best<1e-3
+    assert (corrupt(x, 'frost', 4)-y.clamp(0,1)).abs().max()<=.51/255
+
+def test_snow_by_its_formula():
+    x = C._bits(images(2, 3, 32, 32)*.8); sd = seeds_of(x, 'snow')
+    for s,(mean,std,zoom,least,radius,sigma,keep) in enumerate(C._KINDS['snow'].levels[32], 1):
+        f = C._zoom(mean+std*C._normal(sd, x[:,:1]), zoom); f[f<least] = 0
+        f = C._streak((f.clamp(0,1)*255).round()/255, -135+90*uniform(sd, sd[:,None], 9)[:,0], radius, sigma)
+        grey = .299*x[:,:1]+.587*x[:,1:2]+.114*x[:,2:]
+        want = keep*x+(1-keep)*torch.maximum(x, grey*1.5+.5)+f+torch.rot90(f, 2, (2,3))
+        assert (corrupt(x, 'snow', s)-want.clamp(0,1)).abs().max()<=.51/255
+
+def test_zoom_is_scipys():
+    x = images(1, 1, 33, 33)
+    for f in (1.,1.07,1.5,3.):
+        h = 33; ch = int(np.ceil(h/f)); t = (h-ch)//2
+        z = ndimage.zoom(x[0,0].numpy()[t:t+ch,t:t+ch], f, order=1); t = (z.shape[0]-h)//2
+        assert np.abs(C._zoom(x, f)[0,0].numpy()-z[t:t+h,t:t+h]).max()<1e-4
+
+def test_elastic_map_moves_nothing_at_strength_zero():
+    x = images(2, 3, 32, 40)
+    assert torch.allclose(C._elastic_transform(x, (0,0,0), torch.tensor([1,2])), x, atol=1e-5)
+
+def test_grey_images():
+    x = images(2, 1, 28, 28)
+    assert torch.equal(corrupt(x, 'saturate', 5), x)
+    for name in ('snow','frost','spatter','fog'):                                              # the same as the grey image in three channels
+        a,b = [c(torch.Tensor.expand(x,-1,n,-1,-1), C._KINDS[name].levels[32][4], torch.tensor([1,2])) for n,c in ((1,C._KINDS[name].f),(3,C._KINDS[name].f))]
+        if name!='spatter': assert torch.allclose(a[:,0], C._grey(b)[:,0], atol=.02), name
+
+def test_library_parity():
+    "What corrupt-tta does as published, at 224 pixels, to the rounding"
+    tta = pytest.importorskip('corrupt_tta', exc_type=ImportError)
+    x = images(1, 3, 224, 224)
+    a = (x[0]*255).round().byte().permute(1,2,0).numpy()
+    for name in ('defocus_blur','zoom_blur','brightness','contrast','pixelate','jpeg_compression','gaussian_blur','saturate'):
+        for s in (1,3,5):
+            want = np.asarray(tta.corrupt(a.copy(), s, name)).astype(float)
+            got = corrupt(x, name, s)[0].permute(1,2,0).numpy()*255
+            assert np.abs(got-want).max()<=.51, (name,s)
+
+def test_sizes_choose_their_table():
+    assert [size_table(torch.zeros(1,1,h,w)) for h,w in ((16,16),(28,28),(45,99),(46,46),(119,300),(120,120),(224,224),(512,512))]==[32,32,32,64,64,224,224,224]
+    x = images(2, 3, 64, 64)
+    assert torch.equal(corrupt(x, 'fog', 2), corrupt(x, 'fog', 2, table=64)) and not torch.equal(corrupt(x, 'fog', 2), corrupt(x, 'fog', 2, table=32))
+
+def test_names_and_tables_are_complete():
+    assert len(CORRUPTIONS)==15 and len(EXTRA_CORRUPTIONS)==4 and len(PERTURBATIONS)==10 and set(C._KINDS)==set(ALL) and set(C._MOVES)==set(PERTURBATIONS)
+    assert all(len(v)==5 for k in C._KINDS.values() for v in k.levels.values()) and set(ALEXNET_C)==set(CORRUPTIONS) and set(ALEXNET_P)==set(PERTURBATIONS)
+
+# --- sequences -------------------------------------------------------------------------------------------------------------
+
+@moves
+@pytest.mark.parametrize('c,h,w', [(1,28,28),(3,32,40)])
+def test_sequences(name, c, h, w):
+    x = images(2, c, h, w); y = perturb(x, name, seed=1)
+    assert y.shape[:1]+y.shape[2:]==x.shape and y.shape[1]=={'motion_blur':21,'translate':16}.get(name, 31)
+    assert y.min()>=0 and y.max()<=1 and torch.equal(perturb(x[1:], name, seed=1), y[1:])
+    if 'noise' in name or name=='zoom_blur': assert torch.equal(y[:,0], x)
+    if name in ('brightness','rotate','tilt','scale'): assert rms(y[:,15], x)<(.1 if name=='tilt' else .02)
+    if 'noise' in name: assert not torch.equal(y[:,1], y[:,2])
+    else: assert max(rms(y[:,i], y[:,i+1]) for i in range(y.shape[1]-1))<.35
+
+def test_sequences_of_large_images_have_their_own_settings():
+    x = images(1, 3, 96, 96)
+    assert perturb(x, 'translate').shape[1]==41 and perturb(x, 'translate', table=32).shape[1]==16
+    with pytest.raises(ValueError, match='no perturbation'): perturb(x, 'fog')
+    with pytest.raises(ValueError, match='table must be'): perturb(x, 'tilt', table=64)
+
+def test_rotation_and_scale_against_torchvision():
+    import torchvision.transforms.v2.functional as T
+    x = images(1, 3, 32, 32); inner = (...,slice(4,-4),slice(4,-4))
+    rot,zoom = perturb(x, 'rotate')[0],perturb(x, 'scale')[0]
+    for i in (3,15,24):
+        want = T.affine(x[0], angle=i-15, translate=[0,0], scale=1., shear=[0.], interpolation=T.InterpolationMode.BILINEAR)
+        assert (rot[i][inner]-want[inner]).abs().max()<.02
+        want = T.affine(x[0], angle=0, translate=[0,0], scale=(2*i+70)/100, shear=[0.], interpolation=T.InterpolationMode.BILINEAR)
+        assert (zoom[i][inner]-want[inner]).abs().max()<.02
+
+def test_tilt_is_opencvs_perspective():
+    cv2 = pytest.importorskip('cv2', exc_type=ImportError)
+    x = images(1, 3, 32, 32); a = x[0].permute(1,2,0).numpy()
+    h = w = 32; i = 25; p = np.deg2rad(.75*(i-15)); f = math.hypot(w, h); c,s = math.cos(p),math.sin(p)
+    m = np.array([[f,0,w/2,0],[0,f,h/2,0],[0,0,1,0]])@np.array([[1,0,0,0],[0,1,0,0],[0,0,1,f],[0,0,0,1]])@np.array([[1,0,0,0],[0,c,-s,0],[0,s,c,0],[0,0,0,1]])@np.array([[c,0,-s,0],[0,1,0,0],[s,0,c,0],[0,0,0,1]])@np.array([[1,0,-w/2],[0,1,-h/2],[0,0,1],[0,0,1]])
+    want = cv2.warpPerspective(a, m, (w,h))
+    got = perturb(x, 'tilt')[0,i].permute(1,2,0).numpy()
+    assert np.abs(got-want)[3:-3,3:-3].max()<.03
+
+# --- scores (R40, F14) -------------------------------------------------------------------------------------------------------
+
+def test_alexnet_is_at_one_hundred():
+    assert mce(ALEXNET_C)==100 and mfr(ALEXNET_P)==100 and relative_mce(ALEXNET_C, ALEXNET_CLEAN)==100
+    assert mce(ALEXNET_C, names=[o for o in CORRUPTIONS if o not in NOISES])==100
+    assert mce({k:v/2 for k,v in ALEXNET_C.items()})==pytest.approx(50)
+    assert ALEXNET_C['fog']==.819324 and np.mean(list(ALEXNET_P.values()))==pytest.approx(.1405, abs=1e-4)
+
+def test_published_scores():
+    "A ResNet-50 from its published errors and flip probabilities"
+    errs = dict(zip(CORRUPTIONS, .01*np.array([68.7,70.5,76.7]+[60]*12)))
+    assert mce(errs, names=NOISES)==pytest.approx(100*np.mean([.687/.886428,.705/.894468,.767/.92264]))
+    rn = dict(zip(PERTURBATIONS, (.14,.174,.06,.0429,.0754,.0303,.0486,.0679,.0401,.1132)))
+    assert mfr(rn)==pytest.approx(58., abs=.05)
+
+def test_extras_do_not_count_and_nothing_may_miss():
+    e = {**ALEXNET_C, **{o:0. for o in EXTRA_CORRUPTIONS}}
+    assert mce(e)==100
+    with pytest.raises(ValueError, match='fog, brightness are missing'): mce({k:v for k,v in e.items() if k not in ('fog','brightness')})
+    with pytest.raises(ValueError, match='tilt is missing'): mfr({k:v for k,v in ALEXNET_P.items() if k!='tilt'})
+    with pytest.raises(ValueError, match='shot_noise'): mce(e, base={k:v for k,v in ALEXNET_C.items() if k!='shot_noise'})
+
+def test_nothing_to_divide_by():
+    flat = dict.fromkeys(CORRUPTIONS, .1)
+    with pytest.raises(ValueError, match='nothing to divide by at .*fog'): relative_mce(flat, .1, flat, .1)
+    with pytest.raises(ValueError, match='nothing to divide by'): mce(flat, dict.fromkeys(CORRUPTIONS, 0.))
+    with pytest.raises(ValueError, match='clean='): relative_mce(flat)
+    assert relative_mce(flat, 0., {k:.2 for k in flat}, 0.)==pytest.approx(50)                    # a perfect clean model
+
+def test_flips():
+    p = np.array([[3]*31, [1,2]*15+[1]])
+    assert flips(p, True).tolist()==[0,.5] and flips(p, False).tolist()==[0,1]
+    assert flips(torch.tensor([[0,0,1,1]]), False).tolist()==pytest.approx([1/3])
+    with pytest.raises(ValueError, match='N,T'): flips([1,2,3], True)
+
+# --- files (R38, R39) ------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def cifar_c(tmp_path):
+    "Every pixel says its severity, corruption and image"
+    n = 7
+    np.save(tmp_path/'labels.npy', np.tile(np.arange(n)%3, 5))
+    for j,name in enumerate(('fog','snow')):
+        a = np.zeros((5*n,32,32,3), np.uint8)
+        for s in range(5):
+            for i in range(n): a[s*n+i] = 100*j+10*(s+1)+i
+        np.save(tmp_path/f'{name}.npy', a)
+    return tmp_path
+
+def test_each_severity_has_its_rows(cifar_c):
+    for n in (7,3):
+        for j,name in enumerate(('fog','snow')):
+            for s in range(1,6):
+                x,y = CifarC(cifar_c, n=n).pick(name, s)
+                assert (x.mean((1,2,3))*255).round().tolist()==[100*j+10*s+i for i in range(n)] and y.tolist()==[i%3 for i in range(n)] and y.dtype==torch.int64
+
+def test_what_is_wrong_with_the_files(cifar_c, tmp_path):
+    with pytest.raises(FileNotFoundError, match='rain.npy is missing; there are: fog, snow'): CifarC(cifar_c).pick('rain', 1)
+    with pytest.raises(ValueError, match='each severity has 7'): CifarC(cifar_c, n=8)
+    with pytest.raises(FileNotFoundError, match='labels.npy'): CifarC(cifar_c.parent)
+    with pytest.raises(FileNotFoundError, match='is no folder'): CifarC(cifar_c/'nowhere')
+    np.save(cifar_c/'snow.npy', np.zeros((7,32,32,3), np.uint8))
+    with pytest.raises(ValueError, match='five times as many'): CifarC(cifar_c).pick('snow', 1)
+    for y in (np.arange(35), np.arange(33)):
+        np.save(cifar_c/'labels.npy', y)
+        with pytest.raises(ValueError, match='same labels five times'): CifarC(cifar_c)
+
+WNIDS = ['n01498041','n01531178','n07695742']
+
+def shift_folder(path, names=WNIDS, n=2):
+    "Images whose red value says their class"
+    for i,o in enumerate(names):
+        (path/o).mkdir(parents=True)
+        for j in range(n): Image.new('RGB', (40,32), (50*(i+1),0,0)).save(path/o/f'{j}.png')
+    return path
+
+class Reads(nn.Module):
+    "Reads the class off the red value, with a louder distractor outside the subset"
+    def __init__(self, at, n=1000, distract=7): super().__init__(); self.at,self.n,self.d = at,n,distract
+    def forward(self, x):
+        z = torch.zeros(len(x), self.n); k = (x[:,0].mean((1,2))*255/50).round().long()-1
+        z[torch.arange(len(x)), torch.tensor(self.at)[k]] = 1
+        if self.d is not None: z[:,self.d] = 2
+        return z
+
+def test_wordnet_names_decide_the_outputs(tmp_path):
+    f = shift_folder(tmp_path/'a'); at = class_positions(WNIDS).tolist()
+    assert at==[imagenet_classes().index(o) for o in WNIDS] and at!=[0,1,2]
+    r = subset_report(Reads(at), f, size=32, num_workers=0)
+    assert r.accuracy.tolist()==[1,0] and r.n.tolist()==[6,6] and r.classes.tolist()==[3,1000] and r.index.tolist()==['subset','all']
+    assert subset_report(Reads(at, distract=None), f, size=32, num_workers=0).accuracy.tolist()==[1,1]
+    x,y = wnid_images(f, size=32, num_workers=0).one_batch(); assert sorted(set(y.tolist()))==sorted(at)
+    sub = SubsetLogits(Reads(at), class_positions(WNIDS))
+    rep = robust_report(sub, wnid_images(f, subset=True, size=32, num_workers=0), [None])
+    assert rep.df.accuracy[0]==1
+
+def test_models_with_other_outputs_are_refused(tmp_path):
+    f = shift_folder(tmp_path/'a')
+    for n in (200,21841):
+        with pytest.raises(ValueError, match=f'{n} outputs'): subset_report(Reads([0,1,2], n, None), f, size=32, num_workers=0)
+    with pytest.raises(ValueError, match='2 of 3 class folders are unknown'): class_positions(['n01440764','dog','cat'])
+    own = subset_report(Reads([2,1,0], 3, None), f, classes=WNIDS[::-1], size=32, num_workers=0)
+    assert own.accuracy.tolist()==[1,1]
+    with pytest.raises(ValueError, match='is wanted of a model with 3'): SubsetLogits(Reads([0,1,2], 3, None), [5])(torch.rand(1,3,8,8))
+
+def test_numbers_are_sorted_as_numbers(tmp_path):
+    f = shift_folder(tmp_path/'v2', ['0','2','10'])
+    assert class_folders(f)==['0','2','10'] and class_positions(class_folders(f)).tolist()==[0,2,10]
+    assert subset_report(Reads([0,2,10], distract=None), f, size=32, num_workers=0).accuracy.tolist()==[1,1]
+
+def test_missing_class_folders_do_not_shift_labels(tmp_path):
+    f = shift_folder(tmp_path/'a'); at = class_positions(WNIDS).tolist()
+    import shutil; shutil.rmtree(f/WNIDS[0])
+    m = Reads(at, distract=None)
+    assert subset_report(m, f, size=32, num_workers=0).accuracy.tolist()==[1,1]
+    (f/WNIDS[0]).mkdir()
+    with pytest.raises(FileNotFoundError, match='no images in'): wnid_images(f)
+
+def test_timm_agrees_on_imagenet_a_and_r():
+    import timm.data
+    from pathlib import Path
+    info = Path(timm.data.__file__).parent/'_info'
+    for k in 'ar':
+        names = (info/f'imagenet_{k}_synsets.txt').read_text().split() if (info/f'imagenet_{k}_synsets.txt').exists() else pytest.skip('timm has no list')
+        assert len(names)==200 and class_positions(names).tolist()==[int(o) for o in (info/f'imagenet_{k}_indices.txt').read_text().split()]
+
+@pytest.mark.parametrize('between', ['','weather/'])
+def test_imagenet_c_folders(tmp_path, between):
+    for s in (1,2): shift_folder(tmp_path/f'{between}fog'/str(s))
+    src = ImageNetC(tmp_path, size=32, num_workers=0)
+    at = class_positions(WNIDS).tolist()
+    rep = corruption_report(Reads(at, distract=None), src, ['fog'], [1,2])
+    assert rep.table.loc['fog'].tolist()==[1,1,1] and rep.imagenet and rep.clean is None and rep.meta['n']==6
+    with pytest.raises(FileNotFoundError, match='no folder snow/1'): src.pick('snow', 1)
+
+def test_sequences_from_files(tmp_path):
+    x = images(5); a = (torch.stack([perturb(o[None], 'translate')[0] for o in x])*255).round().byte().permute(0,1,3,4,2).numpy()
+    np.save(tmp_path/'translate.npy', a)
+    net = tiny_vit(size=32, patch=8, in_chans=3)
+    files,here = [flip_report(net, d, ['translate'], **k) for d,k in ((CifarP(tmp_path, n=4, bs=3),{}),((x,torch.zeros(5).long()),dict(n=4)))]
+    assert files.flip.tolist()==here.flip.tolist() and files.n.tolist()==[4] and files.frames.tolist()==[16]
+    with pytest.raises(FileNotFoundError, match='tilt.npy'): list(CifarP(tmp_path).pick('tilt'))
+    np.save(tmp_path/'tilt.npy', a[0])
+    with pytest.raises(ValueError, match='N,T,H,W,3'): list(CifarP(tmp_path).pick('tilt'))
+
+def test_videos(tmp_path, monkeypatch):
+    cv2 = pytest.importorskip('cv2', exc_type=ImportError)
+    d = tmp_path/'tilt'/'n01440764'; d.mkdir(parents=True)
+    v = cv2.VideoWriter(str(d/'a.avi'), cv2.VideoWriter_fourcc(*'MJPG'), 5, (64,64))
+    if not v.isOpened(): pytest.skip('this OpenCV writes no videos')
+    for i in range(4): v.write(np.full((64,64,3), (20*i,0,200), np.uint8))            # BGR
+    v.release()
+    x = next(ImageNetP(tmp_path).pick('tilt'))
+    assert x.shape==(1,4,3,64,64) and x[0,:,0].mean()>.7 and x[0,3,2].mean()>x[0,0,2].mean()+.1
+    with pytest.raises(FileNotFoundError, match='no videos of scale'): list(ImageNetP(tmp_path).pick('scale'))
+    (d/'b.mp4').write_bytes(b'nothing')
+    with pytest.raises(ValueError, match='no video'): read_video(d/'b.mp4')
+    monkeypatch.setitem(sys.modules, 'cv2', None)
+    with pytest.raises(ImportError, match=r'robust-nbdev\[corruptions\]'): read_video(d/'a.avi')
+
+def test_folders_of_frames_are_read_by_number(tmp_path):
+    d = tmp_path/'tilt'/'n01440764'/'a'; d.mkdir(parents=True)
+    for i in range(12): Image.new('RGB', (8,8), (20*i,0,0)).save(d/f'img{i}.png')
+    assert (next(ImageNetP(tmp_path).pick('tilt'))[0,:,0].mean((1,2))*255).round().tolist()==[20*i for i in range(12)]
+
+# --- reports (R31) -----------------------------------------------------------------------------------------------------------
+
+class Spy(nn.Module):
+    "Counts the images it sees"
+    def __init__(self, model): super().__init__(); self.model,self.seen = model,0
+    def forward(self, x): self.seen += len(x); return self.model(x)
+
+@pytest.fixture
+def data():
+    x = images(12, 1, 28, 28)
+    return x,torch.arange(12)%4
+
+def test_report_is_corrupt_and_predict(data):
+    m = Spy(tiny_vit(num_classes=4)); x,y = data
+    m.train(); before,m.seen = state_of(m),0
+    r = corruption_report(m, data, ['fog','contrast'], [1,5], bs=5, seed=3)
+    assert m.seen==12*5 and m.training and state_of(m)==before
+    assert r.table.columns.tolist()==[1,5,'mean'] and r.df.n.unique().tolist()==[12] and len(r.df)==5
+    for n in ('fog','contrast'):
+        for s in (1,5): assert (r.verdicts[f'{n} {s}']==(predict(m, corrupt(x, n, s, 3))==y).numpy()).all() and r.table.loc[n,s]==pytest.approx(r.verdicts[f'{n} {s}'].mean(), abs=1e-6)
+    assert r.clean==pytest.approx((predict(m, x)==y).float().mean().item(), abs=1e-6)
+    assert any('12 images only' in o for o in r.warnings) and any('training mode' in o for o in r.warnings)
+    assert 'fog' in repr(r) and '<table' in r._repr_html_() and r.plot() is not None
+
+def test_batch_size_and_loader_change_nothing(data):
+    m = tiny_vit(num_classes=4)
+    dl = DataLoader(list(zip(*data)), batch_size=5)
+    a,b,c = corruption_report(m, data, bs=12, severities=[5]),corruption_report(m, data, bs=5, severities=[5]),corruption_report(m, dl, severities=[5])
+    assert all((a.verdicts[k]==o.verdicts[k]).all() for k in a.verdicts for o in (b,c)) and a.meta['images']==b.meta['images']==c.meta['images']
+
+def test_scores_of_reports(data):
+    a,b = [corruption_report(tiny_vit(num_classes=4, seed=o), data) for o in (1,2)]
+    assert mce(a, a)==100 and mce(a, b)==pytest.approx(100*np.mean([a.errors[o]/b.errors[o] for o in CORRUPTIONS]))
+    assert a.accuracy()==pytest.approx(1-np.mean(list(a.errors.values()))) and a.accuracy(noise=False)==pytest.approx(1-np.mean([v for k,v in a.errors.items() if k not in NOISES]))
+    with pytest.raises(ValueError, match='give base='): mce(a)
+    with pytest.raises(ValueError, match='give base='): relative_mce(a)
+    few = corruption_report(tiny_vit(num_classes=4), data, severities=[1,2])
+    with pytest.raises(ValueError, match='all five severities'): few.errors
+    some = corruption_report(tiny_vit(num_classes=4), data, ['fog'])
+    with pytest.raises(ValueError, match='missing'): some.accuracy()
+
+def test_goes_on_where_it_stopped(data, tmp_path):
+    m = Spy(tiny_vit(num_classes=4)); whole = corruption_report(m, data, ['fog','snow'], [1,3])
+    class Stop(Exception): pass
+    real,calls = C.corrupt,[]
+    def stops(x, name, s, *a, **k):
+        calls.append((name,s))
+        if len(calls)>2: raise Stop()
+        return real(x, name, s, *a, **k)
+    C.corrupt = stops
+    try:
+        with pytest.raises(Stop): corruption_report(m, data, ['fog','snow'], [1,3], out=tmp_path/'r')
+    finally: C.corrupt = real
+    m.seen = 0
+    r = corruption_report(m, data, ['fog','snow'], [1,3], out=tmp_path/'r')
+    assert m.seen==12*3 and r.table.equals(whole.table) and CorruptionReport.load(tmp_path/'r').table.equals(whole.table)
+    assert {o.name for o in (tmp_path/'r').iterdir()}=={'report.json','report.csv','report.png','verdicts.npz','predictions.npz'}
+    m.seen = 0; corruption_report(m, data, ['fog'], [1], out=tmp_path/'r'); assert m.seen==12
+
+def test_goes_on_with_nothing_else(data, tmp_path):
+    m,out = tiny_vit(num_classes=4),tmp_path/'r'; corruption_report(m, data, ['fog'], [1], out=out)
+    x,y = data
+    for what,args,kw in (('seed',(m,data),dict(seed=1)), ('fingerprint',(tiny_vit(num_classes=4, seed=5),data),{}), ('images',(m,(x.flip(0),y)),{}), ('images',(m,(x,y.flip(0))),{}), ('n',(m,data),dict(n=6)), ('table',(m,data),dict(table=64))):
+        with pytest.raises(ValueError, match=f'differs in .*{what}'): corruption_report(*args, ['fog'], [1], out=out, **kw)
+    with pytest.raises(ValueError, match='plain function'): f = lambda x: m(x); corruption_report(f, data, ['fog'], [1], out=tmp_path/'f'); corruption_report(f, data, ['fog'], [1], out=tmp_path/'f')
+    corruption_report(m, data, ['fog'], [1], out=out, overwrite=True, seed=1)
+    (out/'report.json').write_text('{')
+    with pytest.raises(ValueError, match='no readable report'): corruption_report(m, data, ['fog'], [1], out=out, seed=1)
+
+def test_wrong_calls_fail_before_any_work(data):
+    m = Spy(tiny_vit(num_classes=4))
+    with pytest.raises(ValueError, match='no corruption'): corruption_report(m, data, ['fog','rain'])
+    with pytest.raises(ValueError, match='from 1 to 5'): corruption_report(m, data, ['fog'], [1,6])
+    with pytest.raises(TypeError, match='learn.corruption_report'): corruption_report(synth_learner(), data)
+    assert m.seen==0
+    with pytest.raises(ValueError, match='asked for n=99'): corruption_report(m, data, ['fog'], [1], n=99)
+    with pytest.raises(ValueError, match='n= goes with clean images'): corruption_report(m, Corrupted(data), ['fog'], [1], n=3)
+
+def test_broken_answers_count_as_wrong(data):
+    r = corruption_report(lambda x: torch.full((len(x),4), float('nan')), data, ['fog'], [1])
+    assert r.clean==0 and any('not a number' in o for o in r.warnings)
+
+def test_files_and_clean_images_together(cifar_c):
+    x = images(7, 3); m = tiny_vit(size=32, patch=8, in_chans=3, num_classes=3)
+    r = corruption_report(m, CifarC(cifar_c), ['fog','snow'], clean=(x,torch.arange(7)%3))
+    assert r.clean is not None and len(r.table)==2 and r.meta['n']==7
+    s = corruption_report(m, CifarC(cifar_c), ['fog','snow'])
+    assert s.clean is None and s.clean_error is None and s.table.equals(r.table) and '; clean' not in repr(s).splitlines()[0]
+    with pytest.raises(ValueError, match='clean='): relative_mce({**dict.fromkeys(CORRUPTIONS, .5)}, None, s, None)
+
+def test_learner_verbs():
+    l = synth_learner(cbs=None, metrics=accuracy); before = state_of(l.model)
+    r = l.corruption_report(['brightness'], [5])
+    with l.no_bar(): v = l.validate(cbs=CorruptValid('brightness', 5))
+    assert v[1]==pytest.approx(r.table.loc['brightness',5], abs=1e-5) and state_of(l.model)==before
+    assert not any(isinstance(c, CorruptValid) for c in l.cbs)
+    f = l.flip_report(names=['translate'], n=5); assert f.n.tolist()==[5]
+    p,_ = l.get_preds(cbs=CorruptValid('fog', 3)); assert len(p)==len(l.dls.valid_ds)
+    with pytest.raises(ValueError, match='no corruption'): CorruptValid('rain', 1)
+    l.fit(1, 1e-3)                                                                          # and training goes on as ever
+    import pickle; assert pickle.loads(pickle.dumps(CorruptValid('fog', 1))).corruption=='fog'
+    assert repr(CorruptValid('fog', 2))=="CorruptValid('fog', 2)"
+
+def test_training_batches_stay_clean():
+    seen = []
+    l = synth_learner(cbs=[CorruptValid('contrast', 5)])
+    from fastai.callback.core import Callback
+    l.add_cb(Callback(after_pred=lambda self: seen.append((self.training, self.x.std().item())))); l.fit(1, 1e-3)
+    assert min(s for t,s in seen if t)>2*max(s for t,s in seen if not t)
+
+def test_normalised_data_is_refused():
+    from fastai.vision.all import Normalize
+    l = synth_learner(); l.dls.valid.after_batch.add(Normalize.from_stats([.5],[.5], cuda=False))
+    with pytest.raises(ValueError, match='Normalize'): l.corruption_report(['fog'], [1])
+
+def test_flip_report_counts_by_hand():
+    x = images(3, 1, 28, 28)
+    m = tiny_vit(num_classes=4)
+    r = flip_report(m, (x,torch.zeros(3).long()), ['rotate','gaussian_noise'], bs=2)
+    for n in ('rotate','gaussian_noise'):
+        p = torch.stack([predict(m, o) for o in perturb(x, n)])
+        assert r.flip[n]==pytest.approx(flips(p, 'noise' in n).mean())
+    const = lambda x: torch.eye(4)[torch.ones(len(x), dtype=torch.long)]
+    assert flip_report(const, (x,torch.zeros(3).long()), ['tilt']).flip['tilt']==0
+
+def test_attacks_and_corruptions_meet(data):
+    "A corrupted batch is a batch like any other (R03)"
+    x,y = data; m = tiny_vit(num_classes=4)
+    for name in ('fog','jpeg_compression','glass_blur'):
+        x2 = PGD(.1, steps=1)(m, corrupt(x, name, 2), y)
+        assert x2.shape==x.shape and x2.min()>=0 and x2.max()<=1
+
+def test_speed_of_small_images():
+    "Fifteen corruptions of 64 small images stay within a few milliseconds per image (a loop over pixels in Python took seconds)"
+    import time
+    x = images(64); corrupt(x[:2], 'frost', 1); t = time.time()
+    for o in CORRUPTIONS: corrupt(x, o, 5)
+    assert (time.time()-t)/64<.05
+
+def test_figure():
+    import matplotlib.pyplot as plt
+    show_corruptions(images(1)[0], ['fog','snow'], [1,5]); assert len(plt.gcf().axes)==6; plt.close('all')
+    d = distortion(images(2), ['contrast']); assert d.shape==(1,5) and (d.loc['contrast'].diff()[1:]>0).all()
