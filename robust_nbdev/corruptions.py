@@ -326,13 +326,13 @@ def corrupt(
     with torch.autocast(x.device.type, enabled=False): x = kind.f(x, kind.levels[ifnone(table, size_table(x))][severity-1], seeds)
     return _bits(x.clamp(0,1)).to(given)
 
-# %% ../nbs/01c_corruptions.ipynb #a9afa2b7
+# %% ../nbs/01c_corruptions.ipynb #208cdd40
 def show_corruptions(
     x:Tensor, # One image [C,H,W] in [0,1]
     names=CORRUPTIONS, # Corruptions: a row for each
     severities=range(1,6), # A column for each, after the clean image
     seed:int=0, # Of the random ones
-    rows:int=5, # Rows before the next block of columns begins
+    rows:int=8, # Rows before the next block of columns begins
 ):
     "A grid of one image under corruptions"
     names,severities = L(names),L(severities)
