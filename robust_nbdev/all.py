@@ -11,6 +11,7 @@ from .adv_train import *
 from .evaluate import *
 from .corruptions import *
 from .robust_tokens import *
+from .tora import *
 from .xcit_recipe import *
 from .afat import *
 from .aas import *

@@ -1,0 +1,394 @@
+"TORA-ViT: every line of what issue 10 must show, the gate by hand, the two phases, fastai's contract, files, and the model left as it was."
+import copy, math, pickle
+import pytest, timm, torch, torch.nn.functional as F
+from torch import nn
+from fastai.vision.all import Callback, CancelFitException, CrossEntropyLossFlat, CutMix, DataLoaders, GradientAccumulation, Learner, MixUp, accuracy, load_learner, set_seed
+from robust_nbdev.core import *
+from robust_nbdev.vit import *
+from robust_nbdev.attacks import *
+from robust_nbdev.adv_train import *
+from robust_nbdev.evaluate import *
+from robust_nbdev.tora import *
+from robust_nbdev.test_utils import *
+import fastai.callback.fp16 as fp16
+
+PGD1 = PGD(.1, steps=1)
+def images(n=4, c=1, size=28, seed=0): return (torch.rand(n, c, size, size, generator=torch.Generator().manual_seed(seed))*255).round()/255
+def make(kind='tora', d=2, noise=0., model=None, **kw):
+    torch.manual_seed(1); m = model or tiny_vit(num_classes=4)
+    m = {'tora':tora_vit, 'adapter_fusion':adapter_fusion, 'single_adapter':single_adapter, 'head_only':lambda m,d: head_only(m)}[kind](m, d=d, **kw)
+    for p in m.parameters():
+        if p.requires_grad: p.data += noise*torch.randn_like(p)
+    return m
+def learner(model=None, cbs=(), cb=None, **kw): return synth_learner(model=model or make(), cbs=[cb or TORA(PGD1), *cbs], **kw)
+def state(m): return {k:v.clone() for k,v in m.state_dict().items()}
+def changed(m, before): return [k for k,v in m.state_dict().items() if not torch.equal(v, before[k])]
+KINDS = dict(tora={}, key=dict(gate='key'), both=dict(gate='both'), diagonal=dict(gate='diagonal'), folded=dict(folded=True), adapter_fusion=dict(kind='adapter_fusion'), single_adapter=dict(kind='single_adapter'), head_only=dict(kind='head_only'))
+kinds = pytest.mark.parametrize('k', KINDS)
+
+# --- the model ------------------------------------------------------------------------------------------------------------------
+
+@kinds
+@pytest.mark.parametrize('net', [dict(), dict(reg_tokens=2), dict(init_values=.1), dict(pre_norm=True), dict(fc_norm=True), dict(qk_norm=True)], ids=['plain','registers','layerscale','pre_norm','fc_norm','qk_norm'])
+def test_step_0_is_the_pretrained_model(k, net):
+    x,m = images(),tiny_vit(num_classes=4, **net)
+    m.model.cls_token.data.normal_(); m.model.head.weight.data.normal_()
+    z = m(x); n = sum(p.numel() for p in m.parameters()); t = make(model=m, **KINDS[k])
+    assert (t(x)-z).abs().max()<1e-5 and t is m and not t.training
+    for fused in (False, True):
+        for b in t.model.blocks: b.attn.fused_attn = fused
+        assert (t(x)-z).abs().max()<1e-5
+    assert sum(p.numel() for p in m.parameters() if not p.requires_grad)==n
+
+@kinds
+def test_remove_brings_the_model_back_to_the_bit(k):
+    x,m = images(),tiny_vit(num_classes=4)
+    next(m.parameters()).requires_grad_(False); before,z = state_of(m),m(x)
+    t = make(model=m, noise=.1, **KINDS[k]); assert not torch.equal(t(x), z)
+    remove_tora(m)
+    assert torch.equal(m(x), z) and repr(state_of(m))==repr(before)
+    with pytest.raises(ValueError, match='nothing to remove'): remove_tora(m)
+
+def test_a_model_without_the_right_place_is_refused():
+    for f in (lambda: tora_vit(timm.create_model('resnet18')), lambda: tora_vit(tiny_vit(class_token=False, global_pool='avg'))):
+        with pytest.raises(TypeError, match='class token'): f()
+    with pytest.raises(ValueError, match='one head'): tora_vit(tiny_vit(global_pool='avg'))
+    with pytest.raises(ValueError, match='one head'): tora_vit(tiny_vit(num_classes=0))
+    with pytest.raises(ValueError, match='one head'): tora_vit(timm.create_model('deit_tiny_distilled_patch16_224'))
+    with pytest.raises(ValueError, match='already'): tora_vit(make())
+    with pytest.raises(ValueError, match='already'): tora_vit(add_tokens(tiny_vit(), 2))
+    with pytest.raises(ValueError, match="gate must be one of"): tora_vit(tiny_vit(), gate='row')
+    with pytest.raises(ValueError, match='folded'): tora_vit(tiny_vit(), gate='key', folded=True)
+    with pytest.raises(ValueError, match='whole number'): tora_vit(tiny_vit(), d=0)
+    with pytest.raises(TypeError, match='from its name'): tora_vit(tiny_vit(), num_classes=3)
+    m = tiny_vit(); before = repr(state_of(m))
+    for f in (lambda: tora_vit(m, gate='row'), lambda: tora_vit(m, d=.5)):
+        with pytest.raises(ValueError): f()
+    assert repr(state_of(m))==before                       # a refusal changes nothing
+
+def test_by_name_inside_normalized():
+    m = tora_vit('vit_tiny_patch16_224', pretrained=False, num_classes=5, img_size=32)
+    assert isinstance(m, Normalized) and m(images(2, 3, 32)).shape==(2,5) and m.model.tora.about['d']==12
+
+def test_each_adapter_sees_its_own_token():
+    "What is done to [ROB] does not reach the accuracy adapter of that block, and the other way round"
+    b = Branches(8, 3).eval(); nn.init.normal_(b.sides['acc'].up.weight); nn.init.normal_(b.sides['rob'].up.weight)
+    seen = {}
+    for k,a in b.sides.items(): a.register_forward_hook(lambda m,i,o,k=k: seen.update({k:i[0].clone()}))
+    z = torch.randn(2,6,8); b(z)
+    assert torch.equal(seen['acc'], z[:,[0,2,3,4,5]]) and torch.equal(seen['rob'], z[:,1:])
+
+@pytest.mark.parametrize('split', [True,False])
+@pytest.mark.parametrize('how', ['adapter','key','both','diagonal'])
+def test_fusion_against_loops(how, split):
+    "Entry by entry, with no shared code"
+    torch.manual_seed(0); b = Branches(6, 3, how=how, split=split)
+    for p in b.parameters(): p.data.normal_()
+    z = torch.randn(1,5,6); ks = ([0,2,3,4],[1,2,3,4]) if split else ([0,1,2,3,4],)*2; N = len(ks[0])
+    deltas = [[b.sides[s].up(torch.relu(b.sides[s].down(z[0,j]))) for j in o] for s,o in zip(('acc','rob'), ks)]
+    feats = [[z[0,j]+d for j,d in zip(o,dd)] for o,dd in zip(ks,deltas)]
+    W = {k:getattr(b.gate,k).weight for k in 'qkv'}
+    want = z.clone()
+    for i in range(5):
+        s = torch.stack([torch.stack([(W['q']@z[0,i])@(W['k']@f)/6**.5 for f in fs]) for fs in feats])           # [2,N]
+        own = (max(i-1,0) if split else i)
+        g = {'adapter':s.softmax(0)/N, 'key':s.softmax(1)/2, 'both':s.flatten().softmax(0).view(2,N), 'diagonal':s.softmax(0)*F.one_hot(torch.tensor(own), N)}[how]
+        want[0,i] += sum(g[x,j]*(W['v']@deltas[x][j]) for x in (0,1) for j in range(N))
+    assert torch.allclose(b(z), want, atol=1e-4, rtol=1e-4)
+    w = b.gate.weights(z, *[torch.stack(f)[None] for f in feats])
+    assert torch.allclose({'adapter':w.sum(1), 'diagonal':w.sum(1), 'key':w.sum(-1), 'both':w.sum((1,3))}[how], torch.ones(()), atol=1e-5)
+
+def test_folded_is_the_same_function_with_the_same_gradients():
+    a,b = make(noise=.3),make(noise=.3, folded=True); b.load_state_dict(a.state_dict()); x = images()
+    for m in (a,b): m(x).square().sum().backward()
+    assert torch.allclose(a(x), b(x), atol=1e-5) and all((p.grad is None)==(q.grad is None) and (p.grad is None or (p.grad-q.grad).norm()<=1e-4*p.grad.norm()+1e-6) for p,q in zip(a.parameters(), b.parameters()))
+
+@pytest.mark.parametrize('k', [k for k in KINDS if k not in ('head_only','single_adapter')])
+def test_every_part_gets_a_gradient(k):
+    m = make(noise=.1, **KINDS[k]); m(images()).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum()>0 for o in tora_parts(m).values() for p in o)
+    assert all(p.grad is None for p in tora_splitter(m)[0])
+
+def test_heads():
+    m,x = make(noise=.1),images()
+    za,zr = OneHead(m,'acc')(x),OneHead(m,'rob')(x)
+    assert torch.allclose(m(x), (za+zr)/2, atol=1e-6) and torch.equal(OneHead(m,'joint')(x), m(x)) and (za-zr).abs().max()>1e-3
+    with pytest.raises(ValueError, match="heads \\['acc', 'rob', 'joint'\\]"): OneHead(m, 'one')
+    with pytest.raises(ValueError, match='no TORA parts'): OneHead(tiny_vit(), 'acc')
+    with pytest.raises(RuntimeError):
+        with use_head(m, 'acc'): raise RuntimeError
+    assert torch.allclose(m(x), (za+zr)/2, atol=1e-6)
+    m.train(); assert torch.allclose(OneHead(m,'rob')(x), zr, atol=1e-6); m.eval()
+    s = make('single_adapter'); assert torch.equal(OneHead(s,'one')(x), s(x))
+
+def test_attacks_on_it_leave_no_trace_and_images_do_not_depend_on_the_batch():
+    m,x = make(noise=.1),images(6); y = m(x).argmax(1); before = repr(state_of(m))
+    for a in (PGD(.1, steps=2), APGD(.1, steps=3), Transfer(OneHead(m,'rob'), PGD(.1, steps=2)), Transfer(WithGates(m), PGD(.1, steps=2, loss=gate_loss(4)))):
+        x_adv = a(m, x, y)
+        assert (x_adv-x).abs().max()<=.1+1e-6 and repr(state_of(m))==before
+    assert torch.allclose(PGD(.1, steps=2)(m, x, y)[2:4], PGD(.1, steps=2)(m, x[2:4], y[2:4]), atol=1e-6)
+
+def test_copies_pickles_and_bfloat16(tmp_path):
+    m,x = make(noise=.1),images(); z = m(x)
+    c = copy.deepcopy(m); c.model.tora.heads['acc'].bias.data += 1
+    assert torch.equal(m(x), z) and not torch.equal(c(x), z)
+    p = pickle.loads(pickle.dumps(m)); assert torch.equal(p(x), z) and p.model.tora is not m.model.tora
+    with torch.autocast('cpu', dtype=torch.bfloat16): assert (m(x).float()-z).abs().max()<.1
+    m.double(); assert m(x.double()).dtype==torch.float64 and (m(x.double())-z).abs().max()<1e-4
+    m.float().model.set_grad_checkpointing(); m.train(); assert torch.allclose(m(x), z, atol=1e-5)
+
+# --- size -----------------------------------------------------------------------------------------------------------------------
+
+def test_cost_by_hand_and_of_vit_b():
+    with torch.device('meta'): v = timm.create_model('vit_base_patch16_224')
+    make_ = dict(head=(head_only, 88.11), single=(single_adapter, 88.23), fusion=(adapter_fusion, 111.17), tora=(tora_vit, 111.18))
+    for f,p in make_.values():
+        m = f(copy.deepcopy(v)); assert sum(o.numel() for o in m.parameters())/1e6==pytest.approx(p, abs=.02)
+        trained = sum(o.numel() for o in m.parameters() if o.requires_grad); assert trained==sum(o.numel() for g in tora_parts(m).values() for o in g)
+    m = tiny_vit(num_classes=4); x = images(1); c0 = tora_cost(m, x)
+    c,cf = tora_cost(make(model=copy.deepcopy(m)), x),tora_cost(make(model=copy.deepcopy(m), folded=True), x)
+    D,L,T,N,d = 32,2,18,17,2
+    backbone = L*(T*D*D*12+2*T*T*D)+16*49*D+2*D*4                          # attention, MLP; patches; two heads
+    assert c['GFLOPs']*1e9==pytest.approx(backbone+L*(2*2*N*D*d+(T+4*N)*D*D+3*T*N*D)) and c0['GFLOPs']*1e9==pytest.approx(L*(N*D*D*12+2*N*N*D)+16*49*D+D*4)
+    assert cf['GFLOPs']*1e9==pytest.approx(backbone+L*(2*2*N*D*d+(T+2*N+1)*D*D+2*T*N*D)) and m.model.blocks[0].attn.fused_attn in (True,1)
+
+@pytest.mark.slow
+def test_flops_of_vit_b():
+    got = {f.__name__:tora_cost(f(timm.create_model('vit_base_patch16_224')), torch.rand(1,3,224,224))['GFLOPs'] for f in (head_only,single_adapter,adapter_fusion,tora_vit)}
+    assert got['head_only']==pytest.approx(17.6, abs=.05) and got['single_adapter']==pytest.approx(17.8, abs=.06) and got['adapter_fusion']==pytest.approx(24.9, abs=.05) and 25.9<=got['tora_vit']<=26.4
+
+# --- training -------------------------------------------------------------------------------------------------------------------
+
+class Parts(Callback):
+    "Which parts each optimiser step moved"
+    order = 90
+    def before_fit(self): self.seen = []
+    def before_step(self): self.was = state(self.model)
+    def after_step(self): self.seen.append({next((o for o in ('gate','acc','rob','one') if o in k), k) for k in changed(self.model, self.was)})
+
+@pytest.mark.parametrize('k', ['tora','key','both','diagonal','folded','adapter_fusion'])
+def test_phases_move_what_they_should_and_the_backbone_stays_to_the_bit(k):
+    m = make(noise=.05, **KINDS[k]); before,bid = state(m),backbone_id(m); l = learner(m, [Parts()])
+    l.fit_tora(2, 0); assert l.parts.seen==[{'gate','rob'},{'gate','acc'}]*4
+    mid = state(m); l.fit_tora(0, 1); assert l.parts.seen==[{'gate'}]*4 and l.tora.phase=='gate'
+    assert all('.gate.' in o for o in changed(m, mid)) and all('tora.' in o or 'adapters.' in o for o in changed(m, before)) and backbone_id(m)==bid
+    remove_tora(m); assert all(torch.equal(v, before[n]) for n,v in m.state_dict().items())
+
+@pytest.mark.parametrize('k', ['single_adapter','head_only'])
+def test_baselines_train_on_the_joint_loss(k):
+    m = make(k); bid = backbone_id(m); l = learner(m, [Parts()]); l.fit_tora(0, 1)
+    assert l.parts.seen==[{'one'} if k=='single_adapter' else {'acc','rob'}]*4 and backbone_id(m)==bid
+
+class Grab(Callback):
+    "The step number `at`: model, images, loss, gradients; then stop"
+    order = 9
+    def __init__(self, at=0): self.at = at
+    def before_batch(self):
+        if self.training and self.train_iter==self.at: self.m,self.xs,self.y = copy.deepcopy(self.model),self.learn.x.as_subclass(torch.Tensor).clone(),self.learn.y.as_subclass(torch.Tensor).clone()
+    def before_step(self):
+        if self.train_iter==self.at: self.g,self.v = {n:None if p.grad is None else p.grad.clone() for n,p in self.model.named_parameters()},self.learn.loss.item(); raise CancelFitException()
+
+@pytest.mark.parametrize('lam', [.3, 0., 1.])
+def test_gate_loss_by_hand(lam):
+    m = make(noise=.1); l = learner(m, [g:=Grab()], TORA(PGD1, lam)); l.fit_tora(0, 1)
+    z = g.m.eval()(g.xs)
+    ce_ = lambda z: F.cross_entropy(z, g.y)
+    want = ce_(z) if lam in (0,1) else (1-lam)*ce_(z[:len(g.y)])+lam*ce_(z[len(g.y):])
+    assert g.v==pytest.approx(want.item(), abs=1e-5) and len(g.xs)==len(g.y)*(1 if lam in (0,1) else 2)
+    ps = {n:p for n,p in g.m.named_parameters() if '.gate.' in n}
+    for (n,p),w in zip(ps.items(), torch.autograd.grad(want, list(ps.values()))): assert torch.allclose(g.g[n], w, atol=1e-6, rtol=1e-3)
+    assert all(v is None for n,v in g.g.items() if '.gate.' not in n)
+
+@pytest.mark.parametrize('at,side', [(0,'rob'),(1,'acc')])
+def test_adapter_losses_by_hand(at, side):
+    "The robust side sees images attacked through its own head; the accuracy side clean ones; each loss is that head's"
+    m = make(noise=.1); dls = synth_dls(64); dls.train = dls.train.new(shuffle=False); clean = [b for b in dls.train]
+    l = learner(m, [g:=Grab(at)], dls=dls); seed = torch.initial_seed()%2**62; l.fit_tora(1, 0)
+    x,y = [o.as_subclass(torch.Tensor) for o in clean[at]]; head = OneHead(g.m.eval(), side)
+    want_x = PGD1(head, x, y, seed=seed) if side=='rob' else x
+    assert torch.allclose(g.xs, want_x, atol=1e-6) and g.v==pytest.approx(F.cross_entropy(head(want_x), y).item(), abs=1e-5)
+    other = {'rob':'acc', 'acc':'rob'}[side]
+    assert all(v is None for n,v in g.g.items() if other in n) and all(v is not None for n,v in g.g.items() if side in n or '.gate.' in n)
+
+@pytest.mark.parametrize('phase,k', [('adapters',1),('adapters',3),('gate',1),('gate',3)])
+def test_cost_is_the_minimum(phase, k):
+    "Phase 1: (2k+3)F on an attacked batch, 3F on a clean one; phase 2: 2k forwards and backwards of the attack, and one joint batch"
+    got = []
+    class Count(Callback):
+        order = -5
+        def before_batch(self):
+            if self.training: self.c = Counted(self.model.model); self.model.model = self.c
+        def after_batch(self):
+            if self.training: self.model.model = self.c.model; got.append((self.c.forwards, self.c.backwards))
+    l = learner(make(), [Count()], TORA(PGD(.1, steps=k))); b = l.dls.bs; l.fit_tora(int(phase=='adapters'), int(phase=='gate'))
+    assert got==([((k+1)*b, k*b),(b, 0)]*2 if phase=='adapters' else [((k+2)*b, k*b)]*4)
+
+class Half(fp16.MixedPrecision):
+    def __init__(self, dtype=torch.bfloat16, scale=2.**10): super().__init__(); self.dtype,self.scale = dtype,scale
+    def before_fit(self):
+        self.autocast,self.scales = torch.autocast('cpu', dtype=self.dtype),[]
+        self.learn.scaler = torch.amp.GradScaler('cpu', init_scale=self.scale, enabled=self.dtype==torch.float16)
+CBS = dict(mixup=lambda: [MixUp()], cutmix=lambda: [CutMix()], accum=lambda: [GradientAccumulation(32)], bf16=lambda: [Half()], fp16=lambda: [Half(torch.float16)], ema=lambda: [EMA(.9)], awp=lambda: [AWP(.01)],
+    overfit=lambda: [CatchOverfit(gap=2)], all=lambda: [MixUp(), GradientAccumulation(32), Half(), AWP(.01), EMA(.9)])
+@pytest.mark.parametrize('k', CBS)
+def test_composes_with(k):
+    m = make(noise=.05); bid,before = backbone_id(m),state(m); l = learner(m, CBS[k]()); lf = l.loss_func
+    l.fit_tora(1, 1)
+    assert backbone_id(m)==bid and changed(m, before) and l.loss_func is lf and lf.reduction=='mean' and not torch.is_autocast_enabled('cpu')
+    assert all(p.isfinite().all() for p in m.parameters()) and math.isfinite(l.recorder.values[-1][1]) and m.model.tora.train_out=='joint' and l.tora.held is None and l.tora.extra is None
+    assert all(len(b._forward_hooks)==1 and len(b._forward_pre_hooks)<=2 for b in m.model.blocks)
+
+def test_accumulated_gradients_are_those_of_both_sides():
+    m = make(noise=.1); dls = synth_dls(32, bs=16); dls.train = dls.train.new(shuffle=False)
+    class Keep(Callback):
+        order = GradientAccumulation.order+1
+        def before_step(self): self.g = {n:p.grad.clone() for n,p in self.model.named_parameters() if p.grad is not None}; raise CancelFitException()
+    l = learner(copy.deepcopy(m), [GradientAccumulation(32), k:=Keep()], dls=dls); l.fit_tora(1, 0)
+    one = []
+    for at in (0,1):
+        l = learner(copy.deepcopy(m), [g:=Grab(at)], dls=dls, opt_func=lambda ps, **kw: __import__('fastai.optimizer', fromlist=['SGD']).SGD(ps, **kw))
+        l.fit_tora(1, 0, lr=0., clip=None); one.append(g.g)
+    for n,v in k.g.items():
+        want = sum(o[n] for o in one if o[n] is not None)/2
+        assert torch.allclose(v, want, atol=1e-6, rtol=1e-3), n
+
+def test_interrupt_leaves_everything_usable():
+    class Stop(Callback):
+        order = 9
+        def before_batch(self):
+            if self.training and self.train_iter==2: raise KeyboardInterrupt
+    m = make(noise=.05); l = learner(m, [Stop()]); x = images(); m.eval(); z = m(x)
+    with pytest.raises(KeyboardInterrupt): l.fit_tora(1, 0)
+    m.eval(); assert torch.isfinite(m(x)).all() and m.model.tora.says=='joint'
+    l.remove_cb(Stop); l.fit_tora(1, 1); assert m.model.tora.train_out=='joint' and l.validate()
+
+def test_each_phase_can_be_resumed(tmp_path):
+    "Three epochs in one go, and one and two with a file between, give the same weights; both phases"
+    for phase in ('adapters','gate'):
+        def new():
+            dls = synth_dls(32); dls.train = dls.train.new(shuffle=False)
+            return learner(make(noise=.05), dls=dls, cb=TORA(PGD1, .5, phase), path=tmp_path)
+        n = dict(adapter_epochs=3, gate_epochs=0) if phase=='adapters' else dict(adapter_epochs=0, gate_epochs=3)
+        class Save(Callback):
+            order = 95
+            def after_epoch(self):
+                if self.epoch==0: self.learn.save('part')
+        whole = new(); whole.add_cb(Save()); whole.fit_tora(**n)
+        rest = new(); rest.create_opt(); rest.load('part'); rest.fit_tora(**n, start_epoch=1)
+        assert all(torch.allclose(a, b, atol=1e-6) for a,b in zip(whole.model.state_dict().values(), rest.model.state_dict().values()))
+    with pytest.raises(ValueError, match='one phase'): new().fit_tora(2, 2, start_epoch=1)
+
+def test_validate_predict_lr_find_and_export(tmp_path):
+    m = make(noise=.05); l = learner(m, metrics=accuracy, path=tmp_path); v = l.validate()
+    assert len(v)==2 and l.get_preds()[0].shape[1]==4
+    l.fit_tora(1, 1); assert list(l.validate(cbs=AdvValid(PGD1)))
+    l.export('l.pkl'); again = load_learner(tmp_path/'l.pkl'); x = images(); m.eval(); again.model.eval()
+    assert torch.allclose(again.model(x), m(x), atol=1e-6)
+    r = l.robust_report([PGD1], n=8); assert r.rows[0]['attack']=='clean'
+
+def test_wrong_use_is_told():
+    with pytest.raises(ValueError, match='no TORA parts'): learner(tiny_vit(num_classes=4)).fit(1)
+    with pytest.raises(ValueError, match='needs the callback'): synth_learner(model=make()).fit_tora(1, 1)
+    m = make(); m.model.blocks[0].norm1.weight.requires_grad_(True)
+    with pytest.raises(ValueError, match='1 parameters of the backbone would train, such as model.blocks.0.norm1.weight'): learner(m).fit(1)
+    m = make(); m.requires_grad_(False)
+    l = learner(m); l.create_opt = lambda: None
+    with pytest.raises(ValueError, match='every parameter is frozen'): TORA.before_train(l.tora) if setattr(l,'dl',l.dls.train) is None and setattr(l,'epoch',0) is None else 0
+    for f,w in ((lambda: TORA(PGD1, 2), 'between 0 and 1'), (lambda: TORA(PGD1, phase='x'), "'adapters' or 'gate'"), (lambda: learner(make()).fit_tora(0, 1, lam=-1), 'between 0 and 1')):
+        with pytest.raises(ValueError, match=w): f()
+    with pytest.raises(TypeError, match='expected an attack'): TORA(.1)
+    assert repr(TORA(PGD1, .3))=='TORA(PGD(0.1, steps=1), lam=0.3)'
+
+def test_splitter_and_freeze_as_fastai_users_do_it():
+    m = make(noise=.05); l = learner(m, [Parts()], splitter=tora_splitter, train_bn=False)
+    assert [len(o)>0 for o in tora_splitter(m)]==[True]*3 and sum(map(len, tora_splitter(m)))==len(list(m.parameters()))
+    l.freeze_to(1); l.fit(1, 1e-2); assert l.parts.seen[:2]==[{'gate','rob'},{'gate','acc'}]
+    l.freeze(); l.tora.phase = 'gate'; l.fit(1, 1e-2); assert l.parts.seen==[{'gate'}]*4
+    assert len(tora_splitter(make('single_adapter')))==2
+
+def test_lam_moves_the_gate_the_right_way():
+    "From the same adapters, a larger lam gives a smaller loss on attacked images and a larger one on clean ones"
+    m = make(d=8); set_seed(0); l = learner(m, cb=TORA(PGD(.2, steps=2))); l.fit_tora(6, 0); g0,out = gates_of(m),{}
+    x,y = [torch.cat([b[i].as_subclass(torch.Tensor) for b in l.dls.valid]) for i in (0,1)]
+    for lam in (0.,1.):
+        set_gates(m, g0); set_seed(0); l.fit_tora(0, 6, lam=lam); m.eval()
+        out[lam] = [F.cross_entropy(m(v), y).item() for v in (x, PGD(.2, steps=3)(m, x, y))]
+    assert out[1.][1]<out[0.][1]
+
+# --- gates and files --------------------------------------------------------------------------------------------------------------
+
+def test_dial():
+    m = make(); g = gates_of(m); gates = {.1:g, .5:{k:v+1 for k,v in g.items()}, .9:{k:v+3 for k,v in g.items()}}
+    d = GateDial(m, gates); before = state(m); d(.7)
+    assert all(torch.allclose(v, g[k]+2, atol=1e-5) for k,v in gates_of(m).items()) and all('.gate.' in o for o in changed(m, before))
+    for lam,add in ((.1,0),(.5,1),(.9,3)): assert all(torch.allclose(v, g[k]+add, atol=1e-5) for k,v in gates_of(d(lam)).items())
+    with pytest.raises(ValueError, match='at least two'): GateDial(m, {.1:g})
+    with pytest.raises(ValueError, match='differ from them'): set_gates(m, {})
+    with pytest.raises(ValueError, match='no gates'): gates_of(make('single_adapter'))
+    g['adapters.0.gate.q.weight'] += 1; assert not torch.equal(gates_of(m)['adapters.0.gate.q.weight'], g['adapters.0.gate.q.weight'])          # copies
+
+@pytest.mark.parametrize('k', KINDS)
+def test_gate_maps(k):
+    m,x = make(noise=.2, **KINDS[k]),images(3)
+    if k in ('single_adapter','head_only'):
+        with pytest.raises(ValueError, match='no gates'): gate_maps(m, x)
+        return
+    before = repr(state_of(m)); maps,z = gate_maps(m, x, logits=True); T = 17 if k=='adapter_fusion' else 18
+    assert len(maps)==2 and all(o.shape==(3,2,T,1 if k in ('diagonal','adapter_fusion') else 17) for o in maps) and torch.allclose(z, m(x), atol=1e-6) and repr(state_of(m))==before
+    p = gate_pictures(m, x); assert p.shape==(2,3,2,4,4) and p.isfinite().all() and repr(state_of(m))==before
+    w = WithGates(m)(x); assert w.shape==(3,6) and (w[:,4:]<-90).all() and torch.allclose(w[:,:4], z, atol=1e-5)
+    if k in ('tora','diagonal','folded'): assert ((w[:,4:]+100)<=1+1e-4).all() and ((w[:,4:]+100)>=0).all()
+
+def test_the_attack_on_the_gate_moves_its_entropy():
+    m,x = make(noise=.4),images(8); y = m(x).argmax(1); h = lambda x: (WithGates(m)(x)[:,4:]+100).mean().item()
+    up,down = [PGD(.3, steps=5, loss=gate_loss(4, w))(WithGates(m), x, y) for w in (1e3,-1e3)]
+    assert h(down)<h(x)<h(up)
+
+@pytest.mark.parametrize('k', KINDS)
+def test_files(k, tmp_path):
+    m,x,f = make(noise=.2, **KINDS[k]),images(),tmp_path/'a.safetensors'; save_adapters(m, f)
+    assert f.stat().st_size<4*sum(p.numel() for o in tora_parts(m).values() for p in o)+8000
+    plain = load_adapters(tiny_vit(num_classes=4), f); assert torch.equal(plain(x), m(x)) and plain.model.tora.about==m.model.tora.about
+    assert torch.equal(load_adapters(make(**KINDS[k]), f)(x), m(x))
+
+def test_files_that_do_not_fit(tmp_path):
+    m,f = make(noise=.1),tmp_path/'a.safetensors'; save_adapters(m, f)
+    for other,w in ((tiny_vit(num_classes=4, seed=1),'another backbone'), (tiny_vit(num_classes=5),'another backbone'), (make(d=3),'does not fit'), (make('adapter_fusion'),'does not fit')):
+        before = state(other)
+        with pytest.raises(ValueError, match=w): load_adapters(other, f)
+        assert not changed(other, before)
+    with pytest.raises(FileNotFoundError): load_adapters(tiny_vit(), tmp_path/'no.safetensors')
+    with pytest.raises(ValueError, match='.safetensors'): save_adapters(m, tmp_path/'a.pth')
+    with pytest.raises(ValueError, match='no TORA parts'): save_adapters(tiny_vit(), f)
+    (tmp_path/'b.safetensors').write_bytes(f.read_bytes()[:200])
+    with pytest.raises(ValueError, match='damaged'): load_adapters(tiny_vit(num_classes=4), tmp_path/'b.safetensors')
+    from safetensors.torch import save_file
+    save_file({'a':torch.ones(2)}, str(tmp_path/'c.safetensors'))
+    with pytest.raises(ValueError, match='not written by save_adapters'): load_adapters(tiny_vit(num_classes=4), tmp_path/'c.safetensors')
+    m.model.adapters[0].gate.q.weight.data[0] = float('nan'); save_adapters(m, f)
+    with pytest.raises(ValueError, match='not finite'): load_adapters(tiny_vit(num_classes=4), f)
+
+def test_slider_and_pictures():
+    import matplotlib.pyplot as plt
+    m = make(noise=.2); g = gates_of(m); l = learner(m); l.show_gates(max_n=2); show_gates(m, images(1), blocks=[1]); plt.close('all')
+    s = lam_slider(GateDial(m, {.1:g, .9:{k:v+1 for k,v in g.items()}}), images(1)); s.children[0].value = .5; plt.close('all')
+    assert torch.allclose(gates_of(m)['adapters.0.gate.q.weight'], g['adapters.0.gate.q.weight']+.5, atol=1e-5)
+
+@pytest.mark.slow
+def test_paper_profile():
+    "ViT-B/16 at 224 pixels, random weights: activations keep their size, one step of each phase, one evaluation batch"
+    from robust_nbdev.datasets import settings
+    s = settings('paper'); assert s.size==224
+    m = Normalized(timm.create_model('vit_base_patch16_224', num_classes=4)).eval(); x = images(2, 3, s.size)
+    sizes = [o.std().item() for o in block_outputs(m, x)]; tora_vit(m)
+    assert [o.std().item() for o in block_outputs(m, x)]==pytest.approx(sizes, rel=.02)
+    for b in m.model.adapters:
+        for a in b.sides.values(): nn.init.xavier_uniform_(a.up.weight)                         # adapters as large as trained ones
+    grown = [o.std().item() for o in block_outputs(m, x)]; assert all(.3<a/b<3 for a,b in zip(grown, sizes))
+    bid,dls = backbone_id(m),synth_dls(4, size=s.size, bs=2)
+    class RGB(Callback):
+        order = -3
+        def before_batch(self): self.learn.xb = (self.x.expand(-1,3,-1,-1),)
+    l = synth_learner(model=m, dls=dls, cbs=[TORA(PGD(1/255, steps=1)), Parts(), RGB()]); l.fit_tora(1, 0, lr=1e-3); assert l.parts.seen==[{'gate','rob'},{'gate','acc'}]
+    l.fit_tora(0, 1, lr=1e-3); assert l.parts.seen==[{'gate'}]*2 and backbone_id(m)==bid
+    assert len(robust_report(m, (x,torch.tensor([0,1])), [PGD(1/255, steps=1)]).rows)>=2
