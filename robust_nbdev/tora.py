@@ -301,9 +301,11 @@ class TORA(AdvTrain):
     def joint(self): return self.side=='joint' and 0<self.at(self.lam)<1
     def terms(self, z, z_adv): return z_adv,(1-self.at(self.lam))*(self.learn_loss(z)-self.learn_loss(z_adv))
 
-# %% ../nbs/03_tora.ipynb #df603bc0
+# %% ../nbs/03_tora.ipynb #f81e83b1
 @patch
-def before_fit(self:TORA): _heads(self.victim).train_out = 'joint'
+def before_fit(self:TORA):
+    "Every head speaks, also after an interrupted fit"
+    _heads(self.victim).train_out = 'joint'
 
 @patch
 def before_train(self:TORA):
@@ -323,7 +325,9 @@ def before_batch(self:TORA):
     with use_head(self.victim, out): AdvTrain.before_batch(self)
 
 @patch
-def after_batch(self:TORA): _heads(self.victim).train_out = 'joint'
+def after_batch(self:TORA):
+    "The joint answer again"
+    _heads(self.victim).train_out = 'joint'
 
 # %% ../nbs/03_tora.ipynb #984bf9c7
 @patch
@@ -344,12 +348,14 @@ def after_step(self:TORA):
     "No gradient, so no move by momentum"
     for p in self.victim.parameters(): p.grad = None
 
-# %% ../nbs/03_tora.ipynb #2de425e7
+# %% ../nbs/03_tora.ipynb #30ed7ea6
 def _begin_phase(learn, cb, phase, go_on):
+    "Train the phase's parameters alone, with an optimiser that knows all, so that it fits both phases and any file"
     parts = tora_parts(get_model(learn.model))
     ids = {id(p) for p in (parts['gate'] if phase=='gate' and parts['gate'] else [p for o in parts.values() for p in o])}
     for p in learn.model.parameters(): p.requires_grad_(id(p) in ids)
-    if cb.phase!=phase or not go_on: cb.phase = phase; learn.create_opt()
+    if learn.splitter is trainable_params: learn.splitter = tora_splitter
+    if learn.opt is None or cb.phase!=phase or not go_on: cb.phase = phase; learn.create_opt()
 
 @patch
 @delegates(Learner.fit_adv, but=['n_epoch','lr_max'])

@@ -8,6 +8,7 @@ from robust_nbdev.vit import *
 from robust_nbdev.attacks import *
 from robust_nbdev.adv_train import *
 from robust_nbdev.evaluate import *
+from robust_nbdev.datasets import fashion_mnist
 from robust_nbdev.tora import *
 from robust_nbdev.test_utils import *
 import fastai.callback.fp16 as fp16
@@ -105,7 +106,7 @@ def test_folded_is_the_same_function_with_the_same_gradients():
 
 @pytest.mark.parametrize('k', [k for k in KINDS if k not in ('head_only','single_adapter')])
 def test_every_part_gets_a_gradient(k):
-    m = make(noise=.1, **KINDS[k]); m(images()).square().sum().backward()
+    m = make(noise=.1, d=16, **KINDS[k]); m(images()).square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum()>0 for o in tora_parts(m).values() for p in o)
     assert all(p.grad is None for p in tora_splitter(m)[0])
 
@@ -141,7 +142,7 @@ def test_copies_pickles_and_bfloat16(tmp_path):
 
 def test_cost_by_hand_and_of_vit_b():
     with torch.device('meta'): v = timm.create_model('vit_base_patch16_224')
-    make_ = dict(head=(head_only, 88.11), single=(single_adapter, 88.23), fusion=(adapter_fusion, 111.17), tora=(tora_vit, 111.18))
+    make_ = dict(head=(head_only, 88.11), single=(single_adapter, 88.23), fusion=(adapter_fusion, 111.13), tora=(tora_vit, 111.13))          # 111.16 with biases in Q, K and V
     for f,p in make_.values():
         m = f(copy.deepcopy(v)); assert sum(o.numel() for o in m.parameters())/1e6==pytest.approx(p, abs=.02)
         trained = sum(o.numel() for o in m.parameters() if o.requires_grad); assert trained==sum(o.numel() for g in tora_parts(m).values() for o in g)
@@ -267,20 +268,20 @@ def test_each_phase_can_be_resumed(tmp_path):
     for phase in ('adapters','gate'):
         def new():
             dls = synth_dls(32); dls.train = dls.train.new(shuffle=False)
-            return learner(make(noise=.05), dls=dls, cb=TORA(PGD1, .5, phase), path=tmp_path)
+            return learner(make(noise=.05), dls=dls, cb=TORA(PGD1, .5, phase), path=tmp_path, splitter=tora_splitter)
         n = dict(adapter_epochs=3, gate_epochs=0) if phase=='adapters' else dict(adapter_epochs=0, gate_epochs=3)
-        class Save(Callback):
+        class KeepPart(Callback):
             order = 95
             def after_epoch(self):
                 if self.epoch==0: self.learn.save('part')
-        whole = new(); whole.add_cb(Save()); whole.fit_tora(**n)
+        whole = new(); whole.add_cb(KeepPart()); whole.fit_tora(**n)
         rest = new(); rest.create_opt(); rest.load('part'); rest.fit_tora(**n, start_epoch=1)
         assert all(torch.allclose(a, b, atol=1e-6) for a,b in zip(whole.model.state_dict().values(), rest.model.state_dict().values()))
     with pytest.raises(ValueError, match='one phase'): new().fit_tora(2, 2, start_epoch=1)
 
 def test_validate_predict_lr_find_and_export(tmp_path):
-    m = make(noise=.05); l = learner(m, metrics=accuracy, path=tmp_path); v = l.validate()
-    assert len(v)==2 and l.get_preds()[0].shape[1]==4
+    m = make(noise=.05, model=tiny_vit()); l = learner(m, metrics=accuracy, path=tmp_path, dls=fashion_mnist(32, 16, bs=8)); v = l.validate()
+    assert len(v)==2 and l.get_preds()[0].shape[1]==10
     l.fit_tora(1, 1); assert list(l.validate(cbs=AdvValid(PGD1)))
     l.export('l.pkl'); again = load_learner(tmp_path/'l.pkl'); x = images(); m.eval(); again.model.eval()
     assert torch.allclose(again.model(x), m(x), atol=1e-6)
@@ -308,12 +309,13 @@ def test_splitter_and_freeze_as_fastai_users_do_it():
 
 def test_lam_moves_the_gate_the_right_way():
     "From the same adapters, a larger lam gives a smaller loss on attacked images and a larger one on clean ones"
-    m = make(d=8); set_seed(0); l = learner(m, cb=TORA(PGD(.2, steps=2))); l.fit_tora(6, 0); g0,out = gates_of(m),{}
+    from robust_nbdev.models import small_model
+    m = make(d=8, model=small_model('vit', data='fashion_mnist')); l = learner(m, cb=TORA(PGD(.05, steps=2)), dls=fashion_mnist(256, 64, bs=32)); l.fit_tora(3, 0); g0,out = gates_of(m),{}
     x,y = [torch.cat([b[i].as_subclass(torch.Tensor) for b in l.dls.valid]) for i in (0,1)]
     for lam in (0.,1.):
-        set_gates(m, g0); set_seed(0); l.fit_tora(0, 6, lam=lam); m.eval()
-        out[lam] = [F.cross_entropy(m(v), y).item() for v in (x, PGD(.2, steps=3)(m, x, y))]
-    assert out[1.][1]<out[0.][1]
+        set_gates(m, g0); set_seed(0); l.fit_tora(0, 2, lam=lam); m.eval()
+        out[lam] = [F.cross_entropy(m(v), y).item() for v in (x, PGD(.05, steps=3)(m, x, y))]
+    assert out[1.][1]<out[0.][1] and out[0.][0]<out[1.][0], out
 
 # --- gates and files --------------------------------------------------------------------------------------------------------------
 
