@@ -156,7 +156,7 @@ def test_cost_by_hand_and_of_vit_b():
 @pytest.mark.slow
 def test_flops_of_vit_b():
     got = {f.__name__:tora_cost(f(timm.create_model('vit_base_patch16_224')), torch.rand(1,3,224,224))['GFLOPs'] for f in (head_only,single_adapter,adapter_fusion,tora_vit)}
-    assert got['head_only']==pytest.approx(17.6, abs=.05) and got['single_adapter']==pytest.approx(17.8, abs=.06) and got['adapter_fusion']==pytest.approx(24.9, abs=.05) and 25.9<=got['tora_vit']<=26.4
+    assert got['head_only']==pytest.approx(17.6, abs=.05) and got['single_adapter']==pytest.approx(17.8, abs=.07) and got['adapter_fusion']==pytest.approx(24.9, abs=.05) and 25.9<=got['tora_vit']<=26.4
 
 # --- training -------------------------------------------------------------------------------------------------------------------
 
