@@ -279,6 +279,13 @@ def test_each_phase_can_be_resumed(tmp_path):
         assert all(torch.allclose(a, b, atol=1e-6) for a,b in zip(whole.model.state_dict().values(), rest.model.state_dict().values()))
     with pytest.raises(ValueError, match='one phase'): new().fit_tora(2, 2, start_epoch=1)
 
+def test_a_lam_does_not_depend_on_the_one_before():
+    m = make(noise=.05); dls = synth_dls(32); dls.train = dls.train.new(shuffle=False); l = learner(m, dls=dls); g0,got = gates_of(m),[]
+    for lams in ((.9,),(.1,.9)):
+        for lam in lams: set_gates(m, g0); l.fit_tora(0, 1, lam=lam)
+        got.append(gates_of(m))
+    assert all(torch.equal(a, b) for a,b in zip(got[0].values(), got[1].values()))
+
 def test_validate_predict_lr_find_and_export(tmp_path):
     m = make(noise=.05, model=tiny_vit()); l = learner(m, metrics=accuracy, path=tmp_path, dls=fashion_mnist(32, 16, bs=8)); v = l.validate()
     assert len(v)==2 and l.get_preds()[0].shape[1]==10
