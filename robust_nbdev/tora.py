@@ -495,7 +495,7 @@ def gate_pictures(
     even = {'adapter':.5, 'diagonal':.5, 'key':1/N, 'both':1/(2*N)}[how]
     return torch.stack(ws).unflatten(-1, grid)/even-1
 
-# %% ../nbs/03_tora.ipynb #8506f99b
+# %% ../nbs/03_tora.ipynb #ea706d1c
 def show_gates(
     model:nn.Module, # See `gate_maps`
     x:Tensor, # Images [B,C,H,W] in [0,1]
@@ -523,8 +523,7 @@ def show_gates(self:Learner,
     **kwargs
 ):
     "The gates for the first validation images"
-    x = self.dls.valid.one_batch()[0] if len(self.dls.valid) else None
-    show_gates(get_model(self.model), x[:max_n].as_subclass(Tensor), **kwargs)
+    show_gates(get_model(self.model), self.dls.valid.one_batch()[0][:max_n].as_subclass(Tensor), **kwargs)
 
 # %% ../nbs/03_tora.ipynb #18c58378
 def lam_slider(
