@@ -297,7 +297,7 @@ def choose(self:AFAT, x, share):
     if self.optim is None: self.optim = corruption_optim(self.corruption, self.corruption_lr)
     return self.corruption(x, n_occluded(share, n))
 
-# %% ../nbs/05_afat.ipynb #a8f76b00
+# %% ../nbs/05_afat.ipynb #9a669d98
 @patch
 def arm(self:AFAT):
     "Read the patch blocks during the next forward of the model, and only then"
@@ -320,6 +320,7 @@ def disarm(self:AFAT):
     undo,self.undo = self.undo,None
     if undo is not None: undo()
 
+# %% ../nbs/05_afat.ipynb #4f80a4fb
 @patch
 def after_pred(self:AFAT):
     "Split outputs and features of the joint batch"
@@ -340,7 +341,7 @@ def after_loss(self:AFAT):
     self.learn.loss = self.loss_grad.detach().clone()
     if any(isinstance(c, AWP) for c in self.learn.cbs): self.arm()     # which runs the model a second time
 
-# %% ../nbs/05_afat.ipynb #4f5f48a3
+# %% ../nbs/05_afat.ipynb #d45e367e
 @patch
 def after_backward(self:AFAT):
     "Send the gradient of the masks into the corruption model"
@@ -365,6 +366,7 @@ def after_step(self:AFAT):
     if skip or hasattr(self.learn,'lr_finder'): self.optim.zero_grad()
     else: self.together(); ascend(self.corruption, self.optim, self.length)
 
+# %% ../nbs/05_afat.ipynb #2d8d4ede
 @patch
 def together(self:AFAT):
     "The mean of the gradients of all processes"

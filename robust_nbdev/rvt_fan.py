@@ -89,7 +89,7 @@ class ConvMlp(nn.Module):
         x = self.act(self.bn2(self.dw(x)))
         return self.drop(self.bn3(self.fc2(x))).flatten(2).transpose(1,2)
 
-# %% ../nbs/00d_rvt_fan.ipynb #a625ad6d
+# %% ../nbs/00d_rvt_fan.ipynb #b769cacc
 class RVTBlock(nn.Module):
     "Attention and feed-forward, each behind a LayerNorm; `pool`: what brings the tokens to a coarser grid first"
     def __init__(self,
@@ -116,6 +116,7 @@ class RVTBlock(nn.Module):
         x = x+self.drop_path(self.attn(self.norm1(x)))
         return x+self.drop_path(self.mlp(self.norm2(x)))
 
+# %% ../nbs/00d_rvt_fan.ipynb #d88a9907
 class TokenPool(nn.Module):
     "Half as many rows and columns of tokens, more channels: a depthwise convolution of stride 2"
     def __init__(self,
@@ -207,7 +208,7 @@ class ChannelAttention(nn.Module):
         return (self.tau*(q*k.mean(-1, keepdim=True)).sum(1).sigmoid()).flatten(1)
     def forward(self, x, H, W): return self.gate(x)[:,None]*self.norm(self.mlp(x, H, W))
 
-# %% ../nbs/00d_rvt_fan.ipynb #312f1f95
+# %% ../nbs/00d_rvt_fan.ipynb #9cd1b2b5
 class FANBlock(nn.Module):
     "Token attention, then channel attention, each scaled per channel"
     def __init__(self,
@@ -230,6 +231,7 @@ class FANBlock(nn.Module):
         x = x+self.drop_path(self.gamma1*self.attn(self.norm1(x)))
         return x+self.drop_path(self.gamma2*self.mlp(self.norm2(x), H, W))
 
+# %% ../nbs/00d_rvt_fan.ipynb #e21c5508
 class FANStem(nn.Module):
     "Two stages of ConvNeXt, then patches of 2x2: tokens `patch_size` pixels apart"
     def __init__(self,

@@ -85,10 +85,8 @@ def gflops(
     with FlopCounterMode(display=False) as f, attack_mode(model), torch.no_grad(): model(x)
     return f.get_total_flops()/2e9/len(x)
 
-# %% ../nbs/04_xcit_recipe.ipynb #fa872cc9
+# %% ../nbs/04_xcit_recipe.ipynb #b0803ffd
 _methods,_bests,_rules = ('adv','trades','clean'),('valid','test','last'),('linear','sqrt','none')
-_ranges = {**dict.fromkeys('lr warmup_lr min_lr wd beta eps_warmup epochs warmup cooldown jitter mixup cutmix pad rotate'.split(), (0,math.inf)),
-    **dict.fromkeys('smoothing drop_path flip erase held extra'.split(), (0,1)), **dict.fromkeys(('bs','lr_bs'), (1,math.inf))}
 
 @dataclass(frozen=True, repr=False)
 class XcitRecipe(Value):
@@ -131,19 +129,27 @@ class XcitRecipe(Value):
     bn_clean:bool = True # Also send the clean images through the model, so that BatchNorm sees them
     extra:float = 0. # Share of generated images in each batch that the task is meant for
 
-    def __post_init__(self):
-        if self.size not in XCITS and not (timm.is_model(self.size) or ':' in self.size): raise ValueError(f'size must be one of {list(XCITS)} or the name of a timm model, got {self.size!r}')
-        if isinstance(self.eps, Ball) and not isinstance(self.eps, Linf): raise ValueError(f'the recipe trains in the Linf ball, got {self.eps!r}: give eps as a number, such as 4/255')
-        self._set(eps=threat_model(self.eps).eps, **{k:tuple(v) for k in ('scale','ratio','mean','std') if (v:=getattr(self,k)) is not None})
-        for k,ok in (('method',_methods),('best',_bests),('lr_rule',_rules)):
-            if getattr(self,k) not in ok: raise ValueError(f'{k} must be one of {list(ok)}, got {getattr(self,k)!r}')
-        for k,(lo,hi) in _ranges.items():
-            v = getattr(self,k)
-            if not (isinstance(v, Real) and lo<=v<=hi): raise ValueError(f'{k} must be a number '+(f'between {lo:g} and {hi:g}' if hi<math.inf else f'>= {lo:g}')+f', got {v!r}')
-        for k in ('scale','ratio'):
-            if not (len(getattr(self,k))==2 and 0<getattr(self,k)[0]<=getattr(self,k)[1]): raise ValueError(f'{k} must be a pair, the smaller positive number first, got {getattr(self,k)!r}')
-        if self.total<1: raise ValueError(f'the recipe has {self.epochs:g} epochs and {self.cooldown:g} of cool-down: at least one is needed')
-        self.attack
+    def __post_init__(self): self.check()
+
+# %% ../nbs/04_xcit_recipe.ipynb #e82a60bc
+_ranges = {**dict.fromkeys('lr warmup_lr min_lr wd beta eps_warmup epochs warmup cooldown jitter mixup cutmix pad rotate'.split(), (0,math.inf)),
+    **dict.fromkeys('smoothing drop_path flip erase held extra'.split(), (0,1)), **dict.fromkeys(('bs','lr_bs'), (1,math.inf))}
+
+@patch
+def check(self:XcitRecipe):
+    "Raise ValueError for a setting that cannot be meant"
+    if self.size not in XCITS and not (timm.is_model(self.size) or ':' in self.size): raise ValueError(f'size must be one of {list(XCITS)} or the name of a timm model, got {self.size!r}')
+    if isinstance(self.eps, Ball) and not isinstance(self.eps, Linf): raise ValueError(f'the recipe trains in the Linf ball, got {self.eps!r}: give eps as a number, such as 4/255')
+    self._set(eps=threat_model(self.eps).eps, **{k:tuple(v) for k in ('scale','ratio','mean','std') if (v:=getattr(self,k)) is not None})
+    for k,ok in (('method',_methods),('best',_bests),('lr_rule',_rules)):
+        if getattr(self,k) not in ok: raise ValueError(f'{k} must be one of {list(ok)}, got {getattr(self,k)!r}')
+    for k,(lo,hi) in _ranges.items():
+        v = getattr(self,k)
+        if not (isinstance(v, Real) and lo<=v<=hi): raise ValueError(f'{k} must be a number '+(f'between {lo:g} and {hi:g}' if hi<math.inf else f'>= {lo:g}')+f', got {v!r}')
+    for k in ('scale','ratio'):
+        if not (len(getattr(self,k))==2 and 0<getattr(self,k)[0]<=getattr(self,k)[1]): raise ValueError(f'{k} must be a pair, the smaller positive number first, got {getattr(self,k)!r}')
+    if self.total<1: raise ValueError(f'the recipe has {self.epochs:g} epochs and {self.cooldown:g} of cool-down: at least one is needed')
+    self.attack
 
 # %% ../nbs/04_xcit_recipe.ipynb #e5313a6f
 @patch(as_prop=True)
@@ -547,7 +553,7 @@ def ablate(
         done[k] = res; rows.append({**c, **res})
     return pd.DataFrame(rows)
 
-# %% ../nbs/04_xcit_recipe.ipynb #ffd36ce6
+# %% ../nbs/04_xcit_recipe.ipynb #b60dcc57
 @contextmanager
 def _order(dls, seed):
     "Inside, the seed alone decides the order of the training images, whatever was drawn before"
@@ -573,6 +579,7 @@ def train_row(
     clean,robust = (100*rep.df.accuracy.iloc[:2]).round(1).tolist()
     return dict(clean=clean, robust=robust, params=round(n_params(learn.model),3)),learn
 
+# %% ../nbs/04_xcit_recipe.ipynb #097f6291
 def plot_ablation(
     df:pd.DataFrame, # Rows of `ablate`
     by:list, # Columns that name a row
@@ -669,7 +676,7 @@ def class_images(
     if start=='grey': x = torch.full_like(x, .5)
     return PGD(1., steps=steps, alpha=alpha, rand=False)(model, x.to(target.device), target=target, targeted=True, seed=seed)
 
-# %% ../nbs/04_xcit_recipe.ipynb #359a3f68
+# %% ../nbs/04_xcit_recipe.ipynb #677d805d
 class AttackEffect(AdvCallback):
     "After chosen epochs, by how much attacks of few steps miss the loss that many steps reach"
     order,on = 66,False
@@ -696,6 +703,7 @@ class AttackEffect(AdvCallback):
     @property
     def df(self): return pd.DataFrame(self.rows, columns=['epoch','steps','loss','missed'])
 
+# %% ../nbs/04_xcit_recipe.ipynb #e92eca01
 def restart_losses(
     attack:Attack, # That goes in steps
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
