@@ -19,6 +19,12 @@ def pytest_xdist_auto_num_workers(config):
 
 FIRST = 'test_notebooks test_cli test_packaging test_distributed test_hunting test_verdicts'.split()      # the longest: no worker begins one when the others are done
 
+@pytest.fixture(autouse=True)
+def seeded():
+    "Each test draws the same numbers alone, in any order and in any worker"
+    from fastai.torch_core import set_seed
+    set_seed(0)
+
 def pytest_collection_modifyitems(config, items):
     from fastai.torch_core import defaults
     defaults.cpus = 0           # no DataLoader workers by default: a fork of a process with threads can abort, and costs more than it brings here

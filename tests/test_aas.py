@@ -121,8 +121,8 @@ def test_lpips_is_the_packages():
 # --- the ascent ----------------------------------------------------------------------------------------------------------------------
 
 def test_start():
-    a,x,own = AAS(PGD2),torch.rand(4000,1,4,4),torch.ones(2)
-    s = a.start(own, x, 0); assert (s<1).all() and .0099<(1-s).pow(2).mean().sqrt()<.0101
+    a,x,own = AAS(PGD2),torch.rand(4000,1,4,4, generator=torch.Generator().manual_seed(0)),torch.ones(2)
+    s = a.start(own, x, 0); assert (s<1).all() and .0096<(1-s).pow(2).mean().sqrt()<.0104       # five standard errors of 8,000 draws
     p = a.but(sigma=1., reflect=False).start(own, x, 0); assert .48<(p==1).float().mean()<.52 and .14<(p==1e-7).float().mean()<.18      # methods: half at 1, a sixth uniform
     assert torch.equal(a.start(own, x[7:9], 0), s[7:9]) and not torch.equal(a.start(own, x, 1), s) and torch.equal(a.start(own, x, image_seed(x)), s)
     assert a.but(per='batch').start(own, x, 0).shape==(1,2) and torch.equal(a.but(per='batch').start(own, x.flip(0), 0), a.but(per='batch').start(own, x, 0))

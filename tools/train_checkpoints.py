@@ -18,13 +18,13 @@ erase = lambda: RandomErasing(p=.25, sl=0., sh=.2, max_count=1)
 # One row per checkpoint. start: the file whose weights it begins with. lr: the top of one cycle. mix: MixUp's alpha
 ROWS = {
     'cifar10_vit':          Row(lr=2e-3, bs=512, epochs=40, mix=.2, smooth=.1),
-    'cifar10_xcit':         Row(lr=2e-3, bs=512, epochs=30, mix=.2, smooth=.1),
-    'cifar10_vit_reg4':     Row(lr=5e-4, bs=512, epochs=8,  mix=.2, smooth=.1, start='cifar10_vit'),
+    'cifar10_xcit':         Row(lr=1e-3, bs=128, epochs=10, mix=.2, smooth=.1, start='cifar10_xcit'),
+    'cifar10_vit_reg4':     Row(lr=5e-4, bs=128, epochs=4,  mix=.2, smooth=.1, start='cifar10_vit'),
     'cifar10_vit_robust':   Row(lr=1.5e-3, bs=512, epochs=15, start='cifar10_vit'),
     'cifar10_xcit_robust':  Row(lr=1.5e-3, bs=512, epochs=12, start='cifar10_xcit'),
-    'fashion_mnist_vit':         Row(lr=2e-3, bs=512, epochs=15, mix=.2, smooth=.1),
+    'fashion_mnist_vit':         Row(lr=1e-3, bs=128, epochs=34, mix=.2, smooth=.1),
     'fashion_mnist_xcit':        Row(lr=2e-3, bs=512, epochs=12, mix=.2, smooth=.1),
-    'fashion_mnist_vit_robust':  Row(lr=2e-3, bs=512, epochs=20, start='fashion_mnist_vit'),
+    'fashion_mnist_vit_robust':  Row(lr=1e-3, bs=128, epochs=14, start='fashion_mnist_vit'),
     'fashion_mnist_xcit_robust': Row(lr=2e-3, bs=512, epochs=15, start='fashion_mnist_xcit')}
 
 def parts(key):
