@@ -18,7 +18,7 @@ erase = lambda: RandomErasing(p=.25, sl=0., sh=.2, max_count=1)
 # One row per checkpoint. start: the file whose weights it begins with. lr: the top of one cycle. mix: MixUp's alpha
 ROWS = {
     'cifar10_vit':          Row(lr=2e-3, bs=512, epochs=40, mix=.2, smooth=.1),
-    'cifar10_xcit':         Row(lr=1e-3, bs=128, epochs=10, mix=.2, smooth=.1, start='cifar10_xcit'),
+    'cifar10_xcit':         Row(lr=2e-3, bs=512, epochs=30, mix=.2, smooth=.1),
     'cifar10_vit_reg4':     Row(lr=5e-4, bs=128, epochs=4,  mix=.2, smooth=.1, start='cifar10_vit'),
     'cifar10_vit_robust':   Row(lr=1.5e-3, bs=512, epochs=15, start='cifar10_vit'),
     'cifar10_xcit_robust':  Row(lr=1.5e-3, bs=512, epochs=12, start='cifar10_xcit'),
@@ -39,11 +39,15 @@ def loaders(key, row, seed):
     kw = dict(full=True) if data=='fashion_mnist' else {}
     return dataset(data, bs=row.bs, valid='holdout', n_valid=1000, seed=seed, batch_tfms=tfms, **kw)
 
-def weights(key, out):
-    "The newest weights of a checkpoint: of this run, else of the package"
+def file_of(key, out):
+    "The newest file of a checkpoint: of this run, else of the package"
     f = first(d/f'{key}.safetensors' for d in (out,DATA) if (d/f'{key}.safetensors').exists())
     if f is None: raise FileNotFoundError(f'{key}.safetensors is neither in {out} nor in {DATA}: train it first')
-    return {k:v.float() if v.is_floating_point() else v for k,v in load_file(f).items()}
+    return f
+
+def sha256(f): return hashlib.sha256(f.read_bytes()).hexdigest()
+
+def weights(key, out): return {k:v.float() if v.is_floating_point() else v for k,v in load_file(file_of(key, out)).items()}
 
 def without_class_position(state):
     "The position of the class token added to the token itself, as in timm's models with registers: the same function"
@@ -80,6 +84,7 @@ def epochs_in(minutes, make):
 def train(key, minutes, epochs, out, seed, every=5):
     "One checkpoint, from its row to its file"
     row,t = ROWS[key],time.perf_counter()
+    begun = dict(start_sha256=sha256(file_of(row.start, out))) if hasattr(row,'start') else {}
     make = partial(learner, key, row, out, seed, loaders(key, row, seed))
     n = epochs or (epochs_in(minutes-(time.perf_counter()-t)/60, make) if minutes else row.epochs)
     learn = make()
@@ -87,7 +92,7 @@ def train(key, minutes, epochs, out, seed, every=5):
     if done: learn.load(done[-1][1].stem, with_opt=True); print(f'{key}: goes on after epoch {done[-1][0]}')
     with learn.no_bar(): learn.fit_one_cycle(n, row.lr, pct_start=.1, start_epoch=done[-1][0]+1 if done else 0, cbs=SaveModelCallback(every_epoch=every, fname=str(n), with_opt=True))
     with learn.ema.averaged(): save_file(half_weights(unwrap(get_model(learn.model))), out/f'{key}.safetensors')
-    card = dict(recipe={k:v for k,v in vars(row).items() if k!='epochs'}, augment='CropFlip'+', RandomErasing, MixUp'*(not parts(key)[2]), attack=repr(pgd[parts(key)[0]]) if parts(key)[2] else None,
+    card = dict(recipe={k:v for k,v in vars(row).items() if k!='epochs'}, **begun, augment='CropFlip'+', RandomErasing, MixUp'*(not parts(key)[2]), attack=repr(pgd[parts(key)[0]]) if parts(key)[2] else None,
         epochs=n, minutes=round((time.perf_counter()-t)/60, 1), seed=seed, n_train=learn.dls.train.n, command=f'python tools/train_checkpoints.py {key} --epochs {n}', machine=machine(learn.dls.device),
         holdout=dict(zip(learn.recorder.metric_names[3:-1], [round(float(o),4) for o in learn.recorder.values[-1][2:]])))
     (out/f'{key}.json').write_text(json.dumps(card)); print(key, card, flush=True)
@@ -119,7 +124,7 @@ def describe(key, out, got):
     old = json.loads(cards.read_text()) if cards.exists() else {}
     made = json.loads((out/f'{key}.json').read_text()) if (out/f'{key}.json').exists() else old.get(key, {})
     if f.exists(): (DATA/f.name).write_bytes(f.read_bytes())
-    old[key] = {**made, **got, 'sha256':hashlib.sha256((DATA/f.name).read_bytes()).hexdigest()}
+    old[key] = {**made, **got, 'sha256':sha256(DATA/f.name)}
     cards.write_text(json.dumps({k:old[k] for k in ROWS if k in old}, indent=1)+'\n')
 
 @call_parse
