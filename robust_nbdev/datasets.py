@@ -12,8 +12,8 @@ __all__ = ['FASHION', 'IMAGENETTE', 'CAMVID', 'RunSettings', 'settings', 'ImageS
            'cifar100', 'imagenette', 'imagenet', 'imagenet100', 'camvid', 'dataset', 'profile_dls', 'find_source',
            'canonical']
 
-# %% ../nbs/00b_data.ipynb #3bce0251
-import configparser, gzip, hashlib, os, pickle, re
+# %% ../nbs/00b_data.ipynb #ef05a465
+import configparser, difflib, gzip, hashlib, os, pickle, re, warnings
 from importlib.resources import files
 from types import SimpleNamespace
 from urllib.request import Request, urlopen
@@ -75,12 +75,21 @@ def _inis():
         if f.is_file() and (secs:=_ini(f, profiles, keys)) is not None: return [(f,secs),(own,base)]
     return [(own,base)]
 
-# %% ../nbs/00b_data.ipynb #91fd42cc
+# %% ../nbs/00b_data.ipynb #7fd5bb89
+def _warn_typos(inis):
+    "Keys of one's own are welcome; one that is nearly a known one is probably a slip"
+    *own,(_,base) = inis
+    keys = {k for o in base.values() for k in o}
+    for f,sec,k in [(f,sec,k) for f,secs in own for sec,o in secs.items() for k in o if k not in keys]:
+        near = difflib.get_close_matches(k, keys, 1, .8)
+        if near: warnings.warn(f'{f}, [{sec}]: {k} is a key of your own, did you mean {near[0]}?')
+
+# %% ../nbs/00b_data.ipynb #6ec470d1
 def settings(
     profile:str=None, # A section of `settings.ini`; default: the variable ROBUST_PROFILE, else `profile` in `[DEFAULT]`
 )->RunSettings: # Typed values; `.profile` is the section
     "The run settings of one profile; raises ValueError for an unknown profile, or a bad value with its file, section and key"
-    inis = _inis()
+    _warn_typos(inis := _inis())
     default = first(s['DEFAULT']['profile'] for _,s in inis if s.get('DEFAULT',{}).get('profile'))
     profile = profile or os.environ.get('ROBUST_PROFILE') or default
     known = list(dict.fromkeys(k for _,s in reversed(inis) for k in s if k!='DEFAULT'))
