@@ -506,7 +506,13 @@ class GAMAPGD(Attack):
         "Gradient of the guided margin"
         w = self.weight*(1-i/(.25*self.steps)).clamp(min=0)
         return obj.grad(x+s['d'], lambda z,y: obj.loss(z.softmax(1), y)+obj.sign*w*(z.softmax(1)-s['p']).pow(2).sum(1))
-    def update(self, x, s, g, v, i):
+    def update(self,
+        x:Tensor, # Clean images [B,C,H,W] in [0,1]
+        s:dict, # The state: the change `d` [B,C,H,W] and what else the attack remembers
+        g:Tensor, # Gradient [B,C,H,W] at `x+d`
+        v:Tensor, # Value of the loss there [B]
+        i:Tensor, # Steps that each image has made [B]
+    )->dict: # The state after the step
         "A step that is shortened twice on the way"
         a = self.rate(i, 2*self.eps if self.alpha is None else self.alpha, 10)
         return {**s, 'd':self.ball.project(x, s['d']+per_image(a, x)*self.ball.step(g))}
@@ -525,7 +531,13 @@ def _plain(obj, x):
 class GAMAFW(GAMAPGD):
     "Guided margin attack by Frank-Wolfe: `d <- (1-gamma)*d + gamma*eps*step(g)`, gamma falling from .5, divided by 5 at 60% and 85%"
     gamma:float = field(default=.5, kw_only=True) # First share of the new corner
-    def update(self, x, s, g, v, i):
+    def update(self,
+        x:Tensor, # Clean images [B,C,H,W] in [0,1]
+        s:dict, # The state: the change `d` [B,C,H,W] and what else the attack remembers
+        g:Tensor, # Gradient [B,C,H,W] at `x+d`
+        v:Tensor, # Value of the loss there [B]
+        i:Tensor, # Steps that each image has made [B]
+    )->dict: # The state after the step
         "A weighted mean of where it is and the best corner of the ball"
         c = per_image(self.rate(i, self.gamma, 5), x)
         return {**s, 'd':self.ball.project(x, (1-c)*s['d']+c*self.eps*self.ball.step(g))}
@@ -553,7 +565,13 @@ class APGD(Attack):
         lo,no = x.new_full((n,), -torch.inf),torch.zeros(n, dtype=torch.bool, device=x.device)
         return dict(d=d, old=d, best_d=d, best_g=torch.zeros_like(d), best_v=lo, v=-lo, check=lo, size=torch.full_like(lo, 2*self.eps), ups=torch.zeros_like(lo), halved=no)
 
-    def update(self, x, s, g, v, i):
+    def update(self,
+        x:Tensor, # Clean images [B,C,H,W] in [0,1]
+        s:dict, # The state: the change `d` [B,C,H,W] and what else the attack remembers
+        g:Tensor, # Gradient [B,C,H,W] at `x+d`
+        v:Tensor, # Value of the loss there [B]
+        i:Tensor, # Steps that each image has made [B]
+    )->dict: # The state after the step
         "Note the value; at a checkpoint halve the step and go back to the best point, if need be; then move"
         s = {**s, 'ups':s['ups']+(v>s['v']), 'v':v, 'check':torch.where(i==0, v, s['check'])}
         s.update(_where(v>s['best_v'], dict(best_d=s['d'], best_g=g, best_v=v), s))
@@ -736,7 +754,11 @@ class RandomOcclusion(PatchAttack):
 
 # %% ../nbs/01_attacks.ipynb #d76d336b
 @patch
-def run(self:RandomOcclusion, obj, x, seed):
+def run(self:RandomOcclusion,
+    obj:Objective, # What the attack climbs
+    x:Tensor, # Clean images [B,C,H,W] in [0,1]
+    seed:Tensor, # [B] int64, one per image, for every random number
+)->Tensor: # Images [B,C,H,W] with patches covered
     "From the clean images `x`, the worst of some draws"
     size = to_2tuple(self.patch) if self.patch else _cuts(obj.model, x) or (16,16)
     cells = patch_cells(x, size)
@@ -856,7 +878,11 @@ def grad(self:PatchFool,
 
 # %% ../nbs/01_attacks.ipynb #9300e017
 @patch
-def run(self:PatchFool, obj, x, seed):
+def run(self:PatchFool,
+    obj:Objective, # What the attack climbs
+    x:Tensor, # Clean images [B,C,H,W] in [0,1]
+    seed:Tensor, # [B] int64, one per image, for every random number
+)->Tensor: # Images [B,C,H,W] with the patches painted
     "From the clean images `x`, climb `obj` inside the chosen patches"
     see = obj.model = _Seen(obj.model, [])
     cells,std = _vit_cells(see.model, x),next((o.std.to(x) for o in see.model.modules() if isinstance(o, Normalized)), 1)
