@@ -400,6 +400,7 @@ def guarded(self:AAS,
     with torch.no_grad(): flips = (ScaledModel(model, f[...,:m])(x).argmax(1)!=z0.argmax(1)).float()
     return torch.where((flips.mean()[None] if self.per=='batch' else flips)[:,None]>self.guard, own, s)
 
+# %% ../nbs/06_aas.ipynb #33dd108a
 @patch
 def scaled(self:AAS,
     model:nn.Module, # A timm transformer, maybe inside `Normalized`

@@ -148,6 +148,7 @@ class PatchOcclusion(nn.Module):
         return keep_mask(self.scores(x), k, self.ste)      # k: how many patches to occlude
     def __repr__(self): return f'PatchOcclusion({self.grid[0]}x{self.grid[1]} patches of {self.patch[0]}x{self.patch[1]})'
 
+# %% ../nbs/05_afat.ipynb #10834afa
 def occlusion_for(
     model:nn.Module, # A timm transformer, maybe inside `Normalized`
     x:Tensor, # Images [B,C,H,W]
@@ -452,6 +453,7 @@ class GreedyOcclusion(Occlusion):
             todo[rows[won.gather(1, best[:,None])[:,0]]] = False
         return occlude(x, keep, size, cover)
 
+# %% ../nbs/05_afat.ipynb #4dbb07aa
 @patch
 def values(self:GreedyOcclusion,
     obj:Objective, # What the attack climbs

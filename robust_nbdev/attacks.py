@@ -940,27 +940,29 @@ class WorstCase(Value):
         return list(self.attacks)
     def __repr__(self): return f'WorstCase({list(self.attacks)})'
 
-    def __call__(self,
-        model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-        x, # Images [B,C,H,W] in [0,1]
-        y=None, # Labels [B]
-        *, target=None, # Labels [B] to reach, with `targeted=True`
-        targeted:bool=False, # Go towards `target`, instead of away from `y`
-        seed=0, # An int, or an int64 tensor [B] with one seed per image
-    )->Tensor: # Adversarial images: shape, dtype and type of `x`, detached
-        "The adversarial images; for those that no attack fools, the last attempt"
-        check_call(model, target, targeted)
-        if y is None and not targeted: raise ValueError('a worst case needs labels: attack(model, x, y)')
-        x0 = check_images(x, model); x_adv,left = x0.clone(),torch.arange(len(x), device=x.device)
-        want = check_labels(target if targeted else y, x0)
-        if want.ndim>1: want = want.argmax(1)
-        for a in self.members(_classes(model, x0)):
-            kw = dict(target=want[left], targeted=True) if targeted else {}
-            x_adv[left] = new = a(model, x0[left], None if y is None else check_labels(y, x)[left], seed=seed[left] if isinstance(seed, Tensor) else int(seed), **kw)
-            with attack_mode(model), torch.no_grad(): z = model(new.clone())
-            left = left[(z.argmax(1)==want[left])!=targeted]
-            if not len(left): break
-        return _like(x_adv, x)
+# %% ../nbs/01_attacks.ipynb #321d17fa
+@patch
+def __call__(self:WorstCase,
+    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    x, # Images [B,C,H,W] in [0,1]
+    y=None, # Labels [B]
+    *, target=None, # Labels [B] to reach, with `targeted=True`
+    targeted:bool=False, # Go towards `target`, instead of away from `y`
+    seed=0, # An int, or an int64 tensor [B] with one seed per image
+)->Tensor: # Adversarial images: shape, dtype and type of `x`, detached
+    "The adversarial images; for those that no attack fools, the last attempt"
+    check_call(model, target, targeted)
+    if y is None and not targeted: raise ValueError('a worst case needs labels: attack(model, x, y)')
+    x0 = check_images(x, model); x_adv,left = x0.clone(),torch.arange(len(x), device=x.device)
+    want = check_labels(target if targeted else y, x0)
+    if want.ndim>1: want = want.argmax(1)
+    for a in self.members(_classes(model, x0)):
+        kw = dict(target=want[left], targeted=True) if targeted else {}
+        x_adv[left] = new = a(model, x0[left], None if y is None else check_labels(y, x)[left], seed=seed[left] if isinstance(seed, Tensor) else int(seed), **kw)
+        with attack_mode(model), torch.no_grad(): z = model(new.clone())
+        left = left[(z.argmax(1)==want[left])!=targeted]
+        if not len(left): break
+    return _like(x_adv, x)
 
 # %% ../nbs/01_attacks.ipynb #98b48281
 def _classes(model, x):

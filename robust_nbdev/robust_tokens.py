@@ -345,6 +345,7 @@ class Probe(Wrapper):
         "The head on the features of the frozen model"
         return self.finish(self.head(self.features(x)), x)
 
+# %% ../nbs/02_robust_tokens.ipynb #ed11250a
 class LinearProbe(Probe):
     "Logits [B,C] from the class token and the mean of the patch tokens"
     def __init__(self,

@@ -226,6 +226,7 @@ class FANMlp(nn.Module):
         x = self.fc1(x)
         return self.drop(self.fc2(x+self.drop(self.gamma*self.local(x, H, W))))
 
+# %% ../nbs/00d_rvt_fan.ipynb #d997595a
 class ChannelAttention(nn.Module):
     "FAN's second half: a feed-forward whose channels are weighed by what the tokens of the image agree on"
     def __init__(self,
