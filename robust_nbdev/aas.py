@@ -65,8 +65,15 @@ class ScaledModel(Wrapper):
         super().__init__(model)
         self.plain = isinstance(s, Number) and s==1
         for k,v in dict(scales=s, logits=logits).items(): self.register_buffer(k, v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float32))
-    def for_rows(self, m): return type(self)(_rows(self.model, m), *[1. if o is self.scales and self.plain else o[m] if o.ndim==n else o for o,n in ((self.scales,2),(self.logits,1))])
-    def forward(self, x):
+    def for_rows(self,
+        m:Tensor, # Which images: positions, or a mask [B]
+    )->'ScaledModel': # With their scales alone
+        "The model for some images of the batch"
+        return type(self)(_rows(self.model, m), *[1. if o is self.scales and self.plain else o[m] if o.ndim==n else o for o,n in ((self.scales,2),(self.logits,1))])
+    def forward(self,
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+    )->Tensor: # Logits [B,classes]; or what the model returns, where that is a tuple
+        "Run the model under the scales"
         s = self.scales
         if s.ndim==2 and len(s)!=len(x): raise ValueError(f'scales for {len(s)} images met a batch of {len(x)}: give the images that the scales were found on')
         with nullcontext() if self.plain else attn_scale(self.model, s.T[...,None] if s.ndim==2 else s): z = self.model(x)
@@ -83,19 +90,32 @@ class Around(Value):
         check_attack(self.attack)
         if isinstance(self.attack, Transfer): raise TypeError(f'Transfer attacks its surrogate, so {type(self).__name__} around it would change nothing: Transfer(surrogate, {type(self).__name__}(...))')
     @property
-    def eps(self): return getattr(self.attack,'eps',None)
+    def eps(self):
+        "Radius of the attack inside, pixel units"
+        return getattr(self.attack,'eps',None)
     @property
-    def norm(self): return getattr(self.attack,'norm',None)
+    def norm(self):
+        "Norm of the attack inside"
+        return getattr(self.attack,'norm',None)
     @property
-    def budget(self): return self.attack.budget
+    def budget(self):
+        "How much the attack inside may change, as tables write it"
+        return self.attack.budget
     @property
-    def blackbox(self): return getattr(self.attack,'blackbox',False)
+    def blackbox(self):
+        "Does the attack inside do without gradients?"
+        return getattr(self.attack,'blackbox',False)
     @property
-    def reference(self): return getattr(self.attack,'reference',False)
+    def reference(self):
+        "Is the attack inside the reference package as a whole?"
+        return getattr(self.attack,'reference',False)
     @property
-    def attacks(self): return (self.attack,)
+    def attacks(self):
+        "The attack inside, as a tuple"
+        return (self.attack,)
     @property
     def members(self):
+        "Function `classes -> attacks`: those of the attack inside, each wrapped"
         inner = self.attack.members
         return lambda classes: [replace(self, attack=a) for a in inner(classes)]
     @property
@@ -112,12 +132,16 @@ def but(self:Around, **kw): # Fields to change: its own, else those of the attac
     return replace(self, **own)
 
 @patch
-def restart(self:Around, n:int): # Number of independent runs of the attack inside
+def restart(self:Around,
+    n:int, # Number of independent runs of the attack inside
+)->Around: # Costs `n` times as much
     "A copy with `n` restarts"
     return self.but(restarts=n)
 
 @patch
-def eot(self:Around, n:int): # Gradients to average in the attack inside
+def eot(self:Around,
+    n:int, # Gradients to average in the attack inside
+)->Around: # Each step costs `n` times as much
     "A copy whose gradients are the mean of `n` draws of a random model"
     return self.but(draws=n)
 
@@ -133,7 +157,13 @@ class _Double(Wrapper):
 @dataclass(frozen=True, repr=False)
 class Float64(Around):
     "`attack`, computed in float64: the control for everything that is said to be due to rounding"
-    def __call__(self, model, x, y=None, *, seed=0, **kw):
+    def __call__(self,
+        model:nn.Module, # Takes images [B,C,H,W] in [0,1], returns logits [B,classes]
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+        y:Tensor=None, # Labels [B]
+        *, seed=0, # An int, or an int64 tensor [B] with one seed per image
+        **kw # For the attack: target, targeted
+    )->Tensor: # Adversarial images: shape, dtype and type of `x`, detached
         "The adversarial images, from the same random start as in float32"
         check_call(model, kw.get('target'), kw.get('targeted', False))
         x0 = check_images(x, model)
@@ -185,7 +215,13 @@ class Scaled(_ByScale):
             try: self._set(**{k:_tuple(getattr(self,k))})
             except (TypeError, ValueError): raise TypeError(f'{k} must be a number{", or one per block" if k=="s" else ""}, got {getattr(self,k)!r}') from None
         if not all(math.isfinite(o) and o>=0 for o in L(self.s)+[self.logits]): raise ValueError(f'scales are finite numbers >= 0, got {self.s} and {self.logits}')
-    def scaled(self, model, x, y=None, *, target=None, seed=0):
+    def scaled(self,
+        model:nn.Module, # A timm transformer, maybe inside `Normalized`
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+        y:Tensor=None, # Labels [B]
+        *, target:Tensor=None, # Labels [B] to reach; None: away from `y`
+        seed=0, # An int, or an int64 tensor [B] with one seed per image
+    )->ScaledModel: # With the scales given
         "The model that is attacked"
         return ScaledModel(model, self.s, self.logits)
 
@@ -247,7 +283,9 @@ class AAS(_ByScale):
         if self.guard is not None and not 0<=self.guard<1: raise ValueError(f'guard is a share, from 0 up to 1, got {self.guard!r}')
         if self.blocks is not None: self._set(blocks=tuple(int(b) for b in L(self.blocks)))
     @property
-    def loss(self): return self.climb
+    def loss(self):
+        "What the scales climb, under the name that other attacks give it"
+        return self.climb
     @property
     def name(self): return '_'.join([super().name, *([self.climb.__name__] if self.climb is not eq3 else []), *(['batch'] if self.per=='batch' else [])])
 
@@ -255,8 +293,12 @@ class AAS(_ByScale):
 _least = 1e-7
 
 @patch
-def start(self:AAS, own, x, seed):
-    "The first scales [B,m] or [1,m]: the model's own `own` [m], and noise that depends on the images alone"
+def start(self:AAS,
+    own:Tensor, # The model's own scales [m]
+    x:Tensor, # Images [B,C,H,W] in [0,1]
+    seed, # An int, or an int64 tensor [B] with one seed per image
+)->Tensor: # [B,m], or [1,m] for the whole batch
+    "The first scales: the model's own, and noise that depends on the images alone"
     seeds = image_seed(x, seed)
     if self.per=='batch': seeds = mix64(seeds.sum()[None])
     d = self.sigma*torch.special.ndtri(uniform(seeds, own.new_zeros(len(seeds), len(own)), 23))
@@ -264,8 +306,10 @@ def start(self:AAS, own, x, seed):
     return torch.where(self.scope(own), own*d.exp() if self.log else own+d, own).clamp(min=_least).minimum(own.clamp(min=1.))
 
 @patch
-def scope(self:AAS, own):
-    "[m] bool: the scales that move"
+def scope(self:AAS,
+    own:Tensor, # The model's own scales [m]
+)->Tensor: # [m] bool
+    "Which scales move"
     n = len(own)-self.temperature
     if self.blocks is None: return torch.ones_like(own, dtype=torch.bool)
     if bad := [b for b in self.blocks if not -n<=b<n]: raise ValueError(f'the model has {n} blocks (see vit_blocks), there is no block {bad[0]}')
@@ -274,7 +318,11 @@ def scope(self:AAS, own):
 
 # %% ../nbs/06_aas.ipynb #9a29794e
 @patch
-def move(self:AAS, own, s, g):
+def move(self:AAS,
+    own:Tensor, # The model's own scales [m]
+    s:Tensor, # Scales [B,m], or [1,m] for the whole batch
+    g:Tensor, # Gradient to them, of the same shape
+)->Tensor: # The next scales, as `s`
     "One step uphill; where the gradient is zero to the last bit, which saturated attention makes it, the scales are halved"
     on = self.scope(own); g = torch.where(on, g.nan_to_num(0,0,0), 0.)
     if self.log: g = g*s
@@ -286,7 +334,13 @@ def move(self:AAS, own, s, g):
 
 # %% ../nbs/06_aas.ipynb #e6350b6d
 @patch
-def gain(self:AAS, model, x, y, target, own):
+def gain(self:AAS,
+    model:nn.Module, # A timm transformer, maybe inside `Normalized`
+    x:Tensor, # Images [B,C,H,W] in [0,1]
+    y:Tensor, # Labels [B]
+    target:Tensor, # Labels [B] to reach; None: away from `y`
+    own:Tensor, # The model's own scales [m]
+)->tuple: # The function `s -> [B]`; logits [B,classes]
     "`s -> [B]`, what the scales climb; and the logits with the scales `own`, to which the climb refers"
     base,m = self.base(model),len(own)-self.temperature
     def see(s):
@@ -302,7 +356,9 @@ def gain(self:AAS, model, x, y, target, own):
     return lambda s: sign*loss(check_logits(see(s)[1], x), t),z0
 
 @patch
-def base(self:AAS, model):
+def base(self:AAS,
+    model:nn.Module, # A timm transformer, maybe inside `Normalized`
+)->Tensor: # [m], one per block, the logits' last
     "The scales that are part of the model, and with `temperature` a 1 for the logits"
     s = scales_of(model)
     return torch.cat([s, s.new_ones(1)]) if self.temperature else s
@@ -331,15 +387,28 @@ def scales(self:AAS,
     return s[0] if self.per=='batch' else s
 
 @patch
-def guarded(self:AAS, model, x, s, own, z0):
+def guarded(self:AAS,
+    model:nn.Module, # A timm transformer, maybe inside `Normalized`
+    x:Tensor, # Images [B,C,H,W] in [0,1]
+    s:Tensor, # Scales [B,m], or [1,m] for the whole batch
+    own:Tensor, # The model's own scales [m]
+    z0:Tensor, # Clean logits with the scales `own` [B,classes]
+)->Tensor: # As `s`
     "Give up the scales of images, or of a batch, whose clean predictions they change"
     if self.guard is None: return s
     m,f = len(own)-self.temperature,(s[0] if self.per=='batch' else s)/self.base(model)
     with torch.no_grad(): flips = (ScaledModel(model, f[...,:m])(x).argmax(1)!=z0.argmax(1)).float()
     return torch.where((flips.mean()[None] if self.per=='batch' else flips)[:,None]>self.guard, own, s)
 
+# %% ../nbs/06_aas.ipynb #33dd108a
 @patch
-def scaled(self:AAS, model, x, y=None, *, target=None, seed=0):
+def scaled(self:AAS,
+    model:nn.Module, # A timm transformer, maybe inside `Normalized`
+    x:Tensor, # Images [B,C,H,W] in [0,1]
+    y:Tensor=None, # Labels [B]
+    *, target:Tensor=None, # Labels [B] to reach; None: away from `y`
+    seed=0, # An int, or an int64 tensor [B] with one seed per image
+)->ScaledModel: # With scales for each image, or one set for the batch
     "The model that is attacked"
     s = self.scales(model, x, y, target=target, seed=seed)/self.base(model)
     return ScaledModel(model, s[...,:-1], s[...,-1]) if self.temperature else ScaledModel(model, s)
@@ -372,7 +441,13 @@ def attn_gaps(
 class GapScaled(_ByScale):
     "The control for AAS: scale each image's blocks just so much that no gap exceeds `limit`"
     limit:float = field(default=15., kw_only=True) # In float32 a probability is exactly 1 from a gap of 17 on
-    def scaled(self, model, x, y=None, *, target=None, seed=0):
+    def scaled(self,
+        model:nn.Module, # A timm transformer, maybe inside `Normalized`
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+        y:Tensor=None, # Labels [B]
+        *, target:Tensor=None, # Labels [B] to reach; None: away from `y`
+        seed=0, # An int, or an int64 tensor [B] with one seed per image
+    )->ScaledModel: # With scales for each image
         "The model that is attacked"
         return ScaledModel(model, torch.stack([(self.limit/g.amax(1)).clamp(max=1) for g in attn_gaps(model, x)], 1))
 
@@ -457,14 +532,19 @@ class AASTrain(AdvCallback):
         for k,v in dict(period=period, batches=1 if batches is None else batches).items():
             if v!=int(v) or v<1: raise ValueError(f'{k} must be a whole number >= 1, got {v}')
         self.period,self.aas,self.batches,self.hold,self.rows = int(period),aas.but(per='batch'),batches,hold,[]
-    def after_create(self): self.before_fit()
+    def after_create(self):
+        "Give the model its scales at once, so that the optimiser sees them as parts of it"
+        self.before_fit()
     def before_fit(self):
+        "Give the model its scales, if it has none"
         if not hasattr(unwrap(self.victim),'attn_scales'): add_scales(self.victim)
     def before_train(self):
+        "Say how many batches of this epoch move the scales"
         super().before_train()
         if self.epoch==0 and not hasattr(self.learn,'lr_finder'): self.rows = []
         self.left = 0 if (self.epoch+1)%self.period else math.inf if self.batches is None else self.batches
     def before_batch(self):
+        "Move the scales on this batch, if it is one of those"
         if not self.left or len(self.xb)!=1: return
         self.left -= 1
         add_scales(self.victim, self.aas.scales(self.victim, self.x, self.yb[0] if len(self.yb)==1 else None, seed=torch.initial_seed()%2**62+self.epoch))

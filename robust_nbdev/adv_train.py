@@ -33,7 +33,10 @@ class warmup:
         if not 0<=pct<=1: raise ValueError(f'pct is a share of the training, between 0 and 1, got {pct}')
         if epochs is not None and not epochs>=1: raise ValueError(f'epochs is the length of the fit, at least 1, got {epochs}')
         self.eps,self.pct,self.epochs = (eps if isinstance(eps, Ball) else L2(eps)).eps,pct,epochs
-    def __call__(self, pct):
+    def __call__(self,
+        pct:float, # Share of the training that is done, 0 to 1
+    )->float: # The value then
+        "The value at a point of the training"
         if self.epochs: pct = math.floor(pct*self.epochs+1e-6)/self.epochs
         return self.eps*min(1., pct/self.pct) if self.pct else self.eps
     def __repr__(self): return f'warmup({eps_str(self.eps)}, pct={self.pct:g}'+(f', epochs={self.epochs}' if self.epochs else '')+')'
@@ -48,7 +51,11 @@ class switch:
     ):
         if not 0<=pct<=1: raise ValueError(f'pct is a share of the training, between 0 and 1, got {pct}')
         store_attr()
-    def __call__(self, pct): return self.value if pct>=self.pct-1e-9 else self.before
+    def __call__(self,
+        pct:float, # Share of the training that is done, 0 to 1
+    )->float: # The value then
+        "The value at a point of the training"
+        return self.value if pct>=self.pct-1e-9 else self.before
     def __repr__(self): return f'switch({self.value:g}, pct={self.pct:g}, before={self.before:g})'
 
 # %% ../nbs/01a_adv_train.ipynb #d8e08c2b
@@ -74,8 +81,12 @@ class AdvTrain(AdvCallback):
 
 # %% ../nbs/01a_adv_train.ipynb #8d247cef
 @patch
-def learn_loss(self:AdvTrain, z, _=None, rows=None):
-    "The Learner's loss on this batch: one number per image where it has a `reduction`, else its mean; `rows`: the images that `z` belongs to, None: all"
+def learn_loss(self:AdvTrain,
+    z:Tensor, # Output for the clean images, logits [B,C] as a rule
+    _=None, # Not used: attacks hand over what they think are the labels
+    rows:Tensor=None, # Positions in the batch of the images that `z` belongs to; None: all
+)->Tensor: # [B], or one number
+    "The Learner's loss on this batch: one number per image where it has a `reduction`, else its mean"
     yb = [o.as_subclass(Tensor) if isinstance(o,Tensor) else o for o in self.yb]
     if rows is not None: z = z.new_zeros(find_bs(yb), *z.shape[1:]).index_copy(0, rows, z)
     if not hasattr(self.base_loss, 'reduction'): return self.learn.loss_func(z, *yb)
@@ -95,7 +106,11 @@ def base_loss(self:AdvTrain):
 
 # %% ../nbs/01a_adv_train.ipynb #c8aae660
 @patch
-def begin(self:AdvTrain, attack, eps, fields):
+def begin(self:AdvTrain,
+    attack, # Any attack
+    eps, # A number, a `Ball` or a schedule `pct -> eps`; None: the attack's own
+    fields:dict, # Its other fields that follow a number or a schedule
+):
     "Check the attack, and what is to change in it during the training"
     check_attack(attack)
     if eps is not None: fields = {'eps':eps.eps if isinstance(eps, Ball) else eps, **fields}
@@ -105,19 +120,23 @@ def begin(self:AdvTrain, attack, eps, fields):
     self.attack,self.eps,self.fields,self.instead,self.extra = attack,fields.get('eps'),fields,None,None
 
 @patch
-def at(self:AdvTrain, v):
+def at(self:AdvTrain,
+    v, # A number, or a schedule `pct -> value`
+)->float: # The number
     "A number, or what a schedule says at this point of the training"
     return v(self.pct_train) if callable(v) else v
 
 @patch
-def scheduled(self:AdvTrain):
+def scheduled(self:AdvTrain)->Attack: # The attack itself, where nothing is scheduled
     "The attack with the radius, step length, ... of this point of the training"
     a = self.instead or self.attack
     kw = {k:self.at(v) for k,v in self.fields.items() if k=='eps' or a is self.attack}
     return a.but(**kw) if kw else a
 
 @patch
-def current(self:AdvTrain, rows=None):
+def current(self:AdvTrain,
+    rows:Tensor=None, # Positions in the batch; None: all
+)->Attack: # Ready to be called
     "`scheduled`, with the loss that it climbs: its own, else `inner`, on all images or the given `rows`"
     a = self.scheduled()
     if not isinstance(a, Attack) or a.loss is not None or not a.takes_loss: return a
@@ -164,8 +183,11 @@ def attack_some(self:AdvTrain):
 
 # %% ../nbs/01a_adv_train.ipynb #857a8bec
 @patch
-def terms(self:AdvTrain, z, z_adv):
-    "From the outputs for the clean and the adversarial images: what the Learner's loss gets, and what is added to that loss [B]"
+def terms(self:AdvTrain,
+    z:Tensor, # Output for the clean images, logits [B,C] as a rule
+    z_adv:Tensor, # Output for the adversarial images
+)->tuple: # Output for the Learner's loss; [B], added to that loss
+    "What the Learner's loss gets, and what is added to it"
     return z_adv,self.at(self.clean_loss)*(self.learn_loss(z)-self.learn_loss(z_adv))
 
 @patch
@@ -221,8 +243,10 @@ class MART(AdvTrain):
 
 # %% ../nbs/01a_adv_train.ipynb #1e9d5227
 @patch
-def soft_labels(self:AdvTrain, z):
-    "The label that a cross-entropy sees, as probabilities [B,C]: mixed and smoothed ones included"
+def soft_labels(self:AdvTrain,
+    z:Tensor, # Output for the clean images, logits [B,C] as a rule
+)->Tensor: # [B,C], each row sums to 1
+    "The label that a cross-entropy sees, as probabilities: mixed and smoothed ones included"
     z = torch.zeros_like(z, dtype=torch.float32).requires_grad_()
     v = self.learn_loss(z)
     t = 1/z.shape[1]-torch.autograd.grad(v.sum() if v.ndim else v*len(z), z)[0]
@@ -257,9 +281,21 @@ class GAT(AdvTrain):
     def before_train(self):
         super().before_train()
         if self.epoch==0: self.n = 0
-    def after_step(self): self.n += 1
-    def far(self, z, z0): return self.at(self.beta)*(z.softmax(1)-z0.softmax(1)).pow(2).sum(1)
-    def guided(self, z, z0): return self.learn_loss(z)+self.far(z, z0)
+    def after_step(self):
+        "Count the steps: every second one is guided"
+        self.n += 1
+    def far(self,
+        z, # Logits [B,C]
+        z0:Tensor, # Logits of the clean images [B,C]
+    )->Tensor: # [B]
+        "`beta` times the squared distance of the probabilities"
+        return self.at(self.beta)*(z.softmax(1)-z0.softmax(1)).pow(2).sum(1)
+    def guided(self,
+        z, # Logits of the perturbed images [B,C]
+        z0:Tensor, # Logits of the clean images [B,C]
+    )->Tensor: # [B], or one number
+        "What the attack climbs: the loss, and the distance from the clean prediction"
+        return self.learn_loss(z)+self.far(z, z0)
     guided.clean = True
     @property
     def inner(self): return self.guided if self.n%2 else self.learn_loss
@@ -293,14 +329,19 @@ class CatchOverfit(AdvCallback):
         store_attr(); self.rows = []
     def __repr__(self): return f'CatchOverfit({self.strong!r}, gap={self.gap:g}'+(f', then={self.then!r}' if self.then is not None else '')+')'
     @property
-    def watched(self): return first(c for c in self.learn.cbs if isinstance(c, AdvTrain))
+    def watched(self):
+        "The AdvTrain whose attack is checked"
+        return first(c for c in self.learn.cbs if isinstance(c, AdvTrain))
     def before_train(self):
+        "Find the attack to watch; forget the images of the last epoch"
         super().before_train()
         if getattr(getattr(self.watched,'attack',None),'eps',None) is None: raise TypeError('CatchOverfit compares the attack of AdvTrain, TRADES, ... with a stronger one at the same eps: there is none here that has an eps')
         self.rows,self.batch = [] if self.epoch==0 else self.rows,None
     def before_batch(self):
+        "Keep images of the epoch's first batch"
         if self.batch is None: self.batch = self.x[:self.n].as_subclass(Tensor).clone(),check_labels(self.yb[0], self.x)[:self.n]
     def after_train(self):
+        "Attack them twice, note both accuracies, and act if they are far apart"
         if self.batch is None: return
         weak = self.watched.scheduled(); strong = self.strong.but(eps=weak.eps, norm=weak.norm)
         row = dict(epoch=self.epoch, attack=repr(weak), weak=self.acc(weak), strong=self.acc(strong))
@@ -309,7 +350,9 @@ class CatchOverfit(AdvCallback):
 
 # %% ../nbs/01a_adv_train.ipynb #6dc5a9a8
 @patch
-def acc(self:CatchOverfit, attack):
+def acc(self:CatchOverfit,
+    attack:Attack, # Is called with seed 0
+)->float: # 0 to 1
     "Accuracy on the kept images under `attack`, those of all processes"
     x,y = self.batch
     with self.amp(), attack_mode(self.victim) as m:
@@ -318,7 +361,10 @@ def acc(self:CatchOverfit, attack):
     return maybe_gather(ok.float()).mean().item()
 
 @patch
-def caught(self:CatchOverfit, weak, row):
+def caught(self:CatchOverfit,
+    weak:Attack, # The training attack
+    row:dict, # Of `df`
+):
     "Warn, and do what `then` says"
     seen = f'epoch {row["epoch"]}: {row["weak"]:.0%} right under {weak}, the training attack, but {row["strong"]:.0%} under {self.strong.name}: catastrophic overfitting'
     if not rank_distrib(): warnings.warn(f'{seen}. Train with NFGSM or PGD(steps=2), or with a smaller eps or alpha; the epochs before it are sound')
@@ -372,6 +418,7 @@ class FreeAT(AdvTrain):
         self.probe = (x+self.delta).as_subclass(type(self.x)).requires_grad_()
         self.learn.xb = (self.probe,)
     def after_backward(self):
+        "A step of the attack, with the gradient that the weights' backward gave"
         probe,self.probe = self.probe,None
         if probe is None or probe.grad is None: return
         x = probe.detach().as_subclass(Tensor)-self.delta
@@ -386,7 +433,7 @@ def _hush(m, mod, args, o):
 def hush_attn(
     model:nn.Module, # A timm transformer, maybe inside `Normalized`
     keep:Tensor, # [B,L]: what the gradient through each block's attention is multiplied by, for each image
-):
+)->Iterator: # Yields `model`
     "Inside, less gradient flows through the attention branches; the output is as ever"
     blocks = vit_blocks(model)
     if not all(hasattr(b,'attn') for b in blocks): raise TypeError(f'{type(blocks[0]).__name__} has no attention branch `attn` of its own')
@@ -410,8 +457,12 @@ class ARDPRM(PGD):
         vit_blocks(obj.model)                                        # raises for what is no transformer
         s['grid'] = x.new_zeros(len(x), *patch_grid(obj.model, x))
         return {**s, 'd':s['d']*self.mask(x, s, 0)}
-    def mask(self, x, s, i):
-        "1 where a patch keeps its perturbation before step `i`, 0 elsewhere [B,1,H,W]"
+    def mask(self,
+        x:Tensor, # Clean images [B,C,H,W] in [0,1]
+        s:dict, # The state: the change `d` [B,C,H,W] and what else the attack remembers
+        i:int, # The step, from 0
+    )->Tensor: # [B,1,H,W]
+        "1 where a patch keeps its perturbation before step `i`, 0 elsewhere"
         u = uniform(mix64(s['seed']+i+1), s['grid']).flatten(1)
         keep = u.argsort(1).argsort(1)<round(self.prm*u.shape[1])
         return F.interpolate(keep.view_as(s['grid'])[:,None].to(x), size=x.shape[-2:])
@@ -433,7 +484,9 @@ class AWP(AdvCallback):
         if not callable(gamma) and not gamma>=0: raise ValueError(f'gamma must be a number >= 0 or a schedule, got {gamma!r}')
         self.gamma = gamma
     def __repr__(self): return f'AWP({self.gamma if callable(self.gamma) else format(self.gamma, "g")})'
-    def now(self): return self.gamma(self.pct_train) if callable(self.gamma) else self.gamma
+    def now(self)->float: # Share of each weight's norm
+        "The size of the move at this point of the training"
+        return self.gamma(self.pct_train) if callable(self.gamma) else self.gamma
 
     def after_loss(self):
         "Add a zero to the loss: the gradient to it tells by what the callbacks after this one multiply the loss"
@@ -441,6 +494,7 @@ class AWP(AdvCallback):
         if self.zero is not None: self.learn.loss_grad = self.loss_grad+self.zero
 
     def before_backward(self):
+        "Move the weights uphill, take the gradient there, move them back"
         if self.zero is None: return
         (c,moves),kept = self.uphill(),(self.pred,self.loss)
         with self.moved(moves):
@@ -453,7 +507,7 @@ class AWP(AdvCallback):
 
 # %% ../nbs/01a_adv_train.ipynb #fffe87bc
 @patch
-def uphill(self:AWP):
+def uphill(self:AWP)->tuple: # A number; list of pairs of weight and change
     "What later callbacks multiply the loss by; each weight matrix with its move"
     ps = [p for n,p in self.victim.named_parameters() if p.requires_grad and p.ndim>1 and 'weight' in n]
     zero,self.zero = self.zero,None
@@ -466,7 +520,7 @@ def uphill(self:AWP):
 # %% ../nbs/01a_adv_train.ipynb #bad888f7
 @patch
 @contextmanager
-def moved(self:AWP, moves):
+def moved(self:AWP, moves:list): # Pairs of weight and change
     "Inside, the weights are moved; afterwards weights and buffers are as before, to the bit"
     kept = [(o, o.detach().clone()) for o in (*[p for p,_ in moves], *self.victim.buffers())]
     try:
@@ -479,7 +533,7 @@ def moved(self:AWP, moves):
 
 # %% ../nbs/01a_adv_train.ipynb #3a699acf
 @patch
-def batch_loss(self:AWP):
+def batch_loss(self:AWP)->Tensor: # One number
     "The loss of this batch at the weights as they are, with the terms of all other `AdvCallback`s"
     cbs = [c for c in self.learn.cbs.sorted('order') if isinstance(c, AdvCallback) and c is not self]
     with self.amp():
@@ -500,10 +554,14 @@ class EMA(AdvCallback):
         **kwargs, # For timm's `ModelEmaV3`
     ): self.decay,self.kwargs = decay,dict(use_warmup=use_warmup, **kwargs)
     def before_train(self):
+        "Start an average, unless it goes on"
         self.off = hasattr(self.learn, 'lr_finder')
         if not self.off and (self.epoch==0 or self.avg is None): self.avg,self.n = ModelEmaV3(self.victim, self.decay, **self.kwargs).requires_grad_(False),0
-    def after_cancel_step(self): self.skip = True
+    def after_cancel_step(self):
+        "Note that the optimiser has skipped this step"
+        self.skip = True
     def after_step(self):
+        "Take the new weights into the average"
         if not (self.off or self.skip): self.n += 1; self.avg.update(self.victim, self.n)
         self.skip = False
     def __repr__(self): return f'EMA({self.decay:g})'
@@ -511,7 +569,7 @@ class EMA(AdvCallback):
 # %% ../nbs/01a_adv_train.ipynb #4d8d0f10
 @patch
 @contextmanager
-def averaged(self:EMA):
+def averaged(self:EMA)->Iterator: # Yields the Learner
     "Inside, the Learner's model has the averaged weights: validate, report, save or export it; afterwards it has its own again, to the bit"
     if self.avg is None: raise ValueError('there is no average yet: fit first')
     own = {k:v.clone() for k,v in self.victim.state_dict().items()}
@@ -535,9 +593,13 @@ class OnAverage(Metric):
     def reset(self): self.metric.reset()
     def accumulate(self, learn): self.metric.accumulate(_AsIf(learn, get_model(learn.model) if learn.ema.avg is None else learn.ema.avg.module))
     @property
-    def value(self): return self.metric.value
+    def value(self):
+        "The metric's value"
+        return self.metric.value
     @property
-    def name(self): return f'ema_{self.metric.name}'
+    def name(self):
+        "`ema_` and the metric's name"
+        return f'ema_{self.metric.name}'
 
 class SaveEMA(SaveModelCallback):
     "fastai's `SaveModelCallback`, which saves the averaged weights"

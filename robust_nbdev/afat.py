@@ -28,7 +28,7 @@ from .evaluate import *
 def n_occluded(
     share:float, # Share of the patches, 0 to 1
     n:int, # Number of patches
-)->int:
+)->int: # 0 to `n`
     "How many patches a share is: rounded, and at least one unless `share` is 0"
     if not 0<=share<=1: raise ValueError(f'share is between 0 and 1, got {share}')
     return min(max(round(share*n), 1), n) if share else 0
@@ -133,20 +133,29 @@ class PatchOcclusion(nn.Module):
         self.grid,self.patch,self.ste = tuple(grid),tuple(patch),ste
         self.conv,self.fc = nn.Conv2d(in_chans, 1, self.patch, stride=self.patch, bias=False),nn.Linear(n, n, bias=False)
         for k,v in dict(mean=mean, std=std).items(): self.register_buffer(k, torch.as_tensor(v, dtype=torch.float32).reshape(-1,1,1))
-    def scores(self, x): # Images [B,C,H,W] in [0,1]; -> [B,N], low: to be occluded
+    def scores(self,
+        x, # Images [B,C,H,W] in [0,1]; -> [B,N], low: to be occluded
+    )->Tensor: # [B,N], low: to be occluded
+        "A score for each patch"
         size = tuple(g*p for g,p in zip(self.grid, self.patch))
         if x.shape[1:]!=(self.conv.in_channels,*size): raise ValueError(f'this corruption model was made for images [B,{self.conv.in_channels},{size[0]},{size[1]}], got {list(x.shape)}: make a new one')
         return self.fc(F.gelu(self.conv((x.float()-self.mean)/self.std)).flatten(1))
-    def forward(self, x, k): return keep_mask(self.scores(x), k, self.ste)      # k: how many patches to occlude
+    def forward(self,
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+        k:int, # How many patches to occlude
+    )->Tensor: # [B,N], 0 where a patch is occluded
+        "The mask of each image"
+        return keep_mask(self.scores(x), k, self.ste)      # k: how many patches to occlude
     def __repr__(self): return f'PatchOcclusion({self.grid[0]}x{self.grid[1]} patches of {self.patch[0]}x{self.patch[1]})'
 
+# %% ../nbs/05_afat.ipynb #10834afa
 def occlusion_for(
     model:nn.Module, # A timm transformer, maybe inside `Normalized`
     x:Tensor, # Images [B,C,H,W]
     seed:int=0, # Of the weights; the global random state is left as it was
     ste:str='identity', # See `keep_mask`
     patch:tuple=None, # Height and width in pixels; None: the model's own patches
-)->PatchOcclusion:
+)->PatchOcclusion: # On the device of `x`
     "A fresh corruption model that fits a model and its images"
     size = patch or patch_size(model, x)
     mean,std = [o.flatten().tolist() for o in _stats(model, x)]
@@ -184,7 +193,7 @@ def corruption_optim(
     lr:float=1e-4, # Step length
     mom:float=.9, # Nesterov momentum
     wd:float=.05, # Weight decay
-):
+)->torch.optim.SGD: # It raises what it is given
     "The authors' optimiser for the corruption model: SGD, uphill"
     return torch.optim.SGD(corruption.parameters(), lr, momentum=mom, nesterov=True, weight_decay=wd, maximize=True)
 
@@ -241,7 +250,11 @@ class AFAT(AdvCallback):
         store_attr(); self.rows,self.skip = [],False
         if isinstance(patch, int): self.patch = (patch,patch)
     def __repr__(self): return f'AFAT(occlude={self.occlude!r}, lam={self.lam!r}, select={self.select!r}'+''.join(f', {k}={getattr(self,k)!r}' for k,v in dict(fill='noise', how='mean', ste='identity').items() if getattr(self,k)!=v)+')'
-    def at(self, v): return v(self.pct_train) if callable(v) else v
+    def at(self,
+        v, # A number, or a schedule `pct -> value`
+    )->float: # The number
+        "The number that holds at this point of the training"
+        return v(self.pct_train) if callable(v) else v
 
 # %% ../nbs/05_afat.ipynb #b67ac9ee
 @patch
@@ -283,13 +296,18 @@ def seed(self:AFAT):
     return torch.initial_seed()%2**62+self.epoch
 
 @patch
-def size(self:AFAT, x):
+def size(self:AFAT,
+    x:Tensor, # Images [B,C,H,W] in [0,1]
+)->tuple: # Two ints
     "Height and width of a patch in pixels"
     return self.corruption.patch if self.corruption is not None else self.patch or patch_size(self.victim, x)
 
 @patch
-def choose(self:AFAT, x, share):
-    "The mask of each image [B,N]; the corruption model is made at its first call"
+def choose(self:AFAT,
+    x:Tensor, # Images [B,C,H,W] in [0,1]
+    share:float, # Share of the patches, 0 to 1
+)->Tensor: # [B,N], 0 where a patch is occluded
+    "The mask of each image; the corruption model is made at its first call"
     n = math.prod(s//p for s,p in zip(x.shape[-2:], self.size(x)))
     if self.select=='random': return random_keep(x, n, n_occluded(share, n), self.seed)
     if self.corruption is None: self.corruption = occlusion_for(self.victim, x, torch.initial_seed()%2**62, self.ste, self.patch)
@@ -397,7 +415,11 @@ class Occlusion(PatchAttack):
     @property
     def name(self): return 'occlusion' if self.by is None else 'learned_occlusion'
     @torch.no_grad()
-    def run(self, obj, x, seed):
+    def run(self,
+        obj:Objective, # What the attack climbs
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+        seed:Tensor, # [B] int64, one per image, for every random number
+    )->Tensor: # [B,C,H,W]
         "The occluded images"
         size = patch_size(obj.model, x) if self.by is None else self.by.patch
         n = math.prod(s//p for s,p in zip(x.shape[-2:], size)); k = n_occluded(self.share, n)
@@ -413,7 +435,11 @@ class GreedyOcclusion(Occlusion):
     @property
     def name(self): return 'greedy_occlusion'
     @torch.no_grad()
-    def run(self, obj, x, seed):
+    def run(self,
+        obj:Objective, # What the attack climbs
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+        seed:Tensor, # [B] int64, one per image, for every random number
+    )->Tensor: # [B,C,H,W]
         "The occluded images"
         size = patch_size(obj.model, x); n = math.prod(s//p for s,p in zip(x.shape[-2:], size))
         cover,keep = patch_cover(x, seed, self.fill, obj.model),x.new_ones(len(x), n)
@@ -427,9 +453,17 @@ class GreedyOcclusion(Occlusion):
             todo[rows[won.gather(1, best[:,None])[:,0]]] = False
         return occlude(x, keep, size, cover)
 
+# %% ../nbs/05_afat.ipynb #4dbb07aa
 @patch
-def values(self:GreedyOcclusion, obj, x, keep, cover, size, rows):
-    "Loss [R,N] with one more patch covered, of the images `rows`, and whether it fools the model; a fooling patch comes first"
+def values(self:GreedyOcclusion,
+    obj:Objective, # What the attack climbs
+    x:Tensor, # Images [B,C,H,W] in [0,1]
+    keep:Tensor, # [B,N], 0 where a patch is covered already
+    cover:Tensor, # What covers the patches, see `patch_cover`
+    size:tuple, # Height and width of a patch in pixels
+    rows:Tensor, # Positions [R] of the images to try
+)->tuple: # Loss [R,N], a fooling patch first; [R,N] bool
+    "Loss with one more patch covered, and whether it fools the model"
     n = keep.shape[1]; i,j = rows.repeat_interleave(n),torch.arange(n, device=x.device).repeat(len(rows))
     vs,ws = [],[]
     for a,b in zip(i.split(self.bs), j.split(self.bs)):
@@ -444,13 +478,13 @@ def values(self:GreedyOcclusion, obj, x, keep, cover, size, rows):
 def show_masks(self:AFAT,
     dl=None, # Where the images come from; None: the validation set
     max_n:int=6, # How many
-):
+)->None: # It draws two rows of images
     "Images, what the corruption model covers of them, and the probability of the true class for both"
     if self.corruption is None: raise ValueError('there is no corruption model yet: fit first (and with occlude>0)')
     return show_occlusion(self.victim, Occlusion(share=self.last(), by=self.corruption, fill=self.fill), ifnone(dl, self.dls.valid), max_n)
 
 @patch
-def last(self:AFAT):
+def last(self:AFAT)->float: # 0 to 1
     "The share at the end of training"
     return self.occlude(1.) if callable(self.occlude) else self.occlude
 
@@ -495,7 +529,11 @@ class PatchAugment(PatchAttack):
     patch:int = field(default=None, kw_only=True) # Side of a patch in pixels; None: the model's own
     share = 1.
     _most = dict(p=1, least=1, noise=1)
-    def run(self, obj, x, seed):
+    def run(self,
+        obj:Objective, # What the attack climbs
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+        seed:Tensor, # [B] int64, one per image, for every random number
+    )->Tensor: # [B,C,H,W]
         "The augmented images"
         h,w = (self.patch,)*2 if self.patch else patch_size(obj.model, x)
         gh,gw = x.shape[-2]//h,x.shape[-1]//w

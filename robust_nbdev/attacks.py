@@ -129,7 +129,11 @@ class Objective:
         self.n = int(self.y.max())+1 if labels and self.y is not None and self.y.ndim==1 else 0
         self.flat,self.bad,self.zero = False,*torch.tensor([[False],[True]], device=x.device).expand(2,len(x)).clone()
 
-    def __call__(self, x_adv, loss=None): # -> value [B] to be raised, output of the model
+    def __call__(self,
+        x_adv:Tensor, # Images [B,C,H,W] in [0,1]
+        loss:Callable=None, # In place of the objective's own
+    )->tuple: # Value [B], to be raised; output of the model
+        "Run the model on `x_adv`, and take the loss of each image"
         z = check_logits(self.model(x_adv.to(self.x.dtype, copy=True)), x_adv, self.y if self.labels else None, self.n)
         return self.sign*(loss or self.loss)(z, self.t).as_subclass(Tensor), z
 
@@ -139,7 +143,11 @@ class Objective:
         g, = torch.autograd.grad(v.sum() if v.ndim else v*len(x_adv), x_adv)
         return g.as_subclass(Tensor),v.detach(),z.detach() if isinstance(z, Tensor) else z
 
-    def grad(self, x_adv, loss=None): # -> gradient [B,C,H,W], value [B], output of the model
+    def grad(self,
+        x_adv:Tensor, # Images [B,C,H,W] in [0,1]
+        loss:Callable=None, # In place of the objective's own
+    )->tuple: # Gradient [B,C,H,W], value [B], output of the model
+        "Value and gradient, the mean of `draws` calls; notes gradients that are not finite, or zero"
         x_adv = x_adv.detach().requires_grad_()
         g,v,z = self._grad(x_adv, loss)
         for _ in range(self.draws-1): g,v,z = [a+b for a,b in zip((g,v,z), self._grad(x_adv, loss))]
@@ -150,14 +158,19 @@ class Objective:
 
 # %% ../nbs/01_attacks.ipynb #76146a10
 @patch
-def fooled(self:Objective, z):
-    "[B] bool: does the attack have what it wants? Never, without labels"
+def fooled(self:Objective,
+    z:Tensor, # Logits [B,C]
+)->Tensor: # [B] bool
+    "Does the attack have what it wants? Never, without labels"
     if self.y is None: return torch.zeros(len(z), dtype=torch.bool, device=z.device)
     y = self.y if self.y.ndim==1 else self.y.argmax(1)
     return z.argmax(1)==y if self.sign<0 else z.argmax(1)!=y
 
 @patch
-def rows(self:Objective, m, **kw):
+def rows(self:Objective,
+    m:Tensor, # Which images: positions, or a mask [B]
+    **kw # Attributes to change
+)->Objective: # A copy; those of its tensors that go by image are cut to `m`
     "The objective of images `m` alone, with the attributes `kw` changed"
     o = copy(self); o.flat = False
     if hasattr(self.model,'for_rows'): o.model = self.model.for_rows(m)      # a model that treats each image of the batch in its own way
@@ -174,10 +187,16 @@ class _Count(torch.autograd.Function):
 
 class Counted(Wrapper):
     "`model`, with a count of the images that went through it, forwards and backwards"
-    def __init__(self, model): super().__init__(model); self.forwards = self.backwards = 0
+    def __init__(self, model): # Takes images [B,C,H,W]
+        super().__init__(model); self.forwards = self.backwards = 0
     @property
-    def passes(self): return self.forwards+self.backwards
-    def forward(self, x):
+    def passes(self):
+        "Forwards and backwards together"
+        return self.forwards+self.backwards
+    def forward(self,
+        x:Tensor, # Images [B,C,H,W]
+    )->Tensor: # Whatever the model returns
+        "Run the model and count the images"
         self.forwards += len(x)
         return self.model(_Count.apply(x, self) if x.requires_grad and torch.is_grad_enabled() else x)
 
@@ -204,11 +223,15 @@ class Value:
             v = getattr(self, n, lo)
             if not isinstance(v, Integral) or v<lo: raise ValueError(f'{n} must be a whole number >= {lo}, got {v!r}')
             if hasattr(self, n): self._set(**{n:int(v)})
-    def but(self, **kw): # Fields to change
+    def but(self,
+        **kw # Fields to change
+    )->'Value': # Of the same type; fields are checked again
         "A copy with some fields changed"
         return replace(self, **kw)
     @property
-    def name(self): return type(self).__name__.lower()
+    def name(self):
+        "What columns and rows of tables are called"
+        return type(self).__name__.lower()
     def __repr__(self):
         show = lambda v: eps_str(v) if isinstance(v,float) else getattr(v,'__name__',repr(v))
         fs = [f for f in fields(self) if f.init and (f.name in ('eps','steps') or getattr(self,f.name)!=f.default)]
@@ -234,15 +257,23 @@ class Attack(Value):
         if getattr(self.loss,'clean',False) and not getattr(self,'rand',True): raise ValueError(f'{self.loss.__name__} compares with the clean output, so its gradient is zero at the image itself: start elsewhere, PGD(..., rand=True)')
 
     @property
-    def ball(self): return threat_model(self.eps, self.norm)
+    def ball(self):
+        "The set that the change stays in"
+        return threat_model(self.eps, self.norm)
     @property
-    def takes_loss(self): return any(f.name=='loss' and f.init for f in fields(self))
+    def takes_loss(self):
+        "Can the attack's loss be chosen?"
+        return any(f.name=='loss' and f.init for f in fields(self))
     @property
     def name(self): return '_'.join([super().name+str(getattr(self,'steps','')), *(['l2'] if self.norm=='L2' else []), *([getattr(self.loss,'__name__','loss')] if self.loss else [])])
-    def restart(self, n:int): # Number of independent runs
+    def restart(self,
+        n:int, # Number of independent runs
+    )->'Attack': # Costs `n` times as much
         "A copy with `n` restarts"
         return self.but(restarts=n)
-    def eot(self, n:int): # Gradients to average
+    def eot(self,
+        n:int, # Gradients to average
+    )->'Attack': # Each step costs `n` times as much
         "A copy whose gradients are the mean of `n` draws of a random model"
         return self.but(draws=n)
 
@@ -264,7 +295,7 @@ def objective(self:Attack,
     x:Tensor, # Images [B,C,H,W], checked
     y=None, # Labels
     target=None, # Labels to reach
-)->Objective:
+)->Objective: # With this attack's loss, its sign and its `draws`
     "What this attack climbs on these images"
     loss = self.loss or ce
     if target is not None: loss = getattr(loss,'targeted',loss)
@@ -323,19 +354,32 @@ def _best(self:Attack, obj, x, seed):
 
 # %% ../nbs/01_attacks.ipynb #d37fe0f2
 @patch
-def start(self:Attack, obj, x, seed):
-    "The state at the beginning: at least `d`, the change [B,C,H,W]"
+def start(self:Attack,
+    obj:Objective, # What the attack climbs
+    x:Tensor, # Clean images [B,C,H,W] in [0,1]
+    seed:Tensor, # [B] int64, one per image, for every random number
+)->dict: # The state: at least `d`, the change [B,C,H,W]
+    "The state at the beginning"
     return dict(d=self.ball.project(x, self.ball.rand(x, seed)) if getattr(self,'rand',True) else torch.zeros_like(x))
 
 # %% ../nbs/01_attacks.ipynb #554a349e
 @patch
-def climb(self:Attack, obj, x, s, i):
-    "Gradient, value and output at the state's point; `i` [B] counts each image's steps"
+def climb(self:Attack,
+    obj:Objective, # What the attack climbs
+    x:Tensor, # Clean images [B,C,H,W] in [0,1]
+    s:dict, # The state: the change `d` [B,C,H,W] and what else the attack remembers
+    i:Tensor, # Steps that each image has made [B]
+)->tuple: # Gradient [B,C,H,W], value [B], output of the model
+    "Gradient, value and output at the state's point"
     return obj.grad(x+s['d'])
 
 # %% ../nbs/01_attacks.ipynb #7bf0192f
 @patch
-def run(self:Attack, obj, x, seed):
+def run(self:Attack,
+    obj:Objective, # What the attack climbs
+    x:Tensor, # Clean images [B,C,H,W] in [0,1]
+    seed:Tensor, # [B] int64, one per image, for every random number
+)->Tensor: # Adversarial images [B,C,H,W]
     "From the clean images `x`, climb `obj`"
     s,i = self.start(obj, x, seed),torch.zeros(len(x), dtype=torch.long, device=x.device)
     for _ in range(self.steps): s,i = self.update(x, s, *self.climb(obj, x, s, i)[:2], i),i+1
@@ -343,8 +387,10 @@ def run(self:Attack, obj, x, seed):
 
 # %% ../nbs/01_attacks.ipynb #bf4bea6a
 @patch
-def refs(self:Attack, obj):
-    "The reference of each round [B,rounds,...]: a restart is a round with the same one"
+def refs(self:Attack,
+    obj, # What the attack climbs; its reference `t` is [B,...]
+)->Tensor: # [B,rounds,...]
+    "The reference of each round; a restart is a round with the same one"
     return obj.t[:,None].expand(-1, self.restarts, *obj.t.shape[1:])
 
 # %% ../nbs/01_attacks.ipynb #95e0b1b8
@@ -366,9 +412,17 @@ class PGD(Attack):
     rand:bool = field(default=True, kw_only=True) # Start at a random point of the ball, or at the image
 
     @property
-    def step_size(self): return 2.5*self.eps/max(self.steps,1) if self.alpha is None else self.alpha
+    def step_size(self):
+        "Step length in pixel units"
+        return 2.5*self.eps/max(self.steps,1) if self.alpha is None else self.alpha
 
-    def update(self, x, s, g, v, i):
+    def update(self,
+        x:Tensor, # Clean images [B,C,H,W] in [0,1]
+        s:dict, # The state: the change `d` [B,C,H,W] and what else the attack remembers
+        g:Tensor, # Gradient [B,C,H,W] at `x+d`
+        v:Tensor, # Value of the loss there [B]
+        i:Tensor, # Steps that each image has made [B]
+    )->dict: # The state after the step
         "One step, and back into the ball"
         return {**s, 'd':self.ball.project(x, s['d']+self.step_size*self.ball.step(g))}
 
@@ -436,7 +490,13 @@ class GAMAPGD(Attack):
     ref:str = field(default='start', kw_only=True) # p_ref: `'start'`, at the noisy start (the authors' code), or `'clean'` (their paper)
     rand = True
 
-    def rate(self, i, first, by): return first*by**-((i>=.6*self.steps).float()+(i>=.85*self.steps).float())
+    def rate(self,
+        i:Tensor, # Steps that each image has made [B]
+        first:float, # At the start
+        by:float, # Divided by this after 60% of the steps, and again after 85%
+    )->Tensor: # [B]
+        "A length that falls in two stages"
+        return first*by**-((i>=.6*self.steps).float()+(i>=.85*self.steps).float())
     def start(self, obj, x, seed):
         "Every pixel at +eps or -eps; and the guide's reference"
         if self.ref not in ('start','clean'): raise ValueError(f"ref must be 'start' or 'clean', got {self.ref!r}")
@@ -446,7 +506,13 @@ class GAMAPGD(Attack):
         "Gradient of the guided margin"
         w = self.weight*(1-i/(.25*self.steps)).clamp(min=0)
         return obj.grad(x+s['d'], lambda z,y: obj.loss(z.softmax(1), y)+obj.sign*w*(z.softmax(1)-s['p']).pow(2).sum(1))
-    def update(self, x, s, g, v, i):
+    def update(self,
+        x:Tensor, # Clean images [B,C,H,W] in [0,1]
+        s:dict, # The state: the change `d` [B,C,H,W] and what else the attack remembers
+        g:Tensor, # Gradient [B,C,H,W] at `x+d`
+        v:Tensor, # Value of the loss there [B]
+        i:Tensor, # Steps that each image has made [B]
+    )->dict: # The state after the step
         "A step that is shortened twice on the way"
         a = self.rate(i, 2*self.eps if self.alpha is None else self.alpha, 10)
         return {**s, 'd':self.ball.project(x, s['d']+per_image(a, x)*self.ball.step(g))}
@@ -465,7 +531,13 @@ def _plain(obj, x):
 class GAMAFW(GAMAPGD):
     "Guided margin attack by Frank-Wolfe: `d <- (1-gamma)*d + gamma*eps*step(g)`, gamma falling from .5, divided by 5 at 60% and 85%"
     gamma:float = field(default=.5, kw_only=True) # First share of the new corner
-    def update(self, x, s, g, v, i):
+    def update(self,
+        x:Tensor, # Clean images [B,C,H,W] in [0,1]
+        s:dict, # The state: the change `d` [B,C,H,W] and what else the attack remembers
+        g:Tensor, # Gradient [B,C,H,W] at `x+d`
+        v:Tensor, # Value of the loss there [B]
+        i:Tensor, # Steps that each image has made [B]
+    )->dict: # The state after the step
         "A weighted mean of where it is and the best corner of the ball"
         c = per_image(self.rate(i, self.gamma, 5), x)
         return {**s, 'd':self.ball.project(x, (1-c)*s['d']+c*self.eps*self.ball.step(g))}
@@ -493,21 +565,38 @@ class APGD(Attack):
         lo,no = x.new_full((n,), -torch.inf),torch.zeros(n, dtype=torch.bool, device=x.device)
         return dict(d=d, old=d, best_d=d, best_g=torch.zeros_like(d), best_v=lo, v=-lo, check=lo, size=torch.full_like(lo, 2*self.eps), ups=torch.zeros_like(lo), halved=no)
 
-    def update(self, x, s, g, v, i):
+    def update(self,
+        x:Tensor, # Clean images [B,C,H,W] in [0,1]
+        s:dict, # The state: the change `d` [B,C,H,W] and what else the attack remembers
+        g:Tensor, # Gradient [B,C,H,W] at `x+d`
+        v:Tensor, # Value of the loss there [B]
+        i:Tensor, # Steps that each image has made [B]
+    )->dict: # The state after the step
         "Note the value; at a checkpoint halve the step and go back to the best point, if need be; then move"
         s = {**s, 'ups':s['ups']+(v>s['v']), 'v':v, 'check':torch.where(i==0, v, s['check'])}
         s.update(_where(v>s['best_v'], dict(best_d=s['d'], best_g=g, best_v=v), s))
         s,g = self.reconsider(s, g, i)
         return {**s, 'old':s['d'], 'd':self.move(x, s['d'], s['old'], g, s['size'], i==0)}
 
-    def move(self, x, d, old, g, size, first):
+    def move(self,
+        x, # Clean images [B,C,H,W] in [0,1]
+        d:Tensor, # Change [B,C,H,W]
+        old:Tensor, # Change one step ago [B,C,H,W]
+        g, # Gradient [B,C,H,W] at `x+d`
+        size:Tensor, # Step length of each image [B], pixel units
+        first:Tensor, # [B] bool: is it the image's first step?
+    )->Tensor: # The next change [B,C,H,W]
         "`u = proj(d + size*step(g)); d' = proj(d + .75(u-d) + .25(d-old))`, the first time `u`"
         u = self.ball.project(x, d+per_image(size, x)*self.ball.step(g))
         return torch.where(per_image(first, x), u, self.ball.project(x, d+.75*(u-d)+.25*(d-old)))
 
 # %% ../nbs/01_attacks.ipynb #acefc658
 @patch
-def reconsider(self:APGD, s, g, i):
+def reconsider(self:APGD,
+    s:dict, # The state: the change `d` [B,C,H,W] and what else the attack remembers
+    g:Tensor, # Gradient [B,C,H,W] at `x+d`
+    i:Tensor, # Steps that each image has made [B]
+)->tuple: # The state and the gradient to go on with
     "At its checkpoints an image whose loss has risen too rarely, or whose best stands still, halves its step and returns to its best point"
     w = _windows(self.steps, i.device)[i]
     halve = (w>0) & ((s['ups']<=self.rho*w) | (~s['halved'] & (s['check']>=s['best_v'])))
@@ -613,7 +702,9 @@ class PatchAttack(Value):
     @property
     def name(self): return super().name+str(getattr(self,'steps',''))
     @property
-    def budget(self): return f'patches={self.patches}' if hasattr(self,'patches') else f'share={self.share:g}'
+    def budget(self):
+        "How much may be covered, as tables write it"
+        return f'patches={self.patches}' if hasattr(self,'patches') else f'share={self.share:g}'
 
 # %% ../nbs/01_attacks.ipynb #1c67b853
 @patch
@@ -651,7 +742,11 @@ class RandomOcclusion(PatchAttack):
     def __post_init__(self):
         super().__post_init__()
         if self.patch is not None and not all(isinstance(o, Integral) and o>0 for o in to_2tuple(self.patch)): raise ValueError(f'patch is a side in pixels, such as 16, or (height, width), got {self.patch!r}')
-    def cover(self, x, seed, cells):
+    def cover(self,
+        x:Tensor, # Clean images [B,C,H,W] in [0,1]
+        seed:Tensor, # [B] int64, one per image, for every random number
+        cells:Tensor, # [H,W] int: the patch that each pixel belongs to
+    )->Tensor: # Images [B,C,H,W] with some patches covered
         "One draw"
         n,fill = int(cells.max())+1,dict(black=torch.zeros_like, mean=lambda x: x.mean((2,3), keepdim=True), noise=partial(uniform, seed))[self.fill](x)
         k = max(round(self.share*n), 1) if self.share else 0
@@ -659,7 +754,11 @@ class RandomOcclusion(PatchAttack):
 
 # %% ../nbs/01_attacks.ipynb #d76d336b
 @patch
-def run(self:RandomOcclusion, obj, x, seed):
+def run(self:RandomOcclusion,
+    obj:Objective, # What the attack climbs
+    x:Tensor, # Clean images [B,C,H,W] in [0,1]
+    seed:Tensor, # [B] int64, one per image, for every random number
+)->Tensor: # Images [B,C,H,W] with patches covered
     "From the clean images `x`, the worst of some draws"
     size = to_2tuple(self.patch) if self.patch else _cuts(obj.model, x) or (16,16)
     cells = patch_cells(x, size)
@@ -742,8 +841,13 @@ def _vit_cells(model, x):
     return patch_cells(x, size)
 
 @patch
-def choose(self:PatchFool, obj, x, seed, n):
-    "-> [B,n] bool: the patches to paint"
+def choose(self:PatchFool,
+    obj:Objective, # What the attack climbs
+    x:Tensor, # Clean images [B,C,H,W] in [0,1]
+    seed:Tensor, # [B] int64, one per image, for every random number
+    n:int, # Patches that the model sees
+)->Tensor: # [B,n] bool
+    "The patches to paint"
     if self.patches>n: raise ValueError(f'patches={self.patches}, but the model cuts an image into {n}')
     if self.select=='random': return _top(uniform(seed, x.new_empty(len(x), n), 1), self.patches)
     see = obj.model
@@ -753,8 +857,15 @@ def choose(self:PatchFool, obj, x, seed, n):
 
 # %% ../nbs/01_attacks.ipynb #a64a00c1
 @patch
-def grad(self:PatchFool, obj, x, d, std, mask, chosen):
-    "-> gradient to `d/std`, output of the model"
+def grad(self:PatchFool,
+    obj:Objective, # What the attack climbs
+    x:Tensor, # Clean images [B,C,H,W] in [0,1]
+    d:Tensor, # What is painted [B,C,H,W]
+    std:Tensor, # The model's deviations [C,1,1], or 1
+    mask:Tensor, # [B,1,H,W] bool: where
+    chosen:Tensor, # [B,n] bool: the patches to paint
+)->tuple: # Gradient [B,C,H,W], output of the model
+    "Gradient to `d/std`, of the loss and the attention that the patches get"
     d = d.detach().requires_grad_()
     v,z = obj(torch.where(mask, d, x))
     if not v.requires_grad: obj.flat = True; return torch.zeros_like(d),z
@@ -767,7 +878,11 @@ def grad(self:PatchFool, obj, x, d, std, mask, chosen):
 
 # %% ../nbs/01_attacks.ipynb #9300e017
 @patch
-def run(self:PatchFool, obj, x, seed):
+def run(self:PatchFool,
+    obj:Objective, # What the attack climbs
+    x:Tensor, # Clean images [B,C,H,W] in [0,1]
+    seed:Tensor, # [B] int64, one per image, for every random number
+)->Tensor: # Images [B,C,H,W] with the patches painted
     "From the clean images `x`, climb `obj` inside the chosen patches"
     see = obj.model = _Seen(obj.model, [])
     cells,std = _vit_cells(see.model, x),next((o.std.to(x) for o in see.model.modules() if isinstance(o, Normalized)), 1)
@@ -804,31 +919,50 @@ class WorstCase(Value):
         balls = {threat(a) for a in self.attacks}
         if len(balls)>1: raise ValueError(f'a worst case over different threat models means nothing: got {sorted(balls, key=str)}')
     @property
-    def eps(self): return getattr(self.attacks[0],'eps',None)
+    def eps(self):
+        "Radius of the first attack, pixel units"
+        return getattr(self.attacks[0],'eps',None)
     @property
-    def norm(self): return getattr(self.attacks[0],'norm',None)
+    def norm(self):
+        "Norm of the first attack"
+        return getattr(self.attacks[0],'norm',None)
     @property
     def name(self): return 'worst_'+'_'.join(getattr(a,'name','attack') for a in self.attacks)
-    def but(self, **kw): # Fields to change in every attack
+    def but(self,
+        **kw # Fields to change in every attack
+    )->'WorstCase': # All fields are checked again
         "A copy with some fields changed in all its attacks"
         return WorstCase([a.but(**kw) for a in self.attacks])
-    def members(self, classes): return list(self.attacks)
+    def members(self,
+        classes:int, # Of the model
+    )->list: # Of attacks, in order
+        "The attacks, each of which sees what the ones before left standing"
+        return list(self.attacks)
     def __repr__(self): return f'WorstCase({list(self.attacks)})'
 
-    def __call__(self, model, x, y=None, *, target=None, targeted=False, seed=0):
-        "The adversarial images; for those that no attack fools, the last attempt"
-        check_call(model, target, targeted)
-        if y is None and not targeted: raise ValueError('a worst case needs labels: attack(model, x, y)')
-        x0 = check_images(x, model); x_adv,left = x0.clone(),torch.arange(len(x), device=x.device)
-        want = check_labels(target if targeted else y, x0)
-        if want.ndim>1: want = want.argmax(1)
-        for a in self.members(_classes(model, x0)):
-            kw = dict(target=want[left], targeted=True) if targeted else {}
-            x_adv[left] = new = a(model, x0[left], None if y is None else check_labels(y, x)[left], seed=seed[left] if isinstance(seed, Tensor) else int(seed), **kw)
-            with attack_mode(model), torch.no_grad(): z = model(new.clone())
-            left = left[(z.argmax(1)==want[left])!=targeted]
-            if not len(left): break
-        return _like(x_adv, x)
+# %% ../nbs/01_attacks.ipynb #321d17fa
+@patch
+def __call__(self:WorstCase,
+    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    x, # Images [B,C,H,W] in [0,1]
+    y=None, # Labels [B]
+    *, target=None, # Labels [B] to reach, with `targeted=True`
+    targeted:bool=False, # Go towards `target`, instead of away from `y`
+    seed=0, # An int, or an int64 tensor [B] with one seed per image
+)->Tensor: # Adversarial images: shape, dtype and type of `x`, detached
+    "The adversarial images; for those that no attack fools, the last attempt"
+    check_call(model, target, targeted)
+    if y is None and not targeted: raise ValueError('a worst case needs labels: attack(model, x, y)')
+    x0 = check_images(x, model); x_adv,left = x0.clone(),torch.arange(len(x), device=x.device)
+    want = check_labels(target if targeted else y, x0)
+    if want.ndim>1: want = want.argmax(1)
+    for a in self.members(_classes(model, x0)):
+        kw = dict(target=want[left], targeted=True) if targeted else {}
+        x_adv[left] = new = a(model, x0[left], None if y is None else check_labels(y, x)[left], seed=seed[left] if isinstance(seed, Tensor) else int(seed), **kw)
+        with attack_mode(model), torch.no_grad(): z = model(new.clone())
+        left = left[(z.argmax(1)==want[left])!=targeted]
+        if not len(left): break
+    return _like(x_adv, x)
 
 # %% ../nbs/01_attacks.ipynb #98b48281
 def _classes(model, x):
@@ -845,16 +979,29 @@ class Transfer(Value):
         if not callable(self.surrogate) or isinstance(self.surrogate, (Learner,type,Value)): raise TypeError(f'the first argument of Transfer is the surrogate, a model, got {self.surrogate!r}')
         check_attack(self.attack)
     @property
-    def eps(self): return getattr(self.attack,'eps',None)
+    def eps(self):
+        "Radius of the attack, pixel units"
+        return getattr(self.attack,'eps',None)
     @property
-    def norm(self): return getattr(self.attack,'norm',None)
+    def norm(self):
+        "Norm of the attack"
+        return getattr(self.attack,'norm',None)
     @property
     def name(self): return 'transfer_'+getattr(self.attack,'name','attack')
-    def but(self, **kw): # Fields of the inner attack to change
+    def but(self,
+        **kw # Fields of the inner attack to change
+    )->'Transfer': # With the same surrogate
         "A copy with some fields of its attack changed"
         return Transfer(self.surrogate, self.attack.but(**kw))
     def __repr__(self): return f'Transfer({getattr(unwrap(self.surrogate),"__name__",type(unwrap(self.surrogate)).__name__)}, {self.attack!r})'
-    def __call__(self, model, x, y=None, **kw): return self.attack(self.surrogate, x, y, **kw)
+    def __call__(self,
+        model, # Is not asked
+        x, # Images [B,C,H,W] in [0,1]
+        y=None, # Labels [B]
+        **kw # For the attack: target, targeted, seed
+    )->Tensor: # Adversarial images: shape, dtype and type of `x`, detached
+        "The adversarial images for the surrogate"
+        return self.attack(self.surrogate, x, y, **kw)
 
 # %% ../nbs/01_attacks.ipynb #3ea912ce
 def choose_target(
@@ -883,7 +1030,10 @@ class Fast(Wrapper):
         super().__init__(model)
         if compile is None: compile = isinstance(model, nn.Module) and any(p.is_cuda for p in model.parameters())
         self.dtype,self._run = dtype,[torch.compile(model) if compile else model]
-    def forward(self, x):
+    def forward(self,
+        x:Tensor, # Images [B,C,H,W]
+    )->Tensor: # Logits [B,C], float32
+        "Run the model in lower precision"
         with nullcontext() if self.dtype is None else torch.autocast(x.device.type, self.dtype): return self._run[0](x).float()
 
 # %% ../nbs/01_attacks.ipynb #9f2ef7ac
@@ -999,14 +1149,20 @@ class AutoAttack(Value):
         if (self.version=='custom')!=bool(self.attacks): raise ValueError("attacks= goes with version='custom', and 'custom' needs attacks")
         WorstCase([APGD(self.eps, norm=self.norm), *self.members(10)])
     @property
-    def ball(self): return threat_model(self.eps, self.norm)
-    def but(self, **kw): # Fields to change; attacks that are members change with it
+    def ball(self):
+        "The set that the change stays in"
+        return threat_model(self.eps, self.norm)
+    def but(self,
+        **kw # Fields to change; attacks that are members change with it
+    )->'AutoAttack': # All fields are checked again
         "A copy with some fields changed"
         ball = {k:kw[k] for k in ('eps','norm') if k in kw}
         return replace(self, **{'attacks':tuple(a.but(**ball) if isinstance(a, Value) else a for a in self.attacks), **kw})
     @property
     def name(self): return '_'.join(['autoattack', *([self.version] if self.version!='standard' else []), *(['l2'] if self.norm=='L2' else [])])
-    def members(self, classes:int): # Of the model
+    def members(self,
+        classes:int, # Of the model
+    )->list: # Of attacks
         "The attacks, in order; what a model with few classes cannot have is replaced"
         makes = _members(self.eps, self.norm, classes, self.version)
         if unknown := [a for a in self.attacks if isinstance(a,str) and a not in makes]: raise ValueError(f'AutoAttack knows {list(makes)}, not {unknown}')
@@ -1024,7 +1180,14 @@ def _members(eps, norm, c, version):
 
 # %% ../nbs/01_attacks.ipynb #7cd7e69f
 @patch
-def __call__(self:AutoAttack, model, x, y=None, *, target=None, targeted=False, seed=0):
+def __call__(self:AutoAttack,
+    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    x, # Images [B,C,H,W] in [0,1]
+    y=None, # Labels [B]
+    *, target=None, # Not taken: raises ValueError
+    targeted:bool=False, # Not taken: raises ValueError
+    seed=0, # An int, or, where no member draws for a whole batch, an int64 tensor [B]
+)->Tensor: # Adversarial images: shape, dtype and type of `x`, detached
     "The adversarial images; those that survive come back as the last attempt left them"
     check_call(model, target, targeted)
     if targeted or y is None: raise ValueError('AutoAttack is untargeted and needs labels')

@@ -44,7 +44,7 @@ def demo_train(
     metrics=(), # More columns
     lr:float=5e-3, # Peak learning rate
     bar:bool=True, # Show fastai's progress bar and table
-)->Learner:
+)->Learner: # After its fit
     "A `demo_vit`, trained"
     set_seed(seed, reproducible=True)
     dls.train.rng.seed(seed)
@@ -77,7 +77,7 @@ def demo_figure(
     curve:Attack, # For accuracy against eps; cheaper
     n:int, # Images of the curve
     seed:int, # Of the attacks
-):
+)->plt.Figure: # One row per image, and the curve at the right
     "Clean | delta | adversarial for each model, on images that both get right, and accuracy against eps"
     fig = plt.figure(figsize=(4*len(learners)+5, 6), layout='constrained')
     subs,ax = fig.subfigures(1, len(learners)+1, width_ratios=[4]*len(learners)+[5]),None
@@ -90,7 +90,9 @@ def demo_figure(
     return fig
 
 # %% ../nbs/08_cli.ipynb #5bfc0148
-def number(s:str)->float: # `'0.1'` or `'8/255'`
+def number(
+    s:str, # `'0.1'` or `'8/255'`
+)->float: # Its value
     "A number, or a fraction as papers write it"
     from fractions import Fraction
     try: return float(Fraction(s))
@@ -102,7 +104,7 @@ def demo_settings(
     epochs:int=None, # Epochs of each training
     seed:int=None, # From 0 to 2**32-1
     device:str=None, # As torch names it
-)->RunSettings:
+)->RunSettings: # Checked
     "The profile's settings with what the command line says instead; raises ValueError"
     s = settings(profile)
     for k,v in dict(eps=eps, epochs=epochs, seed=seed, device=device).items():
@@ -423,7 +425,11 @@ class SomeOutputs(Wrapper):
     ):
         super().__init__(model)
         self.register_buffer('idxs', torch.as_tensor(idxs))
-    def forward(self, x): return self.model(x)[:,self.idxs]
+    def forward(self,
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+    )->Tensor: # Logits [B,n] of the classes that are kept
+        "Run the model and keep some outputs"
+        return self.model(x)[:,self.idxs]
 
 def of_imagenet(
     net:nn.Module, # Any model
@@ -455,7 +461,7 @@ def eval_settings(
     profile:str=None, # Section of settings.ini
     norm:str='Linf', # The profile's eps is one of Linf
     **given # data, eps, n, size, seed, bs, device: what the command line says; None: nothing
-)->RunSettings:
+)->RunSettings: # Checked
     "What to run: the profile's data, size, n and eps if no data are named; seed, device and out from the settings; raises ValueError"
     s = settings(profile)
     r = dict(data=None, eps=None, n=None, size=None, seed=s.seed, bs=64, device=s.device, out=s.out)
@@ -484,7 +490,7 @@ def run_eval(
     overwrite:bool=False, # Start anew although `out` holds a report
     bar:bool=False, # Show a progress bar
     **kw # For `eval_model`: pretrained, mean, std
-)->Report:
+)->Report: # A row per attack
     "The report of a model on images, all given by name; continued if `out` holds its beginning"
     src,_,usual = found = find_source(s.data, s.n)
     if src.lut is not None: raise ValueError(f'{s.data} has masks: accuracy needs one class per image')
@@ -501,7 +507,9 @@ def run_eval(
     return _noted(rep, f'Model: {what}. Images: {line}', says, out)
 
 # %% ../nbs/08_cli.ipynb #88bb825a
-def numbers(s:str)->list: # `'0.5'` or `'0.485,0.456,0.406'`
+def numbers(
+    s:str, # `'0.5'` or `'0.485,0.456,0.406'`
+)->list: # Of floats
     "Numbers between commas"
     return [number(o) for o in s.split(',')]
 

@@ -84,6 +84,37 @@ class Ball:
     def __eq__(self, o): return type(o) is type(self) and o.eps==self.eps
     def __hash__(self): return hash((type(self), self.eps))
 
+# %% ../nbs/00_core.ipynb #b411c0de
+@patch
+def rand(self:Ball,
+    x:Tensor, # Images [B,...] in [0,1]
+    seed=0, # An int, or an int64 tensor [B] with one seed per image
+)->Tensor: # [B,...], no larger than `eps`; `project` brings it back into [0,1]
+    "A random change"
+    raise NotImplementedError
+
+@patch
+def step(self:Ball,
+    g:Tensor, # Gradient [B,...]
+)->Tensor: # [B,...], of length 1 for each image; 0 where the gradient is 0 or not finite
+    "The steepest direction"
+    raise NotImplementedError
+
+@patch
+def project(self:Ball,
+    x:Tensor, # Images [B,...] in [0,1]
+    delta:Tensor, # Change [B,...]
+)->Tensor: # [B,...], with `x` plus it in [0,1]
+    "The change, brought back into the ball and the image into [0,1]"
+    raise NotImplementedError
+
+@patch
+def size(self:Ball,
+    delta:Tensor, # Change [B,...]
+)->Tensor: # [B], pixel units
+    "How large the change of each image is"
+    raise NotImplementedError
+
 # %% ../nbs/00_core.ipynb #7ad035e8
 class Linf(Ball):
     "Each pixel moves by at most `eps`"
@@ -112,7 +143,7 @@ class L2(Ball):
 def threat_model(
     eps, # Radius in pixel units, or a `Ball`, which is returned as it is
     norm:str='Linf', # `'Linf'` or `'L2'`
-)->Ball:
+)->Ball: # `Linf(eps)` or `L2(eps)`
     "The threat model with this norm and radius"
     if isinstance(eps, Ball): return eps
     balls = {'Linf':Linf, 'L2':L2}
@@ -122,7 +153,8 @@ def threat_model(
 # %% ../nbs/00_core.ipynb #5d12f5ee
 class Wrapper(nn.Module):
     "A module around `self.model` that adds no layers to it, such as `Normalized` and `Logits`"
-    def __init__(self, model): super().__init__(); self.model = model
+    def __init__(self, model:nn.Module): # Any module; a function works too, where nothing else asks for a module
+        super().__init__(); self.model = model
 
 def unwrap(
     model:nn.Module, # Any model, maybe inside a `Wrapper`, DDP, DataParallel or `torch.compile`
@@ -170,7 +202,10 @@ class Normalized(Wrapper):
         v = torch.as_tensor(v, dtype=torch.float32).flatten()
         return (v.mean().view(1) if c==1 else v).view(-1,1,1)
 
-    def forward(self, x):
+    def forward(self,
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+    )->Tensor: # Whatever the model returns, logits [B,classes] as a rule
+        "Normalise, then run the model"
         if x.ndim!=4 or len(self.mean) not in (1, x.shape[1]): raise ValueError(f'expected images [B,{len(self.mean)},H,W], got {list(x.shape)}')
         return self.model((x-self.mean)/self.std)
 
@@ -185,7 +220,10 @@ class Logits(Wrapper):
     ):
         super().__init__(model)
         self.pick = pick
-    def forward(self, x):
+    def forward(self,
+        x:Tensor, # Images [B,C,H,W]
+    )->Tensor: # Logits [B,classes]
+        "Run the model and pick its logits"
         o = self.model(x)
         return o[self.pick] if isinstance(o,dict) or isinstance(self.pick,int) else getattr(o, self.pick)
 
@@ -193,7 +231,7 @@ class Logits(Wrapper):
 @contextmanager
 def attack_mode(
     model, # An `nn.Module`; any other callable is left alone
-):
+)->Iterator: # Yields `model`
     "Evaluation mode, frozen weights, gradients on; every module's mode and every parameter's `requires_grad` restored at the end"
     m = model if isinstance(model, nn.Module) else nn.Identity()
     m_mode,modes,grads = m.training,[(o,o.training) for o in m.modules()],[(p,p.requires_grad) for p in m.parameters()]
@@ -264,13 +302,19 @@ def check_dls(
 class AdvCallback(Callback):
     "Base of the callbacks that attack training batches"
     order,run_valid = MixUp.order+1,False
-    def before_train(self): check_dls(self.dl)
-    def before_validate(self): check_dls(self.dl)
+    def before_train(self):
+        "Refuse a DataLoader that normalises"
+        check_dls(self.dl)
+    def before_validate(self):
+        "Refuse a DataLoader that normalises"
+        check_dls(self.dl)
 
     @property
-    def victim(self): return get_model(self.learn.model)
+    def victim(self):
+        "The model that is attacked: the Learner's own, without DDP around it"
+        return get_model(self.learn.model)
 
-    def amp(self):
+    def amp(self)->Iterator: # Of MixedPrecision where the Learner has it; else one that does nothing
         "A scope of the Learner's mixed precision, closed before the training step opens its own"
         return next((c.autocast for c in self.learn.cbs if isinstance(c, MixedPrecision)), None) or nullcontext()
 

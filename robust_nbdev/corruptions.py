@@ -595,7 +595,7 @@ class ImageNetC:
     def pick(self,
         name:str, # Corruption
         severity:int, # 1 to 5
-    )->TfmdDL:
+    )->TfmdDL: # Batches (images, labels)
         "The images of one severity"
         found = [d for d in (self.path/name, *sorted(self.path.glob(f'*/{name}'))) if (d/str(severity)).is_dir()]
         if not found: raise FileNotFoundError(f'{self.path} holds no folder {name}/{severity}')
@@ -610,8 +610,10 @@ class CifarP:
         n:int=None, # Sequences, from the start; None: all
         bs:int=8, # Sequences per batch
     ): self.path,self.n,self.bs,self.name = _folder(path, 'a file per perturbation'),n,bs,Path(path).name
-    def pick(self, name):
-        "Batches [B,T,3,H,W] of one perturbation"
+    def pick(self,
+        name:str, # Perturbation, see `PERTURBATIONS`
+    )->Iterator: # Of tensors [B,T,3,H,W] in [0,1]
+        "Batches of one perturbation"
         f = self.path/f'{name}.npy'
         if not f.is_file(): raise FileNotFoundError(f'{f} is missing')
         a = np.load(f, mmap_mode='r')
@@ -639,8 +641,10 @@ class ImageNetP:
         path, # Folder with `tilt/n01440764/*.mp4`
         n:int=None, # Sequences of each perturbation, evenly spread over the files; None: all
     ): self.path,self.n,self.name = _folder(path, 'a folder per perturbation'),n,'ImageNet-P'
-    def pick(self, name):
-        "Batches [1,T,3,H,W] of one perturbation"
+    def pick(self,
+        name:str, # Perturbation, see `PERTURBATIONS`
+    )->Iterator: # Of tensors [1,T,3,H,W] in [0,1]
+        "Batches of one perturbation"
         fs = sorted(o for d in (self.path/name, *self.path.glob(f'*/{name}')) for o in d.glob('*/*') if o.suffix in ('.mp4','.avi') or o.is_dir())
         if not fs: raise FileNotFoundError(f'{self.path} holds no videos of {name}')
         for i in np.linspace(0, len(fs)-1, min(ifnone(self.n, len(fs)), len(fs))).round().astype(int): yield read_video(fs[i])[None]
@@ -654,7 +658,10 @@ class SubsetLogits(Wrapper):
     ):
         super().__init__(model)
         self.register_buffer('at', torch.as_tensor(at))
-    def forward(self, x):
+    def forward(self,
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+    )->Tensor: # Logits [B,n] of the classes that are kept
+        "Run the model and keep the logits of some classes"
         z = self.model(x)
         if int(self.at.max())>=z.shape[1]: raise ValueError(f'class {int(self.at.max())} is wanted of a model with {z.shape[1]} outputs: give classes=, the names in the order of its outputs')
         return z[:,self.at]
@@ -697,18 +704,26 @@ class CorruptionReport(Report):
         if set(t.columns)!={1,2,3,4,5,'mean'} or t.isna().any(axis=None): raise ValueError('mean errors need all five severities of each corruption')
         return (1-t['mean']).to_dict()
     @property
-    def clean(self): return next((r['accuracy'] for r in self.rows if r['severity']==0), None)
+    def clean(self):
+        "Accuracy on clean images, 0 to 1, or None"
+        return next((r['accuracy'] for r in self.rows if r['severity']==0), None)
     @property
-    def clean_error(self): return None if self.clean is None else 1-self.clean
+    def clean_error(self):
+        "Error on clean images, 0 to 1, or None"
+        return None if self.clean is None else 1-self.clean
     @property
-    def imagenet(self): return self.meta['data']=='ImageNet-C'
-    def accuracy(self, noise=True):
-        "Mean accuracy over the fifteen corruptions; `noise=False`: over the twelve without noise"
+    def imagenet(self):
+        "Are the images those of ImageNet-C, so that AlexNet's errors are those of the same files?"
+        return self.meta['data']=='ImageNet-C'
+    def accuracy(self,
+        noise:bool=True, # False: over the twelve without noise
+    )->float: # 0 to 1
+        "Mean accuracy over the fifteen corruptions"
         return 1-float(_pick(self, [o for o in CORRUPTIONS if noise or o not in NOISES], 'errors').mean())
 
 # %% ../nbs/01c_corruptions.ipynb #8049b322
 @patch
-def headline(self:CorruptionReport):
+def headline(self:CorruptionReport)->str: # One line
     "What was measured, and the clean accuracy where clean images were there"
     return self.meta['title']+('' if self.clean is None else f'; clean {100*self.clean:.1f}%')
 
@@ -727,7 +742,7 @@ def plot(self:CorruptionReport,
     label:str=None, # For the legend
     shift:float=0, # Of the bars, to draw several reports beside each other
     **kw # For `ax.barh`
-): # The axes
+)->plt.Axes: # The axes
     "A bar per corruption, its mean accuracy, with a dot per severity"
     t = 100*self.table[::-1]
     ax = ax or plt.subplots(figsize=(6,.6+.25*len(t)), layout='constrained')[1]
@@ -760,9 +775,14 @@ class Corrupted:
         table:int=None, # See `corrupt`
         device=None, # Where to work; None: where the images are
     ): store_attr(); self.name = 'corrupted here'
-    def clean(self): return eval_batches(self.data, self.n, self.bs, self.device)
-    def pick(self, name, severity):
-        "Batches (images, labels) of one severity"
+    def clean(self)->Iterator: # Of (positions, images, labels)
+        "Batches of the clean images"
+        return eval_batches(self.data, self.n, self.bs, self.device)
+    def pick(self,
+        name:str, # Corruption
+        severity:int, # 1 to 5
+    )->Iterator: # Of (images [B,C,H,W], labels [B])
+        "Batches of one severity"
         for _,x,y in self.clean(): yield corrupt(check_images(x), name, severity, self.seed, self.table),y
 
 # %% ../nbs/01c_corruptions.ipynb #4376b7f2
@@ -823,7 +843,7 @@ def corruption_report(
     out=None, # Folder to save to after every row, and to continue from; None: keep nothing
     overwrite:bool=False, # Start anew although `out` holds a report
     progress:bool=False, # Show fastai's progress bar
-)->CorruptionReport:
+)->CorruptionReport: # A row per corruption and severity
     "Clean accuracy, and accuracy for every corruption and severity"
     if isinstance(model, Learner): raise TypeError('give the model, learn.model, or call learn.corruption_report()')
     dev = next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None
@@ -852,7 +872,7 @@ def corruption_report(self:Learner,
     dl=None, # Another DataLoader, or a `CifarC` or `ImageNetC`
     progress:bool=None, # None: if the Learner shows progress bars
     **kw # See `corruption_report`
-)->CorruptionReport:
+)->CorruptionReport: # A row per corruption and severity
     "`corruption_report` of this Learner's model on its validation images"
     self.model.to(self.dls.device)
     return corruption_report(get_model(self.model), self.dls[ds_idx] if dl is None else dl, corruptions, severities, progress=hasattr(self,'progress') if progress is None else progress, **kw)
@@ -866,7 +886,9 @@ class CorruptValid(AdvCallback):
         severity:int, # 1 to 5
         seed:int=0, # Of the random ones
     ): _check_kind(torch.zeros(1,1,16,16), name, severity, None); store_attr(but='name'); self.corruption = name
-    def before_batch(self): self.learn.xb = (corrupt(self.x, self.corruption, self.severity, self.seed),)
+    def before_batch(self):
+        "Corrupt the batch's images"
+        self.learn.xb = (corrupt(self.x, self.corruption, self.severity, self.seed),)
     def __repr__(self): return f'CorruptValid({self.corruption!r}, {self.severity})'
 
 # %% ../nbs/01c_corruptions.ipynb #2346466b
@@ -897,7 +919,7 @@ def flip_report(self:Learner,
     ds_idx:int=1, # 0: training images, 1: validation images
     dl=None, # Another DataLoader, or a `CifarP` or `ImageNetP`
     **kw # See `flip_report`
-)->pd.DataFrame:
+)->pd.DataFrame: # A row per perturbation
     "`flip_report` of this Learner's model on its validation images"
     self.model.to(self.dls.device)
     return flip_report(get_model(self.model), self.dls[ds_idx] if dl is None else dl, **kw)

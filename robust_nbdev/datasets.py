@@ -120,8 +120,17 @@ class ImageSource:
         for k,(x,y) in self.splits.items():
             if len(x)!=len(y): raise ValueError(f'{k}: {len(x)} images, {len(y)} labels')
             if lut is None and len(y) and not 0<=y.min()<=y.max()<len(self.vocab): raise ValueError(f'{k}: labels from {y.min()} to {y.max()} do not fit {len(self.vocab)} classes')
-    def labels(self, split): return self.splits[split][1] if self.lut is None else np.zeros(len(self.splits[split][0]), int)
-    def take(self, split, idxs): return tuple(_take(o, idxs) for o in self.splits[split])
+    def labels(self,
+        split:str, # `'train'`, `'valid'` or `'test'`
+    )->np.ndarray: # [N] int; all zero where the labels are masks
+        "The class numbers of a split"
+        return self.splits[split][1] if self.lut is None else np.zeros(len(self.splits[split][0]), int)
+    def take(self,
+        split:str, # `'train'`, `'valid'` or `'test'`
+        idxs:np.ndarray, # Positions
+    )->tuple: # Images; labels or masks
+        "Some items of a split"
+        return tuple(_take(o, idxs) for o in self.splits[split])
     def __repr__(self): return f'ImageSource({", ".join(f"{k} {len(x)}" for k,(x,_) in self.splits.items())}; {len(self.vocab)} classes)'
 
 # %% ../nbs/00b_data.ipynb #f4e93704
@@ -188,8 +197,13 @@ class OpenImage(Transform):
     def __init__(self,
         mode:str='RGB', # `'RGB'`, or `'L'` for grey
     ): super().__init__(); self.mode = mode
-    def encodes(self, o): return open_image(o, self.mode)
-    def batch(self, a):
+    def encodes(self, o): # A path, bytes or an array
+        "A PIL image in this mode"
+        return open_image(o, self.mode)
+    def batch(self,
+        a:np.ndarray, # uint8 [B,H,W] or [B,H,W,3]
+    )->TensorImage: # uint8 [B,C,H,W]
+        "All images of a batch at once"
         x = torch.from_numpy(a)
         return TensorImageBW(x[:,None]) if self.mode=='L' else TensorImage(x.permute(0,3,1,2).contiguous())
 
@@ -199,9 +213,17 @@ class ClassNumber(DisplayedTransform):
     def __init__(self,
         vocab, # Class names
     ): super().__init__(); self.vocab,self.c = L(vocab),len(vocab)
-    def encodes(self, o): return TensorCategory(int(o))
-    def decodes(self, o): return Category(self.vocab[int(o)])
-    def batch(self, a): return TensorCategory(torch.from_numpy(a))
+    def encodes(self, o): # A class number of any type
+        "A class number as a tensor"
+        return TensorCategory(int(o))
+    def decodes(self, o): # A class number
+        "The class by name"
+        return Category(self.vocab[int(o)])
+    def batch(self,
+        a:np.ndarray, # Class numbers [B]
+    )->TensorCategory: # [B] int64
+        "All labels of a batch at once"
+        return TensorCategory(torch.from_numpy(a))
 
 # %% ../nbs/00b_data.ipynb #69a6e513
 def _hw(size): return size if size is None else (size,size) if isinstance(size, int) else tuple(size)
@@ -215,7 +237,8 @@ class CenterFit(DisplayedTransform):
     ):
         super().__init__()
         self.size,self.pct = _hw(size),pct
-    def encodes(self, o:Image.Image):
+    def encodes(self, o:Image.Image): # An image
+        "Resize the shorter side, then crop the middle"
         h,w = self.size
         if o.size==(w,h): return o
         s = max(w/o.width, h/o.height)/self.pct
@@ -240,20 +263,31 @@ class CropFlip(RandTransform):
         dy,dx = torch.randint(0, 2*self.pad+1, (2,n,1)).to(dev)
         cols = torch.where(torch.rand(n,1).to(dev)<.5*self.flip, torch.arange(w-1,-1,-1, device=dev), torch.arange(w, device=dev))
         self.idx = torch.arange(n, device=dev)[:,None,None],slice(None),(torch.arange(h, device=dev)+dy)[:,:,None],(cols+dx)[:,None]
-    def __call__(self, b, split_idx=None, **kwargs):
+    def __call__(self,
+        b, # A batch (images, labels)
+        split_idx:int=None, # 0 for training, 1 for validation
+        **kwargs # As in fastai
+    )->tuple: # The batch, its training images shifted and mirrored
+        "One draw for the whole batch, the images and their masks alike"
         res,self.idx = super().__call__(b, split_idx=split_idx, **kwargs),None
         return res
     def _pick(self, o, fill):
         p = F.pad(o.as_subclass(Tensor), [self.pad]*4, value=fill)
         return p[self.idx].permute(0,3,1,2).contiguous().as_subclass(type(o))
-    def encodes(self, o:TensorImage): return self._pick(o, 0.)
-    def encodes(self, o:TensorMask): return self._pick(o[:,None], 255)[:,0]
+    def encodes(self, o:TensorImage): # Images [B,C,H,W]
+        "Shift and mirror; what comes in from outside is black"
+        return self._pick(o, 0.)
+    def encodes(self, o:TensorMask): # Masks [B,H,W]
+        "Shift and mirror; what comes in from outside is ignored"
+        return self._pick(o[:,None], 255)[:,0]
 
 # %% ../nbs/00b_data.ipynb #167c5406
 class ClampImage(Transform):
     "Images back into [0,1] after somebody's `batch_tfms`"
     order = 98
-    def encodes(self, o:TensorImage): return o.clamp(0,1)
+    def encodes(self, o:TensorImage): # Images, any shape
+        "Back into [0,1]"
+        return o.clamp(0,1)
 
 # %% ../nbs/00b_data.ipynb #c5c4492c
 class BatchDL(TfmdDL):
@@ -275,7 +309,7 @@ def to_ram(
     mode:str='RGB', # `'RGB'` or `'L'`
     size=None, # (height, width); None: images keep their size, and come back as they are
     most:int=2**30, # Bytes; what is larger stays as it is
-): # uint8 [N,H,W] or [N,H,W,3], or `x` itself
+)->np.ndarray: # uint8 [N,H,W] or [N,H,W,3]; or `x` itself
     "Small images decoded once and for all"
     c = () if mode=='L' else (3,)
     if size is None or max(size)>64 or len(x)*np.prod(size+c)>most: return x
@@ -312,7 +346,8 @@ class MaskClasses(Transform):
     ):
         super().__init__()
         self.lut,self.vocab,self.c = np.array(lut, np.uint8),L(vocab),len(vocab)
-    def encodes(self, o):
+    def encodes(self, o): # A mask: its path, its bytes or an array
+        "A mask whose pixels are class numbers"
         if isinstance(o, (Path,str,bytes)): o = Image.open(io.BytesIO(o) if isinstance(o, bytes) else o)
         return PILMask(Image.fromarray(self.lut[np.asarray(o)]))
 
@@ -373,7 +408,7 @@ def _subdirs(path): return [d for d in sorted(path.iterdir()) if d.is_dir()]
 def read_folders(
     path:Path, # Holds `train/` and `test/`, `val/` or `valid/`, with a folder of images per class; or the class folders themselves
     name:str='', # Not used
-)->ImageSource|None:
+)->ImageSource|None: # None | None: there is nothing of the kind
     "Images whose folder is their class"
     if not path.is_dir(): return
     dirs = {_SPLITS[d.name.lower()]:d for d in _subdirs(path) if d.name.lower() in _SPLITS}
@@ -401,7 +436,10 @@ class ParquetColumn:
         rows, # Row numbers counted through all files, int [N]
     ): self.files,self.col,self.rows = files,col,np.asarray(rows)
     def __len__(self): return len(self.rows)
-    def take(self, idxs):
+    def take(self,
+        idxs:np.ndarray, # Positions
+    )->list: # Of bytes, in the order of `idxs`
+        "Some entries of the column, from a single pass over the files"
         want = self.rows[idxs]; todo = np.unique(want); got,off = {},0
         for b in (b for f in self.files for b in _pq().ParquetFile(f).iter_batches(1024, columns=[self.col])):
             lo,hi = np.searchsorted(todo, [off,off+len(b)])
@@ -460,7 +498,7 @@ def mask_lut(
 def read_parquet(
     path:Path, # A parquet file, or a folder of them; splits by name (`..._train.parquet`, `test-00000-of-00002.parquet`) or by a column `split`
     name:str='', # Where the folder holds several datasets: which one
-)->ImageSource|None:
+)->ImageSource|None: # None | None: there is nothing of the kind
     "Images in parquet files"
     fs = _parquets(path, name) if path.exists() else []
     if not fs: return
@@ -481,7 +519,7 @@ def read_parquet(
 def read_idx(
     path:Path, # Holds `train-images-idx3-ubyte` and so on, gzipped or not
     name:str='', # Not used
-)->ImageSource|None:
+)->ImageSource|None: # None | None: there is nothing of the kind
     "The files of (Fashion-)MNIST"
     path = first(d for d in (path, path/'raw', path/'FashionMNIST'/'raw') if [*d.glob('train-images-idx3-ubyte*')])
     if path is None: return
@@ -497,7 +535,7 @@ def read_idx(
 def read_cifar(
     path:Path, # Holds `cifar-10-batches-py` or `cifar-100-python`, or is one of them
     name:str='', # `'cifar10'` or `'cifar100'`, where both are there
-)->ImageSource|None:
+)->ImageSource|None: # None | None: there is nothing of the kind
     "The Python batches of CIFAR, as torchvision downloads them; they are pickles: open only files that you trust"
     kinds = dict(cifar10=('cifar-10-batches-py',[f'data_batch_{i}' for i in range(1,6)],'test_batch','batches.meta','label_names','labels'),
                  cifar100=('cifar-100-python',['train'],'test','meta','fine_label_names','fine_labels'))
@@ -519,7 +557,7 @@ _MERGE = {o:c for c,os_ in dict(
 def read_camvid(
     path:Path, # SegNet's folders (`train`, `trainannot`, ...), or fastai's (`images`, `labels`, `codes.txt`)
     name:str='', # Not used
-)->ImageSource|None:
+)->ImageSource|None: # None | None: there is nothing of the kind
     "CamVid as folders of images and masks"
     if (path/'trainannot').is_dir():
         parts = {k:(sorted((path/k).glob('*.png')), path/f'{k}annot', '.png') for k in ('train','val','test') if (path/f'{k}annot').is_dir()}
@@ -536,7 +574,7 @@ def read_camvid(
 def read_images(
     path, # A folder, or a parquet file
     name:str='', # The dataset wanted, where a folder holds several
-)->ImageSource:
+)->ImageSource: # Its images are not read yet, where they are files
     "The dataset at `path`, in the first form that fits; raises FileNotFoundError if none does"
     path = Path(path).expanduser()
     for d in (path, path/name) if name else (path,):
@@ -570,7 +608,7 @@ def find_images(
     name:str, # A named dataset
     path=None, # Where it is; default: what settings name, then fastai's data folder
     download:bool=True, # Let fastai fetch it if it is nowhere and its server answers within 3 seconds
-)->ImageSource:
+)->ImageSource: # Its images are not read yet, where they are files
     "A named dataset, wherever it is; raises FileNotFoundError with all the places where it was looked for"
     if name not in _SETS: raise ValueError(f'no dataset {name!r}, there are: {", ".join(_SETS)}')
     d,path = _SETS[name],path or settings().get(name)
@@ -596,8 +634,8 @@ def fashion_mnist(
     full:bool=False, # Take the full dataset from wherever it is, instead of the embedded subset
     mode:str='L', # `'L'`: [B,1,28,28]; `'RGB'` repeats the channel, for models that want three
     batch_tfms=None, # As in fastai; `'auto'` shifts and mirrors `'RGB'` images
-    **kwargs,
-)->DataLoaders:
+    **kwargs
+)->DataLoaders: # Images [B,1,28,28] or [B,3,28,28] in [0,1], labels [B]
     "Fashion-MNIST: grey, 28 pixels, 10 classes; by default the subset in the package, the same on every machine"
     src = find_images('fashion_mnist', path) if full or path else embedded_fashion()
     name = 'fashion_mnist' if full or path else 'fashion_mnist (embedded subset)'
@@ -618,40 +656,41 @@ def _named(
     return image_dls(find_images(name, path, download), n_train, n_valid, bs, ifnone(size, _SETS[name]['size']), name=name, **kwargs)
 
 @delegates(_named)
-def cifar10(n_train=None, n_valid=None, bs=64, **kwargs)->DataLoaders:
+def cifar10(n_train=None, n_valid=None, bs=64, **kwargs)->DataLoaders: # Images [B,3,32,32] in [0,1], labels [B]
     "CIFAR-10: colour, 32 pixels, 10 classes, 50000 + 10000 images; see `image_dls` and `find_images`"
     return _named('cifar10', n_train, n_valid, bs, **kwargs)
 
 @delegates(_named)
-def cifar100(n_train=None, n_valid=None, bs=64, **kwargs)->DataLoaders:
+def cifar100(n_train=None, n_valid=None, bs=64, **kwargs)->DataLoaders: # Images [B,3,32,32] in [0,1], labels [B]
     "CIFAR-100: colour, 32 pixels, 100 classes, 50000 + 10000 images; see `image_dls` and `find_images`"
     return _named('cifar100', n_train, n_valid, bs, **kwargs)
 
 @delegates(_named)
-def imagenette(n_train=None, n_valid=None, bs=64, **kwargs)->DataLoaders:
+def imagenette(n_train=None, n_valid=None, bs=64, **kwargs)->DataLoaders: # Images [B,3,224,224] in [0,1], labels [B]
     "Ten easy classes of ImageNet, 224 pixels; see `image_dls` and `find_images`"
     return _named('imagenette', n_train, n_valid, bs, **kwargs)
 
 @delegates(_named)
-def imagenet(n_train=None, n_valid=None, bs=64, **kwargs)->DataLoaders:
+def imagenet(n_train=None, n_valid=None, bs=64, **kwargs)->DataLoaders: # Images [B,3,224,224] in [0,1], labels [B]
     "ImageNet-1k, 224 pixels, from class folders or parquet files; see `image_dls` and `find_images`"
     return _named('imagenet', n_train, n_valid, bs, **kwargs)
 
 @delegates(_named)
-def imagenet100(n_train=None, n_valid=None, bs=64, **kwargs)->DataLoaders:
+def imagenet100(n_train=None, n_valid=None, bs=64, **kwargs)->DataLoaders: # Images [B,3,224,224] in [0,1], labels [B]
     "A hundred classes of ImageNet, 224 pixels, from class folders or parquet files; see `image_dls` and `find_images`"
     return _named('imagenet100', n_train, n_valid, bs, **kwargs)
 
 @delegates(_named)
-def camvid(n_train=None, n_valid=None, bs=8, **kwargs)->DataLoaders:
+def camvid(n_train=None, n_valid=None, bs=8, **kwargs)->DataLoaders: # Images [B,3,H,W] in [0,1], masks [B,H,W]
     "CamVid road scenes, 240x320 pixels, with masks of 11 classes (255: ignored); see `image_dls` and `find_images`"
     return _named('camvid', n_train, n_valid, bs, **kwargs)
 
 # %% ../nbs/00b_data.ipynb #6ac42196
 def dataset(
     name:str, # `'fashion_mnist'`, `'cifar10'`, `'cifar100'`, `'imagenette'`, `'imagenet'`, `'imagenet100'` or `'camvid'`
-    *args, **kwargs, # For the function of that name
-)->DataLoaders:
+    *args, # For the function of that name
+    **kwargs # For the function of that name
+)->DataLoaders: # Images in [0,1], labels or masks
     "The DataLoaders of a dataset by its name"
     fs = dict(fashion_mnist=fashion_mnist, cifar10=cifar10, cifar100=cifar100, imagenette=imagenette, imagenet=imagenet, imagenet100=imagenet100, camvid=camvid)
     if name not in fs: raise ValueError(f'no dataset {name!r}, there are: {", ".join(fs)}')
@@ -669,8 +708,8 @@ def _profile_kw(s, kwargs):
 
 def profile_dls(
     s:RunSettings=None, # Run settings; default: `settings()`
-    **kwargs, # For `dataset`, in place of what the settings say
-)->DataLoaders:
+    **kwargs # For `dataset`, in place of what the settings say
+)->DataLoaders: # Images in [0,1], labels or masks
     "The DataLoaders that a profile asks for; the embedded Fashion-MNIST, with a printed notice, where its dataset is not to be had"
     s = ifnone(s, settings())
     kw = _profile_kw(s, kwargs)

@@ -50,7 +50,7 @@ def eval_batches(
     n:int=None, # How many images, from the start; None: all. Raises ValueError if there are fewer
     bs:int=64, # Batch size, where `data` are tensors
     device=None, # Where to put the batches; None: leave them
-):
+)->Iterator: # Of (positions [B], images [B,C,H,W], labels [B])
     "Yield (positions, images, labels) in a fixed order, nothing dropped"
     seen,data = 0,_loader(data, bs)
     for b in data:
@@ -69,7 +69,10 @@ class Feed:
         batches, # Of (positions, images, labels)
         keep, # [N] bool: which positions to give out
     ): self.batches,self.keep,self.buf,self.k = iter(batches),torch.as_tensor(keep),[],0
-    def __call__(self, n:int): # How many at most; fewer when the images run out, then None
+    def __call__(self,
+        n:int, # How many at most
+    )->list: # Positions, images and labels; fewer than `n` when the images run out, then None
+        "The next images to keep"
         while self.k<n and (b := next(self.batches, None)) is not None:
             m = self.keep[b[0]]
             if m.any(): self.buf.append([o[m.to(o.device)] for o in b]); self.k += int(m.sum())
@@ -83,7 +86,7 @@ def packed(
     batches, # Of (positions, images, labels)
     keep, # [N] bool: which positions to keep
     bs:int, # Size of the batches to yield
-):
+)->Iterator: # Of [positions, images, labels]
     "Only the images to keep, packed into full batches"
     feed = Feed(batches, keep)
     while (b := feed(bs)) is not None: yield b
@@ -125,7 +128,7 @@ def show_adv(self:Learner,
     attack, # Any attack
     max_n:int=4, # Images to show
     ds_idx:int=1, # 0: training images, 1: validation images
-    **kw
+    **kw # See `show_adv`
 ):
     "Show clean | delta | adversarial for the first images of a DataLoader"
     with no_random(0): x,y = next(iter(_loader(self.dls[ds_idx])))[:2]
@@ -145,9 +148,12 @@ class AdvValid(AdvCallback):
         super().before_validate()
         if sum(isinstance(c, AdvValid) for c in self.learn.cbs)>1: raise ValueError('the Learner has two AdvValid callbacks, so the second would attack attacked images: remove one, learn.remove_cb(AdvValid)')
     def before_batch(self):
+        "Attack the batch's images; keep the clean ones as `clean_x`"
         self.clean_x = self.x
         if self.attack is not None: self.attack_batch(self.attack, seed=self.seed)
-    def after_validate(self): self.clean_x = None
+    def after_validate(self):
+        "Let the clean images go"
+        self.clean_x = None
     def __repr__(self): return f'AdvValid({self.attack!r})'
 
 # %% ../nbs/01b_evaluate.ipynb #a4ab3880
@@ -168,9 +174,13 @@ class RobustAccuracy(Metric):
         ok = learn.to_detach(predict(model, self.attack(model, x, y, seed=0))==y)
         self.ok,self.count = self.ok+ok.sum().item(),self.count+len(ok)
     @property
-    def value(self): return self.ok/self.count if self.count else None
+    def value(self):
+        "Share of images that stay right, 0 to 1; None before the first batch"
+        return self.ok/self.count if self.count else None
     @property
-    def name(self): return self._name
+    def name(self):
+        "`pgd10_acc` and the like: what the column is called"
+        return self._name
 
 # %% ../nbs/01b_evaluate.ipynb #2db85d2f
 def self_check(
@@ -237,7 +247,7 @@ class Report:
 @patch
 def plot(self:Report,
     ax=None, # Matplotlib axes; None: new ones
-): # The axes
+)->plt.Axes: # The axes
     "A bar for each row, with its 95% interval"
     d = self.df[::-1]
     ax = ax or plt.subplots(figsize=(7,.6+.35*len(d)), layout='constrained')[1]
@@ -369,7 +379,7 @@ def hunt(
     bs:int=64, # Batch size
     seed:int=0, # Of the attack
     note=noop, # Told `note(positions, bad, zero)`: whose gradients were not finite, whose were all zero
-):
+)->Iterator: # Of (positions [B], right [B] bool, classes [B])
     "Yield (positions, right or wrong, predicted classes under attack) of images as they fall or survive"
     b = s = obj = None
     while True:
@@ -429,12 +439,21 @@ class Trial:
                 if str(old.pop('key'))==key and (old['done']|stand).all(): self.got = old
             except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile): path.unlink()
 
-    def note(self, i, bad, zero):
+    def note(self,
+        i:Tensor, # Positions of the images
+        bad:Tensor, # [B] bool: gradient not finite
+        zero:Tensor, # [B] bool: every gradient zero
+    ):
         "Positions whose gradients were not finite, or all zero"
         i = i.cpu().numpy()
         g = self.got; g['bad'][i] |= bad.cpu().numpy()
         g['zero'][i] = zero.cpu().numpy() & (g['zero'][i] | ~g['seen'][i]); g['seen'][i] = True
-    def add(self, i, share, pred, passes):
+    def add(self,
+        i:Tensor, # Positions of the images
+        share:Tensor, # Of the draws that were right, 0 to 1
+        pred:Tensor, # Predicted classes
+        passes:int, # Images that went through the model for them
+    ):
         "Results of some images; saves when it is time"
         g,i = self.got,np.asarray(i)
         g['share'][i],g['pred'][i],g['done'][i] = share,pred,True
@@ -643,7 +662,7 @@ def robust_report(
     overwrite:bool=False, # Start anew although `out` holds a report
     progress:bool=False, # Show fastai's progress bars
     shard:bool=False, # Share the images among the processes of `torch.distributed`; all of them must make this call
-)->Report:
+)->Report: # A row per attack, and the worst case
     "Clean accuracy, a row per attack, the worst case per image, and warnings"
     if isinstance(model, Learner): raise TypeError('give the model, learn.model, or call learn.robust_report(attacks)')
     if not (isinstance(draws, int) and draws>0): raise ValueError(f'draws must be a whole number >= 1, got {draws!r}')
@@ -712,7 +731,7 @@ def robust_report(self:Learner,
     dl=None, # Another DataLoader
     progress:bool=None, # None: if the Learner shows progress bars
     **kw # See `robust_report`
-)->Report:
+)->Report: # A row per attack, and the worst case
     "`robust_report` of this Learner's model on its validation images"
     dl = self.dls[ds_idx] if dl is None else dl
     self.model.to(self.dls.device)
@@ -731,7 +750,7 @@ class Curve:
         ax=None, # Matplotlib axes; None: new ones
         label:str=None, # For the legend
         **kw # For `ax.plot`
-    ): # The axes
+    )->plt.Axes: # The axes
         "Accuracy with its 95% interval"
         ax = ax or plt.subplots(figsize=(4.5,3))[1]
         x = self.df.iloc[:,0]
@@ -762,7 +781,7 @@ def eps_curve(
     n:int=None, # Images; None: all
     seed:int=0, # Of the attack
     bs:int=64, # Batch size
-)->Curve:
+)->Curve: # A row per eps
     "Accuracy under `attack` at each eps; warns where a larger eps does not lower it, or a huge one leaves more than chance"
     if not hasattr(attack, 'but') or attack.norm is None: raise TypeError(f'eps_curve needs an attack whose eps can be changed, such as PGD(steps=20), got {attack!r}')
     eps = [float(e) for e in (eps if hasattr(eps,'__iter__') else [eps])]
@@ -781,7 +800,7 @@ def steps_curve(
     n:int=None, # Images; None: all
     seed:int=0, # Of the attack
     bs:int=64, # Batch size
-)->Curve:
+)->Curve: # A row per number of steps
     "Accuracy under `attack` with each number of steps; warns where more steps do not lower it"
     steps = [int(o) for o in (steps if hasattr(steps,'__iter__') else [steps])]
     if not steps or 'steps' not in {f.name for f in fields(attack) if f.init}: raise TypeError(f'steps_curve needs numbers of steps, and an attack whose steps can be changed, such as PGD(8/255), got {attack!r} and {steps}')
@@ -796,7 +815,7 @@ def eps_curve(self:Learner,
     eps, # Radii in pixel units
     ds_idx:int=1, # 0: training images, 1: validation images
     **kw # See `eps_curve`
-)->Curve:
+)->Curve: # A row per eps
     "`eps_curve` of this Learner's model on its validation images"
     self.model.to(self.dls.device)
     return eps_curve(get_model(self.model), self.dls[ds_idx], attack, eps, **kw)
@@ -808,7 +827,7 @@ def steps_curve(self:Learner,
     steps, # Numbers of steps
     ds_idx:int=1, # 0: training images, 1: validation images
     **kw # See `steps_curve`
-)->Curve:
+)->Curve: # A row per number of steps
     "`steps_curve` of this Learner's model on its validation images"
     self.model.to(self.dls.device)
     return steps_curve(get_model(self.model), self.dls[ds_idx], attack, steps, **kw)

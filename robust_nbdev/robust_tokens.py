@@ -35,7 +35,11 @@ class FeatCos:
     ):
         if reduction not in ('mean','sum','none'): raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
         store_attr()
-    def __call__(self, f, f0):
+    def __call__(self,
+        f:Tensor, # Features [B,T,D]
+        f0:Tensor, # Features of the clean images, of the same shape
+    )->Tensor: # One number, or [B] where the reduction is `'none'`
+        "How far the features have turned"
         if f.shape!=f0.shape: raise ValueError(f'features {list(f.shape)} against a target {list(f0.shape)}: FeatCos compares with the features of the clean image, which the callback RobustTokens puts in the place of labels')
         v = feat_cos(f.float(), f0.float(), self.axis)
         return v if self.reduction=='none' else v.sum() if self.reduction=='sum' else v.mean()
@@ -54,7 +58,7 @@ def tokens_of(
 def use_tokens(
     model:nn.Module, # A model after `add_tokens`
     weight:Tensor, # Other tokens [1,n,D], any n; or a set for each image [B,n,D]; gradients reach it
-):
+)->Iterator: # Yields `model`
     "Inside, the model runs with these tokens instead of its own"
     d = tokens_of(model).__dict__
     was = d.get('weight')
@@ -66,7 +70,10 @@ def use_tokens(
 # %% ../nbs/02_robust_tokens.ipynb #24b61906
 class WithoutTokens(Wrapper):
     "`model` as it is without its extra tokens: what an attacker has who was not given them"
-    def forward(self, x):
+    def forward(self,
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+    )->Tensor: # Whatever the model returns
+        "Run the model without its tokens"
         with no_tokens(self.model): return self.model(x)
 
 class RandomTokens(Wrapper):
@@ -78,7 +85,10 @@ class RandomTokens(Wrapper):
     ):
         super().__init__(model)
         self.n,self.std = n,std
-    def forward(self, x):
+    def forward(self,
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+    )->Tensor: # Whatever the model returns
+        "Run the model with tokens drawn anew for each image"
         w = tokens_of(self.model).weight
         with use_tokens(self.model, self.std*torch.randn(len(x), self.n, w.shape[-1], dtype=w.dtype, device=w.device)): return self.model(x)
 
@@ -103,14 +113,19 @@ class TokenAttack(PGD):
 
 # %% ../nbs/02_robust_tokens.ipynb #98c273a6
 @patch
-def limit(self:TokenAttack, x):
-    "How far each channel may go [C,1,1]"
+def limit(self:TokenAttack,
+    x:Tensor, # Images [B,C,H,W] in [0,1]
+)->Tensor: # [C,1,1], pixel units
+    "How far each channel may go"
     s = torch.tensor(self.std, dtype=x.dtype, device=x.device)
     if len(s) not in (1, x.shape[1]): raise ValueError(f'std has {len(s)} numbers, the images have {x.shape[1]} channels: token_attack(model) takes them from the model')
     return (self.eps*s/s.max()).view(-1,1,1)
 
 @patch
-def into(self:TokenAttack, x, d):
+def into(self:TokenAttack,
+    x:Tensor, # Images [B,C,H,W] in [0,1]
+    d:Tensor, # Change [B,C,H,W]
+)->Tensor: # Change [B,C,H,W]
     "Into the ball and into [0,1]"
     l = self.limit(x)
     return (x+d.clamp(-l, l)).clamp(0,1)-x
@@ -140,8 +155,8 @@ def token_attack(
     eps:float=8/255, # Radius in *normalised* units, here alone
     steps:int=30, # Iterations
     step:float=1e-2, # Step length and deviation of the starting noise, in normalised units
-    **kw, # Fields of `TokenAttack`, such as `bits=None` or `loss=ce`
-)->TokenAttack:
+    **kw # Fields of `TokenAttack`, such as `bits=None` or `loss=ce`
+)->TokenAttack: # With 30 steps, unless told otherwise
     "The authors' attack with their settings; its `eps` is that of the widest channel, in pixel units"
     norm = None if model is None else first(m for m in model.modules() if isinstance(m, Normalized))
     if model is not None and norm is None: raise ValueError(f'{type(model).__name__} is not inside Normalized, so its deviations are not known: token_attack(std=(...))')
@@ -164,11 +179,19 @@ class RobustTokens(AdvTrain):
         if isinstance(attack, Attack) and not getattr(attack.loss or kl,'clean',False): raise ValueError(f'tokens train without labels, and {attack.loss.__name__} needs them: give the attack loss=feat_cos')
         self.adv_weight,self.through = adv_weight,through
 
-    def inner(self, f, f0):
+    def inner(self,
+        f:Tensor, # Features [B,T,D]
+        f0:Tensor, # Features of the clean images, of the same shape
+    )->Tensor: # [B]
         "One number per image: the Learner's cosine"
         return self.base_loss(f, f0) if getattr(self.base_loss,'reduction','')=='none' else self.per_image(f, f0)
     inner.clean = True
-    def per_image(self, f, f0): return feat_cos(f.float(), f0.float(), getattr(self.base_loss,'axis',1))
+    def per_image(self,
+        f:Tensor, # Features [B,T,D]
+        f0:Tensor, # Features of the clean images, of the same shape
+    )->Tensor: # [B]
+        "The cosine that the Learner's loss takes the mean of"
+        return feat_cos(f.float(), f0.float(), getattr(self.base_loss,'axis',1))
 
 # %% ../nbs/02_robust_tokens.ipynb #32c4a997
 @patch
@@ -201,7 +224,9 @@ def before_batch(self:RobustTokens):
     self.learn.xb = (torch.cat([x, x_adv.as_subclass(Tensor)]),)
 
 @patch
-def against(self:RobustTokens, f0):
+def against(self:RobustTokens,
+    f0:Tensor, # Features of the clean images, of the same shape
+)->Attack: # Ready to be called
     "The attack of this moment, which compares with the targets at hand instead of computing them again"
     a = self.current()
     return a.but(loss=partial(_towards, a.loss, f0)) if isinstance(a, Attack) else a
@@ -297,18 +322,42 @@ class Probe(Wrapper):
         super().__init__(model)
         if tokens_of(model).out!='cls_patch': raise ValueError(f"a probe needs class and patch tokens: add_tokens(model, n, out='cls_patch'), got out={tokens_of(model).out!r}")
         self.head = head.to(next(model.parameters()).device)
-    def pool(self, f, x): return f
-    def finish(self, z, x): return z
-    def features(self, x): return self.pool(self.model(x), x)
-    def forward(self, x): return self.finish(self.head(self.features(x)), x)
+    def pool(self,
+        f:Tensor, # Features [B,T,D]
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+    )->Tensor: # What the head sees
+        "From the model's features to those of the head: here as they are"
+        return f
+    def finish(self,
+        z:Tensor, # Output of the head
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+    )->Tensor: # The answer
+        "From the head's output to the answer: here as it is"
+        return z
+    def features(self,
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+    )->Tensor: # What the head sees
+        "The features of the frozen model"
+        return self.pool(self.model(x), x)
+    def forward(self,
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+    )->Tensor: # Logits
+        "The head on the features of the frozen model"
+        return self.finish(self.head(self.features(x)), x)
 
+# %% ../nbs/02_robust_tokens.ipynb #ed11250a
 class LinearProbe(Probe):
     "Logits [B,C] from the class token and the mean of the patch tokens"
     def __init__(self,
         model:nn.Module, # See `Probe`
         classes:int, # Number of classes
     ): super().__init__(model, nn.Linear(2*unwrap(model).embed_dim, classes))
-    def pool(self, f, x): return torch.cat([f[:,0], f[:,1:].mean(1)], 1)
+    def pool(self,
+        f:Tensor, # Features [B,T,D]
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+    )->Tensor: # [B,2D]
+        "The class token, and the mean of the others"
+        return torch.cat([f[:,0], f[:,1:].mean(1)], 1)
 
 class SegProbe(Probe):
     "Logits [B,C,H,W] from the patch tokens: BatchNorm, 1x1 convolution, brought to the size of the image"
@@ -316,8 +365,18 @@ class SegProbe(Probe):
         model:nn.Module, # See `Probe`
         classes:int, # Number of classes
     ): d = unwrap(model).embed_dim; super().__init__(model, nn.Sequential(nn.BatchNorm2d(d), nn.Conv2d(d, classes, 1)))
-    def pool(self, f, x): return f[:,1:].transpose(1,2).unflatten(2, patch_grid(self.model, x))
-    def finish(self, z, x): return F.interpolate(z, x.shape[-2:], mode='bilinear')
+    def pool(self,
+        f:Tensor, # Features [B,T,D]
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+    )->Tensor: # [B,D,h,w]
+        "The patch tokens as a map"
+        return f[:,1:].transpose(1,2).unflatten(2, patch_grid(self.model, x))
+    def finish(self,
+        z:Tensor, # Logits [B,classes,h,w]
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+    )->Tensor: # [B,classes,H,W]
+        "Logits at the size of the images"
+        return F.interpolate(z, x.shape[-2:], mode='bilinear')
 
 # %% ../nbs/02_robust_tokens.ipynb #a704bdc6
 def _frozen_features(probe, dl):
@@ -379,7 +438,10 @@ def miou(
 # %% ../nbs/02_robust_tokens.ipynb #5c45091a
 class TokenSets(Wrapper):
     "A model with several sets of tokens, one of which is drawn for each image at each call"
-    def forward(self, x):
+    def forward(self,
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+    )->Tensor: # Whatever the model returns
+        "Run the model, each image with one of the sets"
         w = tokens_of(self.model).weight
         with use_tokens(self.model, w[torch.randint(len(w), (len(x),), device=w.device)]): return self.model(x)
 

@@ -40,9 +40,18 @@ class RVTStem(nn.Module):
         self.num_patches,last = math.prod(self.grid_size),patch_size//4 if patch_size>=16 else patch_size//2
         first = [nn.Conv2d(in_chans, hidden, 7, 2, 2), nn.BatchNorm2d(hidden), nn.MaxPool2d(3, 2, 1)] if patch_size>=16 else [nn.Conv2d(in_chans, hidden, 3, 2, 1), nn.BatchNorm2d(hidden)]
         self.proj = nn.Sequential(*first, nn.Conv2d(hidden, embed_dim, last, last))
-    def feat_ratio(self): return self.patch_size
-    def dynamic_feat_size(self, size): return tuple(s//self.patch_size for s in size)
-    def forward(self, x):
+    def feat_ratio(self)->int: # Pixels
+        "The side of the square that a token stands for"
+        return self.patch_size
+    def dynamic_feat_size(self,
+        size:tuple, # Height and width in pixels
+    )->tuple: # Rows and columns of tokens
+        "The grid of an image"
+        return tuple(s//self.patch_size for s in size)
+    def forward(self,
+        x:Tensor, # Images [B,C,H,W], normalised
+    )->Tensor: # Tokens [B,N,D]
+        "From images to tokens"
         if x.shape[-2:]!=self.img_size: raise ValueError(f'this model was made for images of {self.img_size}, got {tuple(x.shape[-2:])}: create_model(..., img_size=)')
         return self.proj(x).flatten(2).transpose(1,2)
 
@@ -57,7 +66,12 @@ class ScaledAttention(Attention):
     ):
         super().__init__(dim, num_heads=num_heads, **kwargs)
         self.position = nn.Parameter(trunc_normal_(torch.empty(num_heads, tokens, tokens), std=.02))
-    def forward(self, x, attn_mask=None, is_causal=False):
+    def forward(self,
+        x:Tensor, # Tokens [B,N,D]
+        attn_mask=None, # Not used; timm's blocks pass it on
+        is_causal:bool=False, # Not used; timm's blocks pass it on
+    )->Tensor: # Tokens [B,N,D]
+        "Attention whose scores are multiplied by a learned number per pair of positions"
         if x.shape[1]!=self.position.shape[-1]: raise ValueError(f'position-aware scaling was made for {self.position.shape[-1]} tokens, got {x.shape[1]}')
         q,k,v = self.qkv(x).unflatten(-1, (3,self.num_heads,-1)).permute(2,0,3,1,4)
         attn = (self.q_norm(q)*self.scale) @ self.k_norm(k).transpose(-2,-1) * self.position.sigmoid()
@@ -84,7 +98,10 @@ class ConvMlp(nn.Module):
         self.dw,self.bn2 = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden),nn.BatchNorm2d(hidden)
         self.fc2,self.bn3 = nn.Conv2d(hidden, dim, 1),nn.BatchNorm2d(dim)
         self.act,self.drop = nn.GELU(),nn.Dropout(drop)
-    def forward(self, x):
+    def forward(self,
+        x:Tensor, # Tokens [B,N,D]
+    )->Tensor: # Tokens [B,N,D]
+        "A feed-forward on the grid of tokens"
         x = self.drop(self.act(self.bn1(self.fc1(_grid(x, self.grid)))))
         x = self.act(self.bn2(self.dw(x)))
         return self.drop(self.bn3(self.fc2(x))).flatten(2).transpose(1,2)
@@ -111,7 +128,10 @@ class RVTBlock(nn.Module):
         self.attn = ScaledAttention(dim, num_heads, math.prod(grid), **kw) if scaled else Attention(dim, num_heads=num_heads, **kw)
         self.mlp = ConvMlp(dim, int(dim*mlp_ratio), grid, drop) if conv else Mlp(dim, int(dim*mlp_ratio), drop=drop)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
-    def forward(self, x):
+    def forward(self,
+        x:Tensor, # Tokens [B,N,D]
+    )->Tensor: # Tokens [B,N,D], fewer where a stage begins
+        "Pool where a stage begins; attention; feed-forward"
         x = self.pool(x)
         x = x+self.drop_path(self.attn(self.norm1(x)))
         return x+self.drop_path(self.mlp(self.norm2(x)))
@@ -126,7 +146,11 @@ class TokenPool(nn.Module):
     ):
         super().__init__()
         self.grid,self.conv = tuple(grid),nn.Conv2d(dim, out, 3, 2, 1, groups=dim)
-    def forward(self, x): return self.conv(_grid(x, self.grid)).flatten(2).transpose(1,2)
+    def forward(self,
+        x:Tensor, # Tokens [B,N,D]
+    )->Tensor: # Tokens [B,N',D'], a quarter as many
+        "From the grid of one stage to that of the next"
+        return self.conv(_grid(x, self.grid)).flatten(2).transpose(1,2)
 
 # %% ../nbs/00d_rvt_fan.ipynb #37683421
 class RVT(VisionTransformer):
@@ -156,7 +180,14 @@ class RVT(VisionTransformer):
 
 # %% ../nbs/00d_rvt_fan.ipynb #60f52069
 @patch
-def make_blocks(self:RVT, dims, depths, heads, scaled, drop_path, kw):
+def make_blocks(self:RVT,
+    dims:tuple, # Width of each stage
+    depths:tuple, # Blocks of each stage
+    heads:tuple, # Heads of each stage
+    scaled:int, # How many blocks, from the first, scale their attention by position
+    drop_path:float, # Rate at the last block; it rises from 0
+    kw:dict, # For `RVTBlock`
+)->list: # Of `RVTBlock`s
     "The blocks of all stages"
     grid,red,res,n = self.patch_embed.grid_size,self.patch_embed.patch_size,[],sum(depths)
     for s,(d,depth,h) in enumerate(zip(dims, depths, heads)):
@@ -186,10 +217,16 @@ class FANMlp(nn.Module):
         self.fc1,self.local,self.fc2,self.drop = nn.Linear(dim, hidden),LPI(hidden),nn.Linear(hidden, dim),nn.Dropout(drop)
         self.gamma = nn.Parameter(torch.ones(hidden))
         for c in (self.local.conv1, self.local.conv2): nn.init.normal_(c.weight, std=(2/9)**.5); nn.init.zeros_(c.bias)
-    def forward(self, x, H, W):
+    def forward(self,
+        x:Tensor, # Tokens [B,N,D]
+        H:int, # Rows of tokens
+        W:int, # Columns of tokens
+    )->Tensor: # Tokens [B,N,D]
+        "A feed-forward with a convolution among neighbours inside"
         x = self.fc1(x)
         return self.drop(self.fc2(x+self.drop(self.gamma*self.local(x, H, W))))
 
+# %% ../nbs/00d_rvt_fan.ipynb #d997595a
 class ChannelAttention(nn.Module):
     "FAN's second half: a feed-forward whose channels are weighed by what the tokens of the image agree on"
     def __init__(self,
@@ -201,12 +238,22 @@ class ChannelAttention(nn.Module):
         super().__init__()
         self.num_heads,self.q,self.mlp,self.norm = num_heads,nn.Linear(dim, dim),FANMlp(dim, hidden, drop),nn.LayerNorm(dim, eps=1e-6)
         self.tau = nn.Parameter(torch.ones(num_heads, 1))
-    def no_weight_decay(self): return {'tau'}
-    def gate(self, x):
-        "One number per image and channel [B,D]"
+    def no_weight_decay(self)->set: # Names of parameters
+        "The temperature gets no weight decay"
+        return {'tau'}
+    def gate(self,
+        x:Tensor, # Tokens [B,N,D]
+    )->Tensor: # [B,D]
+        "One number per image and channel"
         q,k = [o.unflatten(-1, (self.num_heads,-1)).softmax(1) for o in (self.q(x),x)]
         return (self.tau*(q*k.mean(-1, keepdim=True)).sum(1).sigmoid()).flatten(1)
-    def forward(self, x, H, W): return self.gate(x)[:,None]*self.norm(self.mlp(x, H, W))
+    def forward(self,
+        x:Tensor, # Tokens [B,N,D]
+        H:int, # Rows of tokens
+        W:int, # Columns of tokens
+    )->Tensor: # Tokens [B,N,D]
+        "Each channel of the feed-forward, weighted by its gate"
+        return self.gate(x)[:,None]*self.norm(self.mlp(x, H, W))
 
 # %% ../nbs/00d_rvt_fan.ipynb #9cd1b2b5
 class FANBlock(nn.Module):
@@ -227,7 +274,12 @@ class FANBlock(nn.Module):
         self.mlp = ChannelAttention(dim, num_heads, int(dim*mlp_ratio), drop)
         self.gamma1,self.gamma2 = [nn.Parameter(torch.full((dim,), float(eta))) for _ in range(2)]
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
-    def forward(self, x, H, W):
+    def forward(self,
+        x:Tensor, # Tokens [B,N,D]
+        H:int, # Rows of tokens
+        W:int, # Columns of tokens
+    )->Tensor: # Tokens [B,N,D]
+        "Attention between tokens, then between channels"
         x = x+self.drop_path(self.gamma1*self.attn(self.norm1(x)))
         return x+self.drop_path(self.gamma2*self.mlp(self.norm2(x), H, W))
 
@@ -250,7 +302,10 @@ class FANStem(nn.Module):
         self.stem = nn.Sequential(nn.Conv2d(in_chans, dims[0], cut, cut), norm(dims[0]))
         self.stages = nn.Sequential(*[ConvNeXtStage(dims[max(i-1,0)], dims[i], stride=1+(i>0), depth=depths[i], ls_init_value=1e-6, conv_mlp=True, norm_layer=norm) for i in (0,1)])
         self.proj = nn.Conv2d(dims[1], embed_dim, 2, 2)
-    def forward(self, x):
+    def forward(self,
+        x:Tensor, # Images [B,C,H,W], normalised
+    )->tuple: # Tokens [B,N,D]; rows and columns of the grid
+        "From images to tokens"
         x = self.proj(self.stages(self.stem(x)))
         return x.flatten(2).transpose(1,2),tuple(x.shape[-2:])
 
@@ -295,32 +350,32 @@ def _create(cls, variant, pretrained, given, **args):
 @register_model
 def rvt_tiny(
     pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs, # For `RVT`
-):
+    **kwargs # For `RVT`
+)->nn.Module: # With random weights
     "RVT-Ti, ten blocks of width 192 and two of 384"
     return _create(RVT, 'rvt_tiny', pretrained, kwargs, dims=(192,384), depths=(10,2), heads=(6,12))
 
 @register_model
 def rvt_tiny_plus(
     pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs, # For `RVT`
-):
+    **kwargs # For `RVT`
+)->nn.Module: # With random weights
     "RVT-Ti*, with position-aware attention scaling in the first ten blocks"
     return _create(RVT, 'rvt_tiny_plus', pretrained, kwargs, dims=(192,384), depths=(10,2), heads=(6,12), scaled=10)
 
 @register_model
 def rvt_small(
     pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs, # For `RVT`
-):
+    **kwargs # For `RVT`
+)->nn.Module: # With random weights
     "RVT-S, twelve blocks of width 384"
     return _create(RVT, 'rvt_small', pretrained, kwargs)
 
 @register_model
 def rvt_small_plus(
     pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs, # For `RVT`
-):
+    **kwargs # For `RVT`
+)->nn.Module: # With random weights
     "RVT-S*, scaled in the first five blocks"
     return _create(RVT, 'rvt_small_plus', pretrained, kwargs, scaled=5)
 
@@ -328,16 +383,16 @@ def rvt_small_plus(
 @register_model
 def rvt_base(
     pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs, # For `RVT`
-):
+    **kwargs # For `RVT`
+)->nn.Module: # With random weights
     "RVT-B, twelve blocks of width 768 with a plain feed-forward"
     return _create(RVT, 'rvt_base', pretrained, kwargs, dims=(768,), heads=(12,), conv=False)
 
 @register_model
 def rvt_base_plus(
     pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs, # For `RVT`
-):
+    **kwargs # For `RVT`
+)->nn.Module: # With random weights
     "RVT-B*, scaled in all blocks; `scaled=5`: as the public code"
     return _create(RVT, 'rvt_base_plus', pretrained, kwargs, dims=(768,), heads=(12,), conv=False, scaled=12)
 
@@ -345,24 +400,24 @@ def rvt_base_plus(
 @register_model
 def fan_tiny_8_p4_hybrid(
     pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs, # For `FAN`
-):
+    **kwargs # For `FAN`
+)->nn.Module: # With random weights
     "FAN-T-Hybrid, eight blocks of width 192"
     return _create(FAN, 'fan_tiny_8_p4_hybrid', pretrained, kwargs)
 
 @register_model
 def fan_small_12_p4_hybrid(
     pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs, # For `FAN`
-):
+    **kwargs # For `FAN`
+)->nn.Module: # With random weights
     "FAN-S-Hybrid, ten blocks of width 384 (the 12 of its name is not their number)"
     return _create(FAN, 'fan_small_12_p4_hybrid', pretrained, kwargs, embed_dim=384, depth=10)
 
 @register_model
 def fan_base_16_p4_hybrid(
     pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs, # For `FAN`
-):
+    **kwargs # For `FAN`
+)->nn.Module: # With random weights
     "FAN-B-Hybrid, sixteen blocks of width 448"
     return _create(FAN, 'fan_base_16_p4_hybrid', pretrained, kwargs, embed_dim=448, depth=16)
 
@@ -372,24 +427,24 @@ _small = dict(img_size=32, patch_size=4, num_classes=10)
 @register_model
 def rvt_nano(
     pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs, # For `RVT`
-):
+    **kwargs # For `RVT`
+)->nn.Module: # With random weights
     "A small RVT for images of 32 pixels (28: `img_size=28, in_chans=1`)"
     return _create(RVT, 'rvt_nano', pretrained, kwargs, dims=(64,), depths=(4,), heads=(4,), **_small)
 
 @register_model
 def rvt_nano_plus(
     pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs, # For `RVT`
-):
+    **kwargs # For `RVT`
+)->nn.Module: # With random weights
     "A small RVT*, scaled in the first two of four blocks"
     return _create(RVT, 'rvt_nano_plus', pretrained, kwargs, dims=(64,), depths=(4,), heads=(4,), scaled=2, **_small)
 
 @register_model
 def fan_nano_p4_hybrid(
     pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs, # For `FAN`
-):
+    **kwargs # For `FAN`
+)->nn.Module: # With random weights
     "A small FAN for images of 32 pixels (28: `img_size=28, in_chans=1`)"
     return _create(FAN, 'fan_nano_p4_hybrid', pretrained, kwargs, embed_dim=64, depth=3, num_heads=4, stem_dims=(16,32), stem_depths=(1,1), cls_attn_layers=1, **_small)
 

@@ -25,7 +25,7 @@ def tiny_vit(
     depth:int=2, # Blocks
     num_heads:int=2, # Heads
     seed:int=0, # Of the weights; the global random state is left as it was
-    **kw
+    **kw # For `timm.create_model`
 )->Normalized: # In evaluation mode
     "A ViT small enough for a test, random weights, inside `Normalized`"
     with torch.random.fork_rng(devices=[]):
@@ -40,7 +40,7 @@ def synth_dls(
     bs:int=16, # Batch size
     classes:int=4, # Number of classes
     seed:int=0, # Of the images
-)->DataLoaders:
+)->DataLoaders: # Images [bs,1,size,size], labels [bs]
     "Grey images in [0,1] whose class is the quarter of the image that is bright: learnable in seconds"
     g,h = torch.Generator().manual_seed(seed),size//2
     def items(n):
@@ -61,7 +61,7 @@ def synth_learner(
     loss_func=None, # None: fastai's flattened cross-entropy
     dls:DataLoaders=None, # None: `synth_dls()`
     **kw # For `Learner`
-)->Learner:
+)->Learner: # Before its first fit
     "A Learner that trains in a second, silently"
     set_seed(seed, reproducible=True)
     learn = Learner(dls or synth_dls(), model or tiny_vit(num_classes=4, seed=seed), loss_func=loss_func or CrossEntropyLossFlat(), cbs=cbs, **kw)
@@ -74,8 +74,12 @@ def synth_learner(
 class GetGrads(Callback):
     "Keep the gradient of every real optimiser step, flattened, in `grads`"
     order = 9
-    def before_fit(self): self.grads = []
-    def before_step(self): self.grads.append(torch.cat([p.grad.flatten().clone() for p in self.model.parameters() if p.grad is not None]))
+    def before_fit(self):
+        "Forget the gradients of the last fit"
+        self.grads = []
+    def before_step(self):
+        "Keep a copy of the gradients, all in one vector"
+        self.grads.append(torch.cat([p.grad.flatten().clone() for p in self.model.parameters() if p.grad is not None]))
 
 def state_of(
     model:nn.Module, # Any model

@@ -35,7 +35,11 @@ class Adapter(nn.Module):
         super().__init__()
         self.down,self.up = nn.Linear(dim, d),nn.Linear(d, dim)
         nn.init.zeros_(self.up.weight); nn.init.zeros_(self.up.bias)
-    def forward(self, x): return self.up(F.relu(self.down(x)))
+    def forward(self,
+        x:Tensor, # Tokens [B,N,D]
+    )->Tensor: # What it adds [B,N,D]
+        "Down, ReLU, up"
+        return self.up(F.relu(self.down(x)))
 
 # %% ../nbs/03_tora.ipynb #09d9a5cd
 _GATES = ('adapter','key','both','diagonal')
@@ -60,8 +64,12 @@ class Gate(nn.Module):
 
 # %% ../nbs/03_tora.ipynb #c828d2ce
 @patch
-def weights(self:Gate, z, a, r):
-    "From the block's tokens [B,T,D] and the features of both adapters [B,N,D]: weights [B,2,T,N] (`'diagonal'`: [B,2,T,1])"
+def weights(self:Gate,
+    z:Tensor, # The block's tokens [B,T,D]
+    a:Tensor, # Features of the accuracy adapter [B,N,D]
+    r:Tensor, # Features of the robustness adapter [B,N,D]
+)->Tensor: # [B,2,T,N]; [B,2,T,1] for `'diagonal'`
+    "How much each token takes from each token of both adapters"
     q,ka,kr = self.q(z)*z.shape[-1]**-.5,self.k(a),self.k(r)
     if self.how=='adapter': g = (q@(ka-kr).mT).sigmoid(); return torch.stack([g, 1-g], 1)
     if self.how=='diagonal': g = (q*_rows(ka-kr, q.shape[1])).sum(-1, keepdim=True).sigmoid(); return torch.stack([g, 1-g], 1)
@@ -71,14 +79,26 @@ def weights(self:Gate, z, a, r):
 
 # %% ../nbs/03_tora.ipynb #c2171bee
 @patch
-def fold(self:Gate, z, a, r, da, dr):
+def fold(self:Gate,
+    z:Tensor, # The block's tokens [B,T,D]
+    a:Tensor, # Features of the accuracy adapter [B,N,D]
+    r:Tensor, # Features of the robustness adapter [B,N,D]
+    da:Tensor, # What the accuracy adapter adds [B,N,D]
+    dr:Tensor, # What the robustness adapter adds [B,N,D]
+)->Tensor: # [B,T,D]
     "The adapter-wise fusion as `(G V(da-dr) + sum of V(dr)) / N`"
     g = ((self.q(z)*z.shape[-1]**-.5)@self.k(a-r).mT).sigmoid()
     return (g@self.v(da-dr)+self.v(dr.sum(1, keepdim=True)))/da.shape[1]
 
 @patch
-def forward(self:Gate, z, a, r, da, dr):
-    "What goes to the tokens `z` [B,T,D], from the adapters' features `a`, `r` and what they add, `da`, `dr` [B,N,D]"
+def forward(self:Gate,
+    z:Tensor, # The block's tokens [B,T,D]
+    a:Tensor, # Features of the accuracy adapter [B,N,D]
+    r:Tensor, # Features of the robustness adapter [B,N,D]
+    da:Tensor, # What the accuracy adapter adds [B,N,D]
+    dr:Tensor, # What the robustness adapter adds [B,N,D]
+)->Tensor: # [B,T,D]
+    "What goes to the tokens"
     if self.folded: return self.fold(z, a, r, da, dr)
     g,va,vr = self.weights(z, a, r),self.v(da),self.v(dr)
     if self.how=='diagonal': return g[:,0]*_rows(va, z.shape[1])+g[:,1]*_rows(vr, z.shape[1])
@@ -98,7 +118,10 @@ class Branches(nn.Module):
         self.sides,self.split = nn.ModuleDict({o:Adapter(dim, d) for o in sides}),split
         self.gate = Gate(dim, **gate) if len(sides)==2 else None
 
-    def forward(self, z):
+    def forward(self,
+        z:Tensor, # The block's tokens [B,T,D]
+    )->Tensor: # Tokens [B,T,D]
+        "Add what the adapters say, weighted by the gate"
         xs = [torch.cat([z[:,:1], z[:,2:]], 1),z[:,1:]] if self.split else [z]*len(self.sides)
         ds = [a(x) for a,x in zip(self.sides.values(), xs)]
         return z+ds[0] if self.gate is None else z+self.gate(z, *[x+d for x,d in zip(xs,ds)], *ds)
@@ -117,28 +140,42 @@ class ToraHeads(nn.Module):
         self.heads = nn.ModuleDict({o:deepcopy(m.head) for o in sides})
         self.shift = nn.ParameterDict({o:nn.Parameter(torch.zeros_like(m.cls_token[0])) for o in sides}) if split else None
         self.about,self.handles = about,[]
-    def no_weight_decay(self): return {'shift.*'}
+    def no_weight_decay(self)->set: # Patterns of names
+        "The shifts of the class tokens get no weight decay"
+        return {'shift.*'}
     @property
-    def says(self): return self.train_out if self.training else self.out
+    def says(self):
+        "The head that speaks: one in training, maybe another in evaluation"
+        return self.train_out if self.training else self.out
     def extra_repr(self): return ', '.join(f'{k}={v!r}' for k,v in (self.about or {}).items())
 
 # %% ../nbs/03_tora.ipynb #fbb36791
 @patch
-def start(self:ToraHeads, blk, args):
+def start(self:ToraHeads,
+    blk:nn.Module, # The block
+    args:tuple, # Its inputs
+)->tuple: # Its inputs, the tokens [B,N+1,D] first
     "Before the first block: the class token becomes [ACC] and [ROB]"
     x = args[0] if type(args[0]) is Tensor else args[0].as_subclass(Tensor)
     return torch.cat([*[x[:,:1]+o for o in self.shift.values()], x[:,1:]], 1),*args[1:]
 
 @patch
-def once(self:ToraHeads, blk, args, kw):
+def once(self:ToraHeads,
+    blk:nn.Module, # The block
+    args:tuple, # Its inputs
+    kw:dict, # Its named inputs
+)->tuple: # Inputs and named inputs, with a mask for the attention
     "Before each block: as keys, the two class tokens together weigh what one did"
     n = args[0].shape[1]
     bias = args[0].new_zeros(n); bias[:2] = -math.log(2)
     return args,{**kw, 'attn_mask':bias.expand(1,1,n,n)}
 
 @patch
-def logits(self:ToraHeads, m, f):
-    "From the tokens after the last norm [B,N,D]: the logits of the head that speaks, or the mean of all"
+def logits(self:ToraHeads,
+    m:nn.Module, # The transformer
+    f:Tensor, # Tokens after the last norm [B,N,D]
+)->Tensor: # Logits [B,classes]
+    "The logits of the head that speaks, or the mean of all"
     i = {o:k if self.shift is not None else 0 for k,o in enumerate(self.heads)}
     zs = [self.heads[o](m.head_drop(m.fc_norm(f[:,i[o]]))) for o in ([self.says] if self.says in i else i)]
     return zs[0] if len(zs)==1 else sum(zs)/len(zs)
@@ -224,7 +261,7 @@ def _heads(model):
 def use_head(
     model:nn.Module, # A model after `tora_vit` or one of its relatives
     out:str, # `'acc'`, `'rob'` or `'joint'`
-):
+)->Iterator: # Yields `model`
     "Inside, the model answers with this head"
     t = _heads(model)
     if out not in (*t.heads,'joint'): raise ValueError(f'the model has the heads {[*t.heads,"joint"]}, got {out!r}')
@@ -241,7 +278,10 @@ class OneHead(Wrapper):
         super().__init__(model)
         self.head_name = out
         with use_head(model, out): pass
-    def forward(self, x):
+    def forward(self,
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+    )->Tensor: # Logits [B,classes]
+        "Run the model, with this head alone"
         with use_head(self.model, self.head_name): return self.model(x)
     def extra_repr(self): return f'out={self.head_name!r}'
 
@@ -298,7 +338,9 @@ class TORA(AdvTrain):
         if self.phase=='gate' or not tora_parts(self.victim)['gate']: return 'joint'
         return ('rob','acc')[self.train_iter%2]
     @property
-    def joint(self): return self.side=='joint' and 0<self.at(self.lam)<1
+    def joint(self):
+        "Does the step need the clean images and the adversarial ones?"
+        return self.side=='joint' and 0<self.at(self.lam)<1
     def terms(self, z, z_adv): return z_adv,(1-self.at(self.lam))*(self.learn_loss(z)-self.learn_loss(z_adv))
 
 # %% ../nbs/03_tora.ipynb #f81e83b1
@@ -406,13 +448,19 @@ class GateDial:
         if len(gates)<2: raise ValueError(f'a dial needs the gates of at least two lam, got {len(gates)}')
         self.model,self.gates = model,dict(sorted(gates.items()))
 
-    def mix(self, lam): # Any lam between the smallest and the largest
+    def mix(self,
+        lam, # Any lam between the smallest and the largest
+    )->dict: # Name -> tensor
         "The gates for `lam`"
         lams = list(self.gates)
         if not lams[0]<=lam<=lams[-1]: raise ValueError(f'lam must lie between {lams[0]} and {lams[-1]}, for which there are gates, got {lam}')
         b = next(o for o in lams[1:] if lam<=o); a = lams[lams.index(b)-1]; t = (lam-a)/(b-a)
         return {k:v.lerp(self.gates[b][k], t) for k,v in self.gates[a].items()}
-    def __call__(self, lam): return set_gates(self.model, self.mix(lam))
+    def __call__(self,
+        lam, # Any lam between the smallest and the largest
+    )->nn.Module: # The model, changed
+        "Set the model's gates to those for `lam`"
+        return set_gates(self.model, self.mix(lam))
     def __repr__(self): return f'GateDial(lam={list(self.gates)})'
 
 # %% ../nbs/03_tora.ipynb #241f5bf1
@@ -530,7 +578,7 @@ def lam_slider(
     dial:GateDial, # Its model is shown
     x:Tensor, # Images [B,C,H,W] in [0,1]
     vocab=None, # Names of the classes
-):
+)->Any: # An ipywidgets box
     "A slider for lam over `show_gates` and the predictions, in a live notebook"
     try: from ipywidgets import FloatSlider, interactive
     except ImportError as e: raise ImportError('the slider needs ipywidgets: pip install ipywidgets') from e
@@ -544,7 +592,10 @@ def lam_slider(
 # %% ../nbs/03_tora.ipynb #73defd3c
 class WithGates(Wrapper):
     "Logits [B,C], then one more number per block: the entropy of its gates (in bits, 1: undecided), less 100 so that no class is meant"
-    def forward(self, x):
+    def forward(self,
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+    )->Tensor: # [B,classes+blocks]: logits, then the mean entropy of each block's gate in bits, less 100
+        "Run the model and watch its gates"
         maps,z = gate_maps(self.model, x, logits=True)
         how = unwrap(self.model).adapters[0].gate.how; axes = (1,) if how in ('adapter','diagonal') else (1,3)
         hs = [-(g*g.clamp(min=1e-12).log2()).sum(axes).flatten(1).mean(1) for g in maps]
@@ -553,7 +604,7 @@ class WithGates(Wrapper):
 def gate_loss(
     classes:int, # Number of classes C: what comes after them in the output are entropies
     weight:float=1., # Of the mean entropy: positive, to make gates undecided; negative, to make them decide
-):
+)->Callable: # `loss(z, y) -> [B]`
     "For attacks on `WithGates(model)`: cross-entropy, and the entropy of the gates"
     def gate_loss(z, y): return ce(z[:,:classes], y)+weight*(z[:,classes:]+100).mean(1)
     return gate_loss

@@ -60,13 +60,13 @@ def patch_grid(
 # %% ../nbs/00a_vit.ipynb #80d7bf9c
 def is_compiled(
     model:nn.Module, # Any module
-)->bool:
+)->bool: # True if any part was
     "Was `model` or a part of it given to `torch.compile`?"
     return any(hasattr(o,'_orig_mod') or getattr(o,'_compiled_call_impl',None) for o in model.modules())
 
 def uncompiled(
     model:nn.Module, # Any module
-):
+)->Any: # A context; it does nothing, where nothing was compiled
     "A context in which `torch.compile` steps aside, if any part of `model` was compiled: compiled code does not see new hooks"
     return torch.compiler.set_stance('force_eager') if is_compiled(model) else nullcontext()
 
@@ -212,7 +212,7 @@ def _scale_of(s, heads):
 def attn_scale(
     model:nn.Module, # A timm transformer, maybe inside `Normalized`
     s, # A number, one per block (list or tensor [L]), one per head (tensor [L,H], or a list of [H_i]), or rows of these for each image ([L,B,1], [L,B,H]); gradients reach it
-):
+)->Iterator: # Yields nothing; the model is scaled inside
     "Inside, the product of queries and keys in each block is multiplied by its scale; afterwards the model is as before"
     if any(getattr(o,'grad_checkpointing',False) for o in model.modules()): raise ValueError('gradient checkpointing runs blocks again in the backward, when the scale may be gone: model.set_grad_checkpointing(False) first')
     attns = [_attns(b) for b in vit_blocks(model)]
@@ -233,7 +233,11 @@ class AttnScales(nn.Module):
     ):
         super().__init__()
         self.register_buffer('s', torch.ones(n, device=like.device)); self.handles = []
-    def at(self, i): return self.s[i]
+    def at(self,
+        i:int, # Number of the block
+    )->Tensor: # One number
+        "The scale of a block"
+        return self.s[i]
     def extra_repr(self): return f's={[round(o,4) for o in self.s.tolist()]}'
 
 def scales_of(
@@ -284,27 +288,41 @@ class ExtraTokens(nn.Module):
         self.out,self.on,self.all,self.handles = out,True,False,[]
 
     @property
-    def n(self): return self.weight.shape[1] if self.on else 0
-    def no_weight_decay(self): return {'weight'}
+    def n(self):
+        "How many tokens are at work: 0 while they are switched off"
+        return self.weight.shape[1] if self.on else 0
+    def no_weight_decay(self)->set: # Names of parameters
+        "The tokens get no weight decay"
+        return {'weight'}
     def extra_repr(self): return f'n={self.weight.shape[1]}, out={self.out!r}'
 
 # %% ../nbs/00a_vit.ipynb #401d089a
 @patch
-def start(self:ExtraTokens, blk, args):
+def start(self:ExtraTokens,
+    blk:nn.Module, # The block
+    args:tuple, # Its inputs, tokens [B,N,D] first
+)->tuple: # Its inputs, tokens [B,N+n,D] first; None: as they are
     "Append the tokens to the first block's input"
     if not self.n: return
     x = args[0] if type(args[0]) is Tensor else args[0].as_subclass(Tensor)
     return torch.cat([x, self.weight.to(x).expand(len(x),-1,-1)], 1),*args[1:]
 
 @patch
-def enter(self:ExtraTokens, blk, args):
+def enter(self:ExtraTokens,
+    blk:nn.Module, # The block
+    args:tuple, # Its inputs, tokens [B,N,D] first
+)->tuple: # Its inputs, tokens [B,N+n,D] first; None: as they are
     "Give a later block the sequence that the one before has put aside"
     if not self.n: return
     if not hasattr(args[0],'_extra'): raise RuntimeError('the extra tokens were lost between two blocks: something replaced a block\'s output; use add_after_mlp for that')
     return args[0]._extra,*args[1:]
 
 @patch
-def leave(self:ExtraTokens, blk, args, o):
+def leave(self:ExtraTokens,
+    blk:nn.Module, # The block
+    args:tuple, # Its inputs, tokens [B,N,D] first
+    o:Tensor, # Its output [B,N+n,D]
+)->Tensor: # [B,N,D]; None: as it is
     "Show a block's output without the tokens"
     if not self.n: return
     x = o[:,:-self.n]
@@ -312,7 +330,10 @@ def leave(self:ExtraTokens, blk, args, o):
     return x
 
 @patch
-def finish(self:ExtraTokens, norm, args):
+def finish(self:ExtraTokens,
+    norm:nn.Module, # The final norm
+    args:tuple, # Its inputs, tokens [B,N,D] first
+)->tuple: # Its inputs, tokens [B,N+n,D] first; None: as they are
     "For `out='all'`: the final norm sees the tokens too"
     if self.all and hasattr(args[0],'_extra'): return args[0]._extra,*args[1:]
 
@@ -370,7 +391,7 @@ def remove_tokens(
 @contextmanager
 def no_tokens(
     model:nn.Module, # A model after `add_tokens`; any other passes through
-):
+)->Iterator: # Yields `model`
     "Inside, the model runs without its extra tokens: the plain backbone, bit for bit"
     t = getattr(unwrap(model), 'extra_tokens', None)
     was = t.on if t is not None else None
@@ -469,6 +490,7 @@ def no_decay_split(
 class NoDecay(Callback):
     "No weight decay for the parameters in `no_decay_names`; any splitter, any fastai optimiser"
     def before_fit(self):
+        "Mark the parameters that get no weight decay"
         if self.opt is None: return
         if isinstance(self.opt, OptimWrapper): raise TypeError('NoDecay needs a fastai optimiser (Adam is AdamW there). For a torch optimiser: Learner(..., splitter=no_decay_split, wd=[.05,0])')
         for p in no_decay_split(self.model)[1]: self.opt.state[p]['do_wd'] = False

@@ -46,24 +46,24 @@ default_cfgs = generate_default_cfgs({'xcit_medium_12_p16_224.untrained':dict(_s
 @register_model
 def xcit_medium_12_p16_224(
     pretrained=False, # There are no weights to download
-    **kwargs, # For timm's `Xcit`
-)->Xcit:
+    **kwargs # For timm's `Xcit`
+)->Xcit: # With random weights
     "XCiT-M12: 12 blocks of width 512"
     return _create_xcit('xcit_medium_12_p16_224', pretrained, **dict(dict(patch_size=16, embed_dim=512, depth=12, num_heads=8, eta=1., tokens_norm=True), **kwargs))
 
 @register_model
 def xcit_large_12_p16_224(
     pretrained=False, # There are no weights to download
-    **kwargs, # For timm's `Xcit`
-)->Xcit:
+    **kwargs # For timm's `Xcit`
+)->Xcit: # With random weights
     "XCiT-L12: 12 blocks of width 768"
     return _create_xcit('xcit_large_12_p16_224', pretrained, **dict(dict(patch_size=16, embed_dim=768, depth=12, num_heads=16, eta=1., tokens_norm=True), **kwargs))
 
 @register_model
 def cait_s12_224(
     pretrained=False, # There are no weights to download
-    **kwargs, # For timm's `Cait`
-)->Cait:
+    **kwargs # For timm's `Cait`
+)->Cait: # With random weights
     "CaiT-S12: 12 blocks of width 384"
     return _create_cait('cait_s12_224', pretrained, **dict(dict(patch_size=16, embed_dim=384, depth=12, num_heads=8, init_values=1.), **kwargs))
 
@@ -166,7 +166,7 @@ def attack(self:XcitRecipe):
 @patch
 def peak_lr(self:XcitRecipe,
     bs:int=None, # Images per step; None: the recipe's own
-)->float:
+)->float: # By the recipe's rule for batch sizes
     "The highest learning rate at this batch size"
     k = (self.bs if bs is None else bs)/self.lr_bs
     return self.lr*dict(linear=k, sqrt=k**.5, none=1.)[self.lr_rule]
@@ -174,7 +174,7 @@ def peak_lr(self:XcitRecipe,
 @patch
 def in_epochs(self:XcitRecipe,
     n:int, # Epochs in all
-)->XcitRecipe:
+)->XcitRecipe: # With all the rest as it is
     "The same recipe in `n` epochs: everything that is counted in epochs shrinks or grows alike"
     k = n/self.total
     return self.but(epochs=self.epochs*k, cooldown=self.cooldown*k, warmup=self.warmup*k, eps_warmup=self.eps_warmup*k)
@@ -216,7 +216,7 @@ def xcit_recipe(
     eps:float=None, # Radius in pixel units; None: the task's own
     task:str='imagenet', # `'imagenet'`, `'ablation'` (where the thesis starts), `'highres'`, `'highres_clean'`, `'cifar10'`, `'cifar10_scratch'` or `'cifar10_extra'`
     values:str='config', # Where the sources differ: the numbers of the released `'config'` or of the `'thesis'`
-)->XcitRecipe:
+)->XcitRecipe: # Ready to be changed, `r.but(...)`
     "The settings of the thesis for one of its trainings"
     if task not in _tasks: raise ValueError(f'task must be one of {list(_tasks)}, got {task!r}')
     if values not in ('config','thesis'): raise ValueError(f"values must be 'config' or 'thesis', got {values!r}")
@@ -233,7 +233,10 @@ class RecipeLR:
         r:XcitRecipe, # Gives the lengths
         lr:float, # Highest learning rate
     ): store_attr()
-    def __call__(self, pct):
+    def __call__(self,
+        pct:float, # Share of the training that is done, 0 to 1
+    )->float: # The learning rate
+        "The learning rate at a point of the training"
         r,t = self.r,pct*self.r.total
         if r.by_epoch: t = math.floor(t+1e-6)
         if t<r.warmup: return r.warmup_lr+t*(self.lr-r.warmup_lr)/r.warmup
@@ -300,6 +303,7 @@ class Augment(Callback):
         r:XcitRecipe, # Says what
     ): self.r = r
     def before_batch(self):
+        "Augment the batch's images"
         r,x = self.r,self.x.as_subclass(Tensor)
         x = warp(x, r, not any(isinstance(o, RandomResizedCrop) for o in getattr(getattr(self.dl,'after_item',None),'fs',[])))
         if r.jitter and not r.randaug: x = color_jitter(x, r.jitter)
@@ -324,6 +328,7 @@ class CleanPass(AdvCallback):
     "Send the clean images through the model in training mode, for BatchNorm's statistics alone"
     order = AdvTrain.order-.25
     def before_batch(self):
+        "Run the model on the clean images, if it has batch norm"
         if not any(isinstance(o, nn.modules.batchnorm._BatchNorm) for o in self.victim.modules()): return
         with torch.no_grad(), self.amp(): self.victim(*self.xb)
 
@@ -357,18 +362,23 @@ class KeepBest(AdvCallback):
         attack, # Any attack
         data, # A DataLoader; None: the Learner's validation images
     ): store_attr(); self.rows = []
-    def before_fit(self): self.best = None
+    def before_fit(self):
+        "Forget the best weights of the last fit"
+        self.best = None
     def before_train(self):
+        "Is this a fit, and no search for a learning rate?"
         super().before_train()
         self.on = not hasattr(self.learn,'lr_finder')
         if self.on and self.epoch==0: self.rows,self.best = [],None
     def after_epoch(self):
+        "Measure the robust accuracy; keep the weights if it is the best so far"
         if not self.on: return
         self.on,data = False,self.dls.valid if self.data is None else self.data
         ok = _right(self.victim, self.attack, eval_batches(data, device=self.dls.device))
         self.rows.append(dict(epoch=self.epoch, accuracy=ok))
         if ok>max([o['accuracy'] for o in self.rows[:-1]], default=-1): self.best = {k:v.detach().clone() for k,v in self.victim.state_dict().items()}
     def after_fit(self):
+        "Give the model its best weights"
         if self.best is not None: self.victim.load_state_dict(self.best); self.best = None
     def __repr__(self): return f'KeepBest({self.attack!r})'
 
@@ -405,7 +415,7 @@ def learner(self:XcitRecipe,
     dls:DataLoaders, # With images in [0,1]
     model:nn.Module=None, # A model to train on, for instance a robust one; None: a new one of the recipe's size
     **kwargs
-)->Learner:
+)->Learner: # It carries the recipe as `learn.recipe`
     "A Learner for this recipe, whose `fit_recipe` trains by it"
     if model is None:
         with no_random(torch.initial_seed()%2**32): x = dls.train.one_batch()[0]
@@ -418,14 +428,14 @@ def learner(self:XcitRecipe,
 _adamw = partial(Adam, mom=.9, sqr_mom=.999, eps=1e-8)
 
 @patch
-def loss_func(self:XcitRecipe):
+def loss_func(self:XcitRecipe)->Callable: # Cross-entropy with the recipe's label smoothing
     "The loss that trains the weights"
     return CrossEntropyLossFlat(label_smoothing=self.smoothing)
 
 @patch
 def callbacks(self:XcitRecipe,
     bs:int=None, # Images per step; None: the recipe's own
-)->list:
+)->list: # Of fastai callbacks
     "What the recipe adds to a fit: augmentation, attack, schedules"
     r,cbs = self,[Augment(self), NoDecay(), ParamScheduler({'lr':RecipeLR(self, self.peak_lr(bs))})]
     if r.mixup and r.cutmix: cbs.append(MixOrCut(r.mixup, r.cutmix))
@@ -483,10 +493,17 @@ class Blend(GetAttr):
     @property
     def __class__(self): return type(self.dl)      # so that fastai knows its own loader
     @property
-    def rng(self): return self.dl.rng              # one seed for the order of both
+    def rng(self):
+        "The random numbers that order the own images"
+        return self.dl.rng              # one seed for the order of both
     @rng.setter
     def rng(self, v): self.dl.rng = self.extra.rng = v
-    def new(self, dataset=None, **kw): return Blend(self.dl.new(dataset, bs=self.bs, **kw), self.extra, self.share)
+    def new(self,
+        dataset=None, # In place of the own images
+        **kw # For fastai's `TfmdDL.new`
+    )->'Blend': # With the same extra images
+        "A copy with other settings, as fastai asks for"
+        return Blend(self.dl.new(dataset, bs=self.bs, **kw), self.extra, self.share)
     def __len__(self): return len(self.dl)
     def __iter__(self):
         more = iter(())
@@ -585,7 +602,7 @@ def plot_ablation(
     by:list, # Columns that name a row
     split:str='method', # Column that tells standard from adversarial training
     ax=None, # Matplotlib axes; None: new ones
-): # The axes
+)->plt.Axes: # The axes
     "Clean and robust accuracy of each row"
     df = df.assign(row=[', '.join(map(str, o)) for o in df[L(by)].values])
     names = list(dict.fromkeys(df.row)); ax = ax or plt.subplots(figsize=(6,.8+.28*len(names)), layout='constrained')[1]
@@ -612,7 +629,7 @@ def topk(
     x:Tensor, # Images
     y:Tensor, # Labels [B]
     k:int=1, # How many guesses
-)->float:
+)->float: # 0 to 1
     "Share of images whose label is among the `k` likeliest classes"
     with attack_mode(model), torch.no_grad(): z = model(x)
     return (z.topk(k, dim=1).indices==y[:,None]).any(1).float().mean().item()
@@ -688,20 +705,29 @@ class AttackEffect(AdvCallback):
         every:int=1, # Epochs between two looks; the last epoch is looked at in any case
     ): store_attr(); self.rows = []
     def before_train(self):
+        "Is this an epoch to measure?"
         super().before_train()
         self.on = not hasattr(self.learn,'lr_finder') and ((self.epoch+1)%self.every==0 or self.epoch+1==self.n_epoch)
         if self.epoch==0 and not hasattr(self.learn,'lr_finder'): self.rows = []
-    def loss(self, x, y, k):
+    def loss(self,
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+        y:Tensor, # Labels [B]
+        k:int, # Steps of the attack
+    )->float: # Mean over the images
+        "Cross-entropy under PGD"
         x_adv = PGD(self.eps, steps=k, alpha=1.5*self.eps/k)(self.victim, x, y, seed=0)
         with attack_mode(self.victim) as m, torch.no_grad(): return ce(m(x_adv), y).mean().item()
     def after_epoch(self):
+        "Attack some validation images with each number of steps"
         if not self.on: return
         self.on = False
         x,y = first((x,y) for _,x,y in eval_batches(self.dls.valid, device=self.dls.device)); x,y = x[:self.n],y[:self.n]
         top = self.loss(x, y, self.many)
         for k in self.steps: v = self.loss(x, y, k); self.rows.append(dict(epoch=self.epoch, steps=k, loss=v, missed=(top-v)/top))
     @property
-    def df(self): return pd.DataFrame(self.rows, columns=['epoch','steps','loss','missed'])
+    def df(self):
+        "The loss under attack after each epoch that was measured, a row per number of steps; `missed`: share of the strongest attack's loss that is not reached"
+        return pd.DataFrame(self.rows, columns=['epoch','steps','loss','missed'])
 
 # %% ../nbs/04_xcit_recipe.ipynb #e92eca01
 def restart_losses(
