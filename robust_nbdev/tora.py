@@ -462,6 +462,7 @@ def load_adapters(
     "Put saved adapters, gates, tokens and heads on their backbone; raises ValueError if anything does not fit"
     ts,about = _read_adapters(fname); m,name = unwrap(model),Path(fname).name
     if backbone_id(m)!=about['backbone']: raise ValueError(f'{name} belongs to another backbone ({about["family"]} of width {about["width"]}, hash {about["backbone"]}), this one has hash {backbone_id(m)}')
+    if hasattr(m,'tora') and (diff := [k for k in ('method','d','gate') if str(m.tora.about[k])!=about.get(k)]): raise ValueError(f'{name} was saved with {", ".join(f"{k} {about.get(k)}" for k in diff)}, this model has {", ".join(f"{k} {m.tora.about[k]}" for k in diff)}, so it does not fit: remove_tora(model) first')
     own = _own(m) if hasattr(m,'tora') else _own(unwrap(_like(model, about)))
     if (a := {k:v.shape for k,v in own.items()})!=(b := {k:v.shape for k,v in ts.items()}): raise ValueError(f'{name} does not fit the model\'s parts: {sorted({k for k in {*a,*b} if a.get(k)!=b.get(k)})[:3]} differ; remove_tora(model) first')
     with torch.no_grad():

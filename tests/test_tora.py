@@ -360,6 +360,17 @@ def test_files(k, tmp_path):
     plain = load_adapters(tiny_vit(num_classes=4), f); assert torch.equal(plain(x), m(x)) and plain.model.tora.about==m.model.tora.about
     assert torch.equal(load_adapters(make(**KINDS[k]), f)(x), m(x))
 
+def test_files_for_another_gate_are_refused(tmp_path):
+    "The same names and shapes, but another function; a folded gate is the same one"
+    f = tmp_path/'a.safetensors'
+    for k in ('key','both','diagonal'):
+        save_adapters(make(noise=.1, **KINDS[k]), f); other = make(); before = state(other)
+        with pytest.raises(ValueError, match=f"gate.*{k}.*remove_tora"): load_adapters(other, f)
+        assert not changed(other, before)
+    m = make(noise=.1); save_adapters(m, f)
+    with pytest.raises(ValueError, match='gate'): load_adapters(make(gate='both'), f)
+    assert torch.allclose(load_adapters(make(folded=True), f)(images()), m(images()), atol=1e-5)
+
 def test_files_that_do_not_fit(tmp_path):
     m,f = make(noise=.1),tmp_path/'a.safetensors'; save_adapters(m, f)
     for other,w in ((tiny_vit(num_classes=4, seed=1),'another backbone'), (tiny_vit(num_classes=5),'another backbone'), (make(d=3),'does not fit'), (make('adapter_fusion'),'does not fit')):
