@@ -279,7 +279,7 @@ def tora_cost(
 # %% ../nbs/03_tora.ipynb #d785e964
 class TORA(AdvTrain):
     "Phase `'adapters'`: attacked and clean batches in turn, each for its own side. Phase `'gate'`: `lam` times the loss on attacked images, + 1-`lam` times that on clean ones"
-    options,held,_stateattrs = ('lam',),None,('extra','held')
+    options,held,past,_stateattrs = ('lam',),None,0,('extra','held')
     def __init__(self,
         attack:Attack, # Any attack; where it has no loss of its own, it climbs the Learner's loss
         lam=.5, # The robust share of the loss in phase `'gate'`, a number or a schedule
@@ -296,7 +296,7 @@ class TORA(AdvTrain):
     def side(self):
         "Whose batch is this?"
         if self.phase=='gate' or not tora_parts(self.victim)['gate']: return 'joint'
-        return ('rob','acc')[self.train_iter%2]
+        return ('rob','acc')[(self.past+self.train_iter)%2]
     @property
     def joint(self): return self.side=='joint' and 0<self.at(self.lam)<1
     def terms(self, z, z_adv): return z_adv,(1-self.at(self.lam))*(self.learn_loss(z)-self.learn_loss(z_adv))
@@ -316,6 +316,7 @@ def before_train(self:TORA):
     other = [n for n,i in on.items() if i not in ids]
     if other: raise ValueError(f'{len(other)} parameters of the backbone would train, such as {other[0]}: learn.fit_tora(...) trains the right ones; or Learner(..., splitter=tora_splitter, train_bn=False) and learn.freeze_to(1)')
     if not on: raise ValueError('every parameter is frozen: learn.fit_tora(...) trains the right ones')
+    if self.train_iter==0: self.past = self.epoch*len(self.dl)     # batches of the epochs that a fit with start_epoch leaves out
 
 @patch
 def before_batch(self:TORA):
