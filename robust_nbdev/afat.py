@@ -336,7 +336,8 @@ def after_loss(self:AFAT):
     if self.extra is None: return
     v,self.extra = self.extra,None
     self.total,self.n = self.total+v.detach(),self.n+1
-    many = find_bs(self.yb) if getattr(self.learn.loss_func,'reduction','')=='sum' else 1
+    lf = getattr(getattr(self.learn.loss_func,'__self__',None), 'old_lf', self.learn.loss_func)      # without what MixUp puts around it
+    many = find_bs(self.yb) if getattr(lf,'reduction','')=='sum' else 1
     self.learn.loss_grad = self.loss_grad+self.at(self.lam)*v*many
     self.learn.loss = self.loss_grad.detach().clone()
     if any(isinstance(c, AWP) for c in self.learn.cbs): self.arm()     # which runs the model a second time

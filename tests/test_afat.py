@@ -202,6 +202,15 @@ def test_summed_losses():
     def grads(reduction): w = Watch(); l = learner([AFAT(occlude=.25, lam=3., select='random'), w], loss_func=CrossEntropyLossFlat(reduction=reduction), lr=1e-3); l.fit(1); return w.f
     assert torch.allclose(grads('sum'), 16*grads('mean'), rtol=1e-3, atol=1e-4)
 
+def test_summed_losses_under_mixup():
+    "MixUp puts itself in front of the loss, which still sums"
+    def added(*cbs):
+        got,at = {},AFAT.order
+        def note(k, order): c = Callback(after_loss=lambda self: self.training and got.update({k:self.learn.loss_grad.item()})); c.order = order; return c
+        l = learner([AFAT(occlude=.25, lam=3., select='random'), note('before', at-.1), note('after', at+.1), *cbs], loss_func=CrossEntropyLossFlat(reduction='sum'), lr=1e-3); l.fit(1)
+        return got['after']-got['before'],l.afat.df.align_loss[0]
+    for cbs in ([],[MixUp()],[CutMix()]): v,align = added(*cbs); assert v==pytest.approx(16*3*align, rel=1e-3)
+
 # --- composition ------------------------------------------------------------------------------------------------------------
 
 COMPANY = dict(mixup=lambda: [MixUp()], cutmix=lambda: [CutMix()], clip=lambda: [GradientClip(.1)], ema=lambda: [EMA(.9)], at=lambda: [AdvTrain(PGD(.1, steps=1))], fgsm_rs=lambda: [AdvTrain(FGSM_RS(.1))],
