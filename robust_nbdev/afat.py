@@ -42,6 +42,11 @@ def patch_size(
     if any(s%g for s,g in zip(size, grid)): raise ValueError(f'images of {size[0]}x{size[1]} are not a multiple of the patches, {grid[0]}x{grid[1]} of them: resize the images')
     return tuple(s//g for s,g in zip(size, grid))
 
+def _tiles(patch, x):
+    "`patch`, if it tiles the images"
+    if any(s%p for s,p in zip(x.shape[-2:], patch)): raise ValueError('images of {}x{} are not a multiple of the patch, {}x{} pixels: give a patch= that divides them'.format(*x.shape[-2:], *patch))
+    return patch
+
 # %% ../nbs/05_afat.ipynb #e7792024
 def occlude(
     x:Tensor, # Images [B,C,H,W]
@@ -148,7 +153,7 @@ def occlusion_for(
     patch:tuple=None, # Height and width in pixels; None: the model's own patches
 )->PatchOcclusion:
     "A fresh corruption model that fits a model and its images"
-    size = patch or patch_size(model, x)
+    size = _tiles(patch, x) if patch else patch_size(model, x)
     mean,std = [o.flatten().tolist() for o in _stats(model, x)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -285,7 +290,7 @@ def seed(self:AFAT):
 @patch
 def size(self:AFAT, x):
     "Height and width of a patch in pixels"
-    return self.corruption.patch if self.corruption is not None else self.patch or patch_size(self.victim, x)
+    return self.corruption.patch if self.corruption is not None else _tiles(self.patch, x) if self.patch else patch_size(self.victim, x)
 
 @patch
 def choose(self:AFAT, x, share):
@@ -498,7 +503,7 @@ class PatchAugment(PatchAttack):
     _most = dict(p=1, least=1, noise=1)
     def run(self, obj, x, seed):
         "The augmented images"
-        h,w = (self.patch,)*2 if self.patch else patch_size(obj.model, x)
+        h,w = _tiles((self.patch,)*2, x) if self.patch else patch_size(obj.model, x)
         gh,gw = x.shape[-2]//h,x.shape[-1]//w
         o = x.unflatten(3, (gw,w)).unflatten(2, (gh,h)).permute(0,2,4,1,3,5)                            # [B,gh,gw,C,h,w]
         u = lambda i: uniform(seed, o[...,0,0,0], i+1)

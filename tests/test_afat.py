@@ -257,6 +257,13 @@ def test_repr():
     assert repr(AFAT(occlude=warmup(.1), fill='drop'))=="AFAT(occlude=warmup(0.1, pct=0.1), lam=0.005, select='adversarial', fill='drop')"
     assert repr(Occlusion(by=PatchOcclusion((2,2),(7,7),1)))=='Occlusion(by=PatchOcclusion(2x2 patches of 7x7))' and Occlusion().name=='occlusion'
 
+def test_patches_of_ones_own_must_tile():
+    for select in ('adversarial','random'):
+        with pytest.raises(ValueError, match='28x28 are not a multiple of the patch, 5x5'): learner(AFAT(patch=5, select=select)).fit(1)
+    with pytest.raises(ValueError, match='28x28 are not a multiple of the patch, 5x5'): PatchAugment(patch=5)(tiny_vit(), images())
+    with pytest.raises(ValueError, match='28x28 are not a multiple of the patch, 7x9'): occlusion_for(tiny_vit(), images(), patch=(7,9))
+    l = learner(AFAT(patch=(14,7))); l.fit(1); assert l.afat.corruption.grid==(2,4)
+
 @pytest.mark.parametrize('where', ['before_batch','forward','after_pred','after_loss','after_backward','after_step'])
 @pytest.mark.parametrize('awp', [False,True])
 def test_interrupt_and_refit(where, awp):
