@@ -274,6 +274,7 @@ def before_batch(self:AFAT):
     share = self.at(self.occlude)
     if not share or not self.at(self.lam): return
     if len(self.xb)!=1: raise ValueError(f'AFAT needs a model with one input tensor, this batch has {len(self.xb)}')
+    if self.yb and find_bs(self.xb)!=find_bs(self.yb): raise ValueError(f'this batch has {find_bs(self.xb)} images for {find_bs(self.yb)} labels: another callback makes a joint batch, and so does AFAT: use one of the two')
     x = self.x.as_subclass(Tensor)
     self.clean = self.xb
     self.kept = self.choose(x, share)

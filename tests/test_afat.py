@@ -264,6 +264,12 @@ def test_patches_of_ones_own_must_tile():
     with pytest.raises(ValueError, match='28x28 are not a multiple of the patch, 7x9'): occlusion_for(tiny_vit(), images(), patch=(7,9))
     l = learner(AFAT(patch=(14,7))); l.fit(1); assert l.afat.corruption.grid==(2,4)
 
+def test_a_joint_batch_that_begins_later_is_refused():
+    "TORA's batch is joint as soon as its schedule leaves 0"
+    from robust_nbdev.tora import TORA, tora_vit
+    l = learner([AFAT(), TORA(FGSM(.1), lam=switch(.5, pct=.5))], n=64, model=tora_vit(tiny_vit(num_classes=4), d=2))
+    with pytest.raises(ValueError, match='32 images for 16 labels'): l.fit_tora(0, 1)
+
 @pytest.mark.parametrize('where', ['before_batch','forward','after_pred','after_loss','after_backward','after_step'])
 @pytest.mark.parametrize('awp', [False,True])
 def test_interrupt_and_refit(where, awp):
