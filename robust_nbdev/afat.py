@@ -326,6 +326,11 @@ def disarm(self:AFAT):
     undo,self.undo = self.undo,None
     if undo is not None: undo()
 
+@patch
+def after_cancel_batch(self:AFAT):
+    "Nothing is left of a batch that another callback gave up"
+    self.disarm(); self.leaf = self.kept = self.outs = self.extra = self.clean = self.g = None
+
 # %% ../nbs/05_afat.ipynb #4f80a4fb
 @patch
 def after_pred(self:AFAT):

@@ -270,6 +270,12 @@ def test_a_joint_batch_that_begins_later_is_refused():
     l = learner([AFAT(), TORA(FGSM(.1), lam=switch(.5, pct=.5))], n=64, model=tora_vit(tiny_vit(num_classes=4), d=2))
     with pytest.raises(ValueError, match='32 images for 16 labels'): l.fit_tora(0, 1)
 
+def test_a_cancelled_batch_leaves_nothing():
+    from fastai.vision.all import CancelBatchException, CancelValidException
+    def skip(self): raise CancelBatchException() if self.training else CancelValidException()
+    c = Callback(before_batch=skip); c.order = 8
+    l = learner([AFAT(occlude=.25), c]); l.fit(1); assert no_hooks(l.model) and l.afat.leaf is None and l.afat.kept is None
+
 @pytest.mark.parametrize('where', ['before_batch','forward','after_pred','after_loss','after_backward','after_step'])
 @pytest.mark.parametrize('awp', [False,True])
 def test_interrupt_and_refit(where, awp):
