@@ -206,8 +206,8 @@ def fit_corruption(
     seed:int=0, # Of the weights and the noise
 )->tuple: # The corruption model, and the alignment loss of each step
     "Train a corruption model alone, against a classifier that does not move"
-    seen,optim = [],None
-    for e,(_,x,_) in ((e,b) for e in range(epochs) for b in eval_batches(data, bs=bs)):
+    seen,optim,dev = [],None,next(model.parameters()).device
+    for e,(_,x,_) in ((e,b) for e in range(epochs) for b in eval_batches(data, bs=bs, device=dev)):
         if corruption is None: corruption = occlusion_for(model, x, seed)
         optim = optim or corruption_optim(corruption, lr)
         keep = corruption(x, n_occluded(share, math.prod(corruption.grid)))

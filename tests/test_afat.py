@@ -276,6 +276,12 @@ def test_a_cancelled_batch_leaves_nothing():
     c = Callback(before_batch=skip); c.order = 8
     l = learner([AFAT(occlude=.25), c]); l.fit(1); assert no_hooks(l.model) and l.afat.leaf is None and l.afat.kept is None
 
+def test_a_corruption_model_is_trained_where_the_classifier_is(monkeypatch):
+    import robust_nbdev.afat as A
+    seen,real = [],A.eval_batches
+    monkeypatch.setattr(A, 'eval_batches', lambda *a, **k: seen.append(k.get('device')) or real(*a, **k))
+    fit_corruption(tiny_vit(), (images(),torch.arange(4))); assert seen==[torch.device('cpu')]
+
 @pytest.mark.parametrize('where', ['before_batch','forward','after_pred','after_loss','after_backward','after_step'])
 @pytest.mark.parametrize('awp', [False,True])
 def test_interrupt_and_refit(where, awp):
