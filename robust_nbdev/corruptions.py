@@ -302,10 +302,13 @@ def _jpeg(o, quality):
 def _jpeg_compression(x, c, seed): return _each(x, lambda o: _jpeg(o, c))
 
 # %% ../nbs/01c_corruptions.ipynb #5777098a
+def _check_severity(s):
+    if not hasattr(s,'__index__') or s not in range(1,6): raise ValueError(f'severity must be a whole number from 1 to 5, got {s!r}')
+
 def _check_kind(x, name, severity, table):
     "Images [B,1 or 3,H,W] on 256 levels; raises ValueError for what cannot be corrupted"
     if name not in _KINDS: raise ValueError(f'no corruption {name!r}, there are: {", ".join(CORRUPTIONS+EXTRA_CORRUPTIONS)}')
-    if severity not in range(1,6): raise ValueError(f'severity must be a whole number from 1 to 5, got {severity!r}')
+    _check_severity(severity)
     if table not in (None,32,64,224): raise ValueError(f'table must be 32, 64, 224 or None, got {table!r}')
     x = check_images(x)
     if x.ndim!=4 or x.shape[1] not in (1,3) or min(x.shape[2:])<16: raise ValueError(f'corruptions take images [B,C,H,W] with 1 or 3 channels and at least 16 pixels a side, got {list(x.shape)}')
@@ -529,6 +532,7 @@ class CifarC:
         severity:int, # 1 to 5
     )->tuple: # (images [n,3,H,W] in [0,1], labels [n])
         "The images of one severity"
+        _check_severity(severity)
         f,m = self.path/f'{name}.npy',len(self.y)
         if not f.is_file(): raise FileNotFoundError(f'{f} is missing; there are: {", ".join(sorted(o.stem for o in self.path.glob("*.npy") if o.stem!="labels"))}')
         a = np.load(f, mmap_mode='r')
