@@ -122,6 +122,13 @@ def test_frost_without_photographs_names_the_extra(monkeypatch):
     corrupt(images(1), 'snow', 1)
     forget()
 
+def test_frost_keeps_its_photographs_once():
+    "50 MB at full size: not once more for each size of image"
+    a,b = C._ice(.2, 40, 41),C._ice(.2, 42, 43)
+    assert len({o.data_ptr() for o in (*a,*b)})==5
+    for h in (30,31,33): assert corrupt(images(1, 3, h, h), 'frost', 3).shape==(1,3,h,h)
+    big = C._ice(.2, 2000, 300); assert all(o.shape[1]>=2000 and o.shape[2]>=300 for o in big)
+
 def test_frost_photographs_are_checked(monkeypatch, tmp_path):
     (tmp_path/'frost').mkdir()
     for f in C._FROST: Image.new('RGB', (300,300)).save(tmp_path/'frost'/f)
