@@ -114,20 +114,28 @@ def test_rounding_outside_the_range_passes():
     x = images(1); x[0,0,0,0] = 1+1e-6
     assert corrupt(x, 'contrast', 1).max()<=1
 
+def forget(): C._photos.cache_clear(); C._photo.cache_clear()
 def test_frost_without_photographs_names_the_extra(monkeypatch):
-    C._ice.cache_clear()
+    forget()
     monkeypatch.setattr(C.importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(ImportError, match=r"robust-nbdev\[corruptions\]"): corrupt(images(1), 'frost', 1)
     corrupt(images(1), 'snow', 1)
-    C._ice.cache_clear()
+    forget()
+
+def test_frost_keeps_its_photographs_once():
+    "50 MB at full size: not once more for each size of image"
+    a,b = C._ice(.2, 40, 41),C._ice(.2, 42, 43)
+    assert len({o.data_ptr() for o in (*a,*b)})==5
+    for h in (30,31,33): assert corrupt(images(1, 3, h, h), 'frost', 3).shape==(1,3,h,h)
+    big = C._ice(.2, 2000, 300); assert all(o.shape[1]>=2000 and o.shape[2]>=300 for o in big)
 
 def test_frost_photographs_are_checked(monkeypatch, tmp_path):
     (tmp_path/'frost').mkdir()
     for f in C._FROST: Image.new('RGB', (300,300)).save(tmp_path/'frost'/f)
-    C._ice.cache_clear()
+    forget()
     monkeypatch.setattr(C, '_frost_folder', lambda: tmp_path/'frost')
     with pytest.raises(ValueError, match='not the photograph'): corrupt(images(1), 'frost', 1)
-    C._ice.cache_clear()
+    forget()
 
 # --- what they are ---------------------------------------------------------------------------------------------------------
 
@@ -377,6 +385,13 @@ def test_each_severity_has_its_rows(cifar_c):
             for s in range(1,6):
                 x,y = CifarC(cifar_c, n=n).pick(name, s)
                 assert (x.mean((1,2,3))*255).round().tolist()==[100*j+10*s+i for i in range(n)] and y.tolist()==[i%3 for i in range(n)] and y.dtype==torch.int64
+
+def test_severities_that_are_not_there(cifar_c):
+    "0 would be counted from the end of the file, 6 has no rows"
+    for s in (0,-1,6,2.,None):
+        with pytest.raises(ValueError, match='severity must be a whole number from 1 to 5'): CifarC(cifar_c, n=3).pick('fog', s)
+        with pytest.raises(ValueError, match='severity must be a whole number from 1 to 5'): corrupt(images(1), 'fog', s)
+    assert len(CifarC(cifar_c).pick('fog', np.int64(5))[0])==7
 
 def test_what_is_wrong_with_the_files(cifar_c, tmp_path):
     with pytest.raises(FileNotFoundError, match='rain.npy is missing; there are: fog, snow'): CifarC(cifar_c).pick('rain', 1)

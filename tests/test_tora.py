@@ -267,7 +267,7 @@ def test_each_phase_can_be_resumed(tmp_path):
     "Three epochs in one go, and one and two with a file between, give the same weights; both phases"
     for phase in ('adapters','gate'):
         def new():
-            dls = synth_dls(32); dls.train = dls.train.new(shuffle=False)
+            dls = synth_dls(48); dls.train = dls.train.new(shuffle=False)             # three batches: an odd number, so the sides of the second epoch begin the other way round
             return learner(make(noise=.05), dls=dls, cb=TORA(PGD1, .5, phase), path=tmp_path, splitter=tora_splitter)
         n = dict(adapter_epochs=3, gate_epochs=0) if phase=='adapters' else dict(adapter_epochs=0, gate_epochs=3)
         class KeepPart(Callback):
@@ -359,6 +359,17 @@ def test_files(k, tmp_path):
     assert f.stat().st_size<4*sum(p.numel() for o in tora_parts(m).values() for p in o)+8000
     plain = load_adapters(tiny_vit(num_classes=4), f); assert torch.equal(plain(x), m(x)) and plain.model.tora.about==m.model.tora.about
     assert torch.equal(load_adapters(make(**KINDS[k]), f)(x), m(x))
+
+def test_files_for_another_gate_are_refused(tmp_path):
+    "The same names and shapes, but another function; a folded gate is the same one"
+    f = tmp_path/'a.safetensors'
+    for k in ('key','both','diagonal'):
+        save_adapters(make(noise=.1, **KINDS[k]), f); other = make(); before = state(other)
+        with pytest.raises(ValueError, match=f"gate.*{k}.*remove_tora"): load_adapters(other, f)
+        assert not changed(other, before)
+    m = make(noise=.1); save_adapters(m, f)
+    with pytest.raises(ValueError, match='gate'): load_adapters(make(gate='both'), f)
+    assert torch.allclose(load_adapters(make(folded=True), f)(images()), m(images()), atol=1e-5)
 
 def test_files_that_do_not_fit(tmp_path):
     m,f = make(noise=.1),tmp_path/'a.safetensors'; save_adapters(m, f)
