@@ -287,13 +287,13 @@ def class_attention(
     grid,p = patch_grid(model, x),m.num_prefix_tokens if isinstance(m, VisionTransformer) else 1
     return (a[:,0] if p else a.mean(1))[:,p:p+math.prod(grid)].unflatten(1, grid).cpu()
 
-# %% ../nbs/07_explorer.ipynb #5cfbc674
+# %% ../nbs/07_explorer.ipynb #2dc82afe
 def _attacked(model, x, xa, y, gain):
     "For each image what there is to see of one model under attack"
     ps,att = _probs(model, xa),class_attention(model, xa) if isinstance(unwrap(model), _CLASS) else None
     d = (xa-x).as_subclass(Tensor)
     def one(i, vocab):
-        pics = {'attacked':xa[i], f'change, x{gain:.3g}':(.5+gain*d[i]).clamp(0,1), **({} if att is None else {'attention':heat(att[i])})}
+        pics = {'attacked':xa[i], f'change, x{gain:.0f}':(15*(.5+gain*d[i]).clamp(0,1)).round()/15, **({} if att is None else {'attention':heat(att[i])})}
         return {**pics, 'says':_verdict(ps[i], int(y[i]), vocab), 'largest change':f'{255*d[i].abs().max():.1f}/255', 'probabilities':chances(ps[i], int(y[i]), vocab)}
     return one
 
@@ -303,7 +303,7 @@ def attack_view(
     y:Tensor, # Labels [B]
     attack, # Any attack
     vocab=None, # Names of the classes
-    gain:float=4., # Magnifies the change, in the picture of it
+    gain:float=4., # Magnifies the change, in the picture of it, which has 16 levels
     seed:int=0, # Of the attack
 )->list: # A `Scene` for each image
     "What an attack makes of images, and what models say to that: each model is attacked itself"
@@ -371,7 +371,7 @@ def explore_corruption(
     show = _per_image(lambda corruption, severity: corruption_view(models, x, y, corruption, severity, shown, vocab, seed))
     return Explorer(show, dict(image=_pictured(x[:shown], y, vocab), corruption={k.replace('_',' '):k for k in kinds}, severity=list(severities)), dict(severity=list(severities)[len(severities)//2]))
 
-# %% ../nbs/07_explorer.ipynb #83bed91f
+# %% ../nbs/07_explorer.ipynb #76968503
 def token_view(
     probes, # Two classifiers, see `LinearProbe`: on features without tokens, and with
     x:Tensor, # Images [B,C,H,W] in [0,1]
@@ -382,16 +382,17 @@ def token_view(
     shown:int=4, # Images from the start that get a scene; all count in the means
     vocab=None, # Names of the classes
     seed:int=0, # Of the attack
+    x_adv:Tensor=None, # The attacked images, if they are known already
 )->list: # A `Scene` for each shown image
     "Features attacked with or without knowledge of the tokens, and what a head with or without them says"
     plain,victim = probes[0].model,probes[bool(tokens)]
-    xa = attack(probes[bool(aware)].model, x, None, seed=seed)
+    xa = attack(probes[bool(aware)].model, x, None, seed=seed) if x_adv is None else x_adv
     cos,pc,pa = feature_cosine(victim.model, x, xa, clean=plain),*[_probs(victim, o) for o in (x,xa)]
     means = {'cosine, mean':f'{cos.mean():.3f} over {len(x)} images', 'right, clean':_share(pc, y), 'right, attacked':_share(pa, y)}
     def one(i): return {'says':_verdict(pa[i], int(y[i]), vocab), "cosine with the plain backbone's clean features":f'{cos[i]:.3f}', **means, 'probabilities':chances(pa[i], int(y[i]), vocab)}
     return [Scene({'image':{'clean':x[i], 'attacked':xa[i], 'label':_name(int(y[i]), vocab), 'attack':repr(attack)}, 'model':one(i)}) for i in range(min(shown, len(x)))]
 
-# %% ../nbs/07_explorer.ipynb #5ff66785
+# %% ../nbs/07_explorer.ipynb #64ca697d
 def explore_tokens(
     probes, # Two classifiers, see `LinearProbe`: on features without tokens, and with
     x:Tensor, # Images [B,C,H,W] in [0,1]
@@ -404,7 +405,8 @@ def explore_tokens(
 )->Explorer:
     "Tokens on and off, clean and attacked; the cosine of features, and the prediction"
     if len(probes)!=2: raise ValueError(f'explore_tokens needs two classifiers, on features without tokens and with, got {len(probes)}')
-    show = _per_image(lambda eps, tokens, attacker: token_view(probes, x, y, attack.but(eps=eps), tokens, attacker, shown, vocab, seed))
+    made = lru_cache(64)(lambda eps, aware: attack.but(eps=eps)(probes[aware].model, x, None, seed=seed))
+    show = _per_image(lambda eps, tokens, attacker: token_view(probes, x, y, attack.but(eps=eps), tokens, attacker, shown, vocab, seed, made(eps, attacker)))
     return Explorer(show, dict(image=_pictured(x[:shown], y, vocab), tokens=dict(off=False, on=True), eps=list(eps), attacker={'knows the backbone':False, 'knows the tokens too':True}), dict(tokens=True, eps=eps[len(eps)//2]))
 
 # %% ../nbs/07_explorer.ipynb #f0825878
