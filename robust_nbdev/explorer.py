@@ -274,12 +274,12 @@ def chances(
 def _verdict(p, label, vocab): return f'{_name(int(p.argmax()), vocab)}, {"right" if p.argmax()==label else "wrong"}'
 def _share(ps, y): return f'{100*(ps.argmax(1)==y.cpu()).float().mean():.1f}% of {len(y)} images'
 
-# %% ../nbs/07_explorer.ipynb #a82fd598
+# %% ../nbs/07_explorer.ipynb #c2b95960
 _CLASS = (VisionTransformer,Xcit,Cait)
 def class_attention(
     model:nn.Module, # A timm ViT, XCiT or CaiT, maybe inside wrappers
     x:Tensor, # Images [B,C,H,W] in [0,1]
-)->Tensor: # [B,rows,columns], sums over heads' mean
+)->Tensor: # [B,rows,columns], at most 1 in all
     "How much attention the class token pays to each patch in the last block, mean over heads; without a class token: all tokens together"
     m = unwrap(model)
     if not isinstance(m, _CLASS): raise TypeError(f'{type(m).__name__} has no class token whose attention could be shown')
@@ -310,7 +310,7 @@ def attack_view(
     see = {k:_attacked(m, x, attack(m, x, y, seed=seed), y, gain) for k,m in _named(models).items()}
     return [Scene({'image':{'clean':x[i], 'label':_name(int(y[i]), vocab), 'attack':repr(attack)}, **{k:f(i, vocab) for k,f in see.items()}}) for i in range_of(x)]
 
-# %% ../nbs/07_explorer.ipynb #a6906f9c
+# %% ../nbs/07_explorer.ipynb #0eeea252
 def _pictured(x, y, vocab): return {f'{i+1}: {_name(int(y[i]), vocab)}':i for i in range_of(x)}
 
 def _per_image(view):
@@ -318,10 +318,21 @@ def _per_image(view):
     once = lru_cache(512)(view)
     return lambda image, **kw: once(**kw)[image]
 
+def _settable(attack):
+    own = {f.name for f in fields(attack) if f.init}
+    return own|_settable(attack.attack) if isinstance(attack, Around) else own
+
 def _with(attack, **kw):
     "The attack with those of the settings that it has"
-    own = {f.name for f in fields(attack) if f.init}
-    return attack.but(**{k:v for k,v in kw.items() if k in own})
+    return attack.but(**{k:v for k,v in kw.items() if k in _settable(attack)})
+
+def _labelled(attacks):
+    "Attacks by a short name, or by all of it where names repeat"
+    for a in attacks:
+        check_attack(a)
+        if not isinstance(a, Value) or 'eps' not in _settable(a): raise TypeError(f'{a!r} has no eps that a slider could move')
+    short = [type(a).__name__ for a in attacks]
+    return {n if short.count(n)==1 else repr(a):a for n,a in zip(short, attacks)}
 
 def explore_attack(
     models, # A model, or a dict of models by name
@@ -337,7 +348,7 @@ def explore_attack(
     gain = .5/max(max(eps), 1e-6)
     made = lru_cache(512)(lambda attack: attack_view(models, x, y, attack, vocab, gain, seed))
     show = lambda image, attack, eps, steps: made(_with(attack, eps=eps, steps=steps))[image]
-    return Explorer(show, dict(image=_pictured(x, y, vocab), attack={type(a).__name__:a for a in attacks}, eps=list(eps), steps=list(steps)), dict(eps=list(eps)[len(eps)//2]))
+    return Explorer(show, dict(image=_pictured(x, y, vocab), attack=_labelled(attacks), eps=list(eps), steps=list(steps)), dict(eps=list(eps)[len(eps)//2]))
 
 # %% ../nbs/07_explorer.ipynb #f0fb1cf5
 def corruption_view(

@@ -182,6 +182,15 @@ def test_fgsm_ignores_steps_and_settings_are_attacked_once(nets, data):
     assert torch.equal(e(eps=.1, attack=fgsm, steps=1)['model']['attacked'], e(eps=.1, attack=fgsm, steps=2)['model']['attacked'])
     n = c.passes; e(eps=.1, attack=fgsm, steps=1); assert c.passes==n
 
+def test_attacks_are_told_apart_and_those_inside_others_move(nets, data):
+    x,y = [o[:1] for o in data]; a = AAS(PGD(), ascent=1)
+    e = explore_attack(nets['robust'], x, y, attacks=(PGD(),PGD(loss=dlr),a), eps=[.05,.1], steps=[1,2])
+    assert list(e.controls['attack'])==['PGD(8/255, steps=10)','PGD(8/255, loss=dlr, steps=10)','AAS']
+    assert e(attack=a, eps=.05, steps=2)['image']['attack']==repr(a.but(eps=.05, steps=2)) and (e(attack=a, eps=.05)['model']['attacked']-x[0]).abs().max()<=.05+1e-6
+    for bad in (Occlusion(), lambda model, x, y=None, seed=0: x):
+        with pytest.raises(TypeError, match='no eps'): explore_attack(nets, x, y, attacks=[bad])
+    with pytest.raises(TypeError, match='class of attacks'): explore_attack(nets, x, y, attacks=[PGD])
+
 def test_any_classifier_can_be_explored(data):
     m = nn.Sequential(nn.Flatten(), nn.Linear(784, 4)); x,y = data[0][:2],torch.tensor([0,3])
     sc = explore_attack(m, x, y, eps=[.05], steps=[2])()
