@@ -432,10 +432,7 @@ def test_with_fastai(cbs):
     assert l.loss_func is lf and all(p.isfinite().all() for p in l.model.parameters()) and all(math.isfinite(v[0]) for v in l.recorder.values)
 
 def test_bf16():
-    import fastai.callback.fp16 as fp16
-    class Half(fp16.MixedPrecision):
-        def before_fit(self): self.autocast,self.learn.scaler,self.scales = torch.autocast('cpu', dtype=torch.bfloat16),torch.amp.GradScaler('cpu', enabled=False),[]
-    a,b = [learner([AdvTrain(P2), AASTrain(period=1, aas=AAS(FGSM(), ascent=3)), *o]) for o in ([], [Half()])]
+    a,b = [learner([AdvTrain(P2), AASTrain(period=1, aas=AAS(FGSM(), ascent=3)), *o]) for o in ([], [HalfPrecision(torch.bfloat16)])]
     for l in (a,b): l.fit(1, 0.)
     assert torch.equal(scales_of(a.model), scales_of(b.model)) and not torch.is_autocast_enabled('cpu')
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest, timm, torch, torch.nn.functional as F
 from torch import nn
 from fastai.vision.all import (Callback, CrossEntropyLossFlat, CutMix, GradientAccumulation, GradientClip, LabelSmoothingCrossEntropyFlat, Learner, L, MixUp, Normalize, SGD, SaveModelCallback, accuracy, set_seed)
-import fastai.callback.fp16 as fp16
 from fastai.callback.schedule import *
 from robust_nbdev.core import *
 from robust_nbdev.vit import *
@@ -26,13 +25,6 @@ def flat(m): return torch.cat([p.detach().flatten() for p in m.parameters()])
 def images(n=4, size=28, c=1, seed=0): return torch.rand(n, c, size, size, generator=torch.Generator().manual_seed(seed))
 def counts(x, x2, p): return ((x!=x2).any(1, keepdim=True).unfold(2,p,p).unfold(3,p,p).flatten(4).any(-1)).flatten(1).sum(1).tolist()
 def no_hooks(m): return all(not (o._forward_hooks or o._forward_pre_hooks or o._backward_hooks) and 'forward' not in o.__dict__ for o in m.modules())
-
-class HalfPrecision(fp16.MixedPrecision):
-    "fastai's mixed precision on the CPU, with a scaler that scales"
-    def __init__(self, dtype=torch.float16, scale=2.**10): super().__init__(); self.dtype,self.scale = dtype,scale
-    def before_fit(self):
-        self.autocast,self.scales = torch.autocast('cpu', dtype=self.dtype),L()
-        self.learn.scaler = torch.amp.GradScaler('cpu', init_scale=self.scale, enabled=self.dtype==torch.float16)
 
 class Watch(Callback):
     "Note gradients of both models right before the steps"

@@ -4,7 +4,6 @@ import pytest, torch, torch.nn.functional as F
 from torch import nn
 from fastai.vision.all import (BCEWithLogitsLossFlat, Callback, CancelBatchException, CancelEpochException, CancelFitException, CancelTrainException, ChannelsLast, CrossEntropyLossFlat, CutMix, DataLoaders,
     EarlyStoppingCallback, GradientAccumulation, GradientClip, LabelSmoothingCrossEntropyFlat, Learner, L, MixUp, OptimWrapper, SaveModelCallback, accuracy, default_split, set_seed, noop, AccumMetric)
-import fastai.callback.fp16 as fp16
 from fastai.callback.schedule import *
 from fastai.callback.training import *
 from robust_nbdev.core import *
@@ -33,13 +32,6 @@ def same(a, b): return len(a)==len(b) and all(torch.equal(o,p) for o,p in zip(a,
 def close(a, b, rtol=1e-5): return all((o-p).norm()<=rtol*p.norm()+1e-7 for o,p in zip(a,b))
 def plain(x): return x.as_subclass(torch.Tensor)
 def flat(ps): return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in ps])
-
-class HalfPrecision(fp16.MixedPrecision):
-    "fastai's mixed precision on the CPU, with a scaler that scales"
-    def __init__(self, dtype=torch.float16, scale=2.**10): super().__init__(); self.dtype,self.scale = dtype,scale
-    def before_fit(self):
-        self.autocast,self.scales = torch.autocast('cpu', dtype=self.dtype),L()
-        self.learn.scaler = torch.amp.GradScaler('cpu', init_scale=self.scale, enabled=self.dtype==torch.float16)
 
 def check_clean(l, lf, flags=None):
     "What every fit must leave: the loss, modes, flags, hooks, scopes; and callbacks without tensors"

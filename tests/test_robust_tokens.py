@@ -10,7 +10,6 @@ from robust_nbdev.adv_train import *
 from robust_nbdev.evaluate import *
 from robust_nbdev.robust_tokens import *
 from robust_nbdev.test_utils import *
-import fastai.callback.fp16 as fp16
 
 FEAT2 = PGD(.1, steps=2, loss=feat_cos)
 def images(n=4, c=1, size=28, seed=0): return (torch.rand(n, c, size, size, generator=torch.Generator().manual_seed(seed))*255).round()/255
@@ -118,13 +117,8 @@ def test_curve_has_a_row_per_batch():
 
 # --- fastai's contract ----------------------------------------------------------------------------------------------------------
 
-class Half(fp16.MixedPrecision):
-    def __init__(self, dtype=torch.bfloat16, scale=2.**10): super().__init__(); self.dtype,self.scale = dtype,scale
-    def before_fit(self):
-        self.autocast,self.scales = torch.autocast('cpu', dtype=self.dtype),[]
-        self.learn.scaler = torch.amp.GradScaler('cpu', init_scale=self.scale, enabled=self.dtype==torch.float16)
-CBS = dict(mixup=lambda: [MixUp()], cutmix=lambda: [CutMix()], accum=lambda: [GradientAccumulation(32)], bf16=lambda: [Half()], fp16=lambda: [Half(torch.float16)], ema=lambda: [EMA(.9)], awp=lambda: [AWP(.01)],
-    all=lambda: [MixUp(), GradientAccumulation(32), Half(), AWP(.01)])
+CBS = dict(mixup=lambda: [MixUp()], cutmix=lambda: [CutMix()], accum=lambda: [GradientAccumulation(32)], bf16=lambda: [HalfPrecision(torch.bfloat16)], fp16=lambda: [HalfPrecision(torch.float16)], ema=lambda: [EMA(.9)], awp=lambda: [AWP(.01)],
+    all=lambda: [MixUp(), GradientAccumulation(32), HalfPrecision(torch.bfloat16), AWP(.01)])
 @pytest.mark.parametrize('k', CBS)
 def test_composes_with(k):
     l = learner(CBS[k]()); lf,before = l.loss_func,state(l.model); l.fit(1, 1e-2)

@@ -11,7 +11,6 @@ from robust_nbdev.evaluate import *
 from robust_nbdev.datasets import fashion_mnist
 from robust_nbdev.tora import *
 from robust_nbdev.test_utils import *
-import fastai.callback.fp16 as fp16
 
 PGD1 = PGD(.1, steps=1)
 def images(n=4, c=1, size=28, seed=0): return (torch.rand(n, c, size, size, generator=torch.Generator().manual_seed(seed))*255).round()/255
@@ -224,13 +223,8 @@ def test_cost_is_the_minimum(phase, k):
     l = learner(make(), [Count()], TORA(PGD(.1, steps=k))); b = l.dls.bs; l.fit_tora(int(phase=='adapters'), int(phase=='gate'))
     assert got==([((k+1)*b, k*b),(b, 0)]*2 if phase=='adapters' else [((k+2)*b, k*b)]*4)
 
-class Half(fp16.MixedPrecision):
-    def __init__(self, dtype=torch.bfloat16, scale=2.**10): super().__init__(); self.dtype,self.scale = dtype,scale
-    def before_fit(self):
-        self.autocast,self.scales = torch.autocast('cpu', dtype=self.dtype),[]
-        self.learn.scaler = torch.amp.GradScaler('cpu', init_scale=self.scale, enabled=self.dtype==torch.float16)
-CBS = dict(mixup=lambda: [MixUp()], cutmix=lambda: [CutMix()], accum=lambda: [GradientAccumulation(32)], bf16=lambda: [Half()], fp16=lambda: [Half(torch.float16)], ema=lambda: [EMA(.9)], awp=lambda: [AWP(.01)],
-    overfit=lambda: [CatchOverfit(gap=2)], all=lambda: [MixUp(), GradientAccumulation(32), Half(), AWP(.01), EMA(.9)])
+CBS = dict(mixup=lambda: [MixUp()], cutmix=lambda: [CutMix()], accum=lambda: [GradientAccumulation(32)], bf16=lambda: [HalfPrecision(torch.bfloat16)], fp16=lambda: [HalfPrecision(torch.float16)], ema=lambda: [EMA(.9)], awp=lambda: [AWP(.01)],
+    overfit=lambda: [CatchOverfit(gap=2)], all=lambda: [MixUp(), GradientAccumulation(32), HalfPrecision(torch.bfloat16), AWP(.01), EMA(.9)])
 @pytest.mark.parametrize('k', CBS)
 def test_composes_with(k):
     m = make(noise=.05); bid,before = backbone_id(m),state(m); l = learner(m, CBS[k]()); lf = l.loss_func
