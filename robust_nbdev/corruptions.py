@@ -897,6 +897,7 @@ def flip_report(
 )->pd.DataFrame: # A row per perturbation: frames, flip probability, its standard error over sequences, n, seed
     "How often predictions change along perturbation sequences"
     dev,rows = next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None,[]
+    if hasattr(data,'pick') and n is not None: raise ValueError(f'n= goes with clean images: give it to {type(data).__name__}(path, n=...)')
     for name in L(names):
         ps = [predict(model, check_images(o.flatten(0,1).to(dev), model)).view(o.shape[:2]).cpu() for o in _sequences(data, name, n, seed, bs, table, dev)]
         f = np.concatenate([flips(p, 'noise' in name) for p in ps])

@@ -627,6 +627,11 @@ def test_flip_report_counts_by_hand():
     const = lambda x: torch.eye(4)[torch.ones(len(x), dtype=torch.long)]
     assert flip_report(const, (x,torch.zeros(3).long()), ['tilt']).flip['tilt']==0
 
+def test_flip_reports_of_files_take_no_n(tmp_path):
+    x = images(3); np.save(tmp_path/'tilt.npy', np.zeros((3,4,32,32,3), np.uint8)); net = tiny_vit(size=32, patch=8, in_chans=3)
+    with pytest.raises(ValueError, match='n= goes with clean images'): flip_report(net, CifarP(tmp_path), ['tilt'], n=2)
+    assert flip_report(net, CifarP(tmp_path, n=2), ['tilt']).n.tolist()==[2]
+
 def test_attacks_and_corruptions_meet(data):
     "A corrupted batch is a batch like any other (R03)"
     x,y = data; m = tiny_vit(num_classes=4)
