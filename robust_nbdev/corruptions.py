@@ -513,6 +513,7 @@ def mfr(
     names=PERTURBATIONS, # What to average
 )->float: # In percent: 100 for the reference itself
     "Mean flip rate; raises ValueError where one of the ten is missing"
+    if base is ALEXNET_P and getattr(rates,'attrs',{}).get('data','ImageNet-P')!='ImageNet-P': raise ValueError("AlexNet's rates are those on ImageNet-P: for other images give base=, what flip_report says of a reference network on the same images")
     return _ratio(_pick(rates, names, 'flip'), _pick(base, names, 'flip'), names)
 
 # %% ../nbs/01c_corruptions.ipynb #e4cd47db
@@ -902,7 +903,9 @@ def flip_report(
         ps = [predict(model, check_images(o.flatten(0,1).to(dev), model)).view(o.shape[:2]).cpu() for o in _sequences(data, name, n, seed, bs, table, dev)]
         f = np.concatenate([flips(p, 'noise' in name) for p in ps])
         rows.append(dict(perturbation=name, frames=ps[0].shape[1], flip=f.mean(), se=f.std(ddof=1)/len(f)**.5 if len(f)>1 else np.nan, n=len(f), seed=seed))
-    return pd.DataFrame(rows).set_index('perturbation')
+    df = pd.DataFrame(rows).set_index('perturbation')
+    df.attrs['data'] = getattr(data, 'name', 'perturbed here')
+    return df
 
 @patch
 def flip_report(self:Learner,

@@ -632,6 +632,13 @@ def test_flip_reports_of_files_take_no_n(tmp_path):
     with pytest.raises(ValueError, match='n= goes with clean images'): flip_report(net, CifarP(tmp_path), ['tilt'], n=2)
     assert flip_report(net, CifarP(tmp_path, n=2), ['tilt']).n.tolist()==[2]
 
+def test_flip_rates_of_alexnet_are_for_imagenet_p():
+    "As for mCE: rates measured on other images need a reference on the same images"
+    x = images(2, 1, 28, 28); r = flip_report(tiny_vit(num_classes=4), (x,torch.zeros(2).long()))
+    with pytest.raises(ValueError, match='give base='): mfr(r)
+    assert mfr(r, {k:.5 for k in r.index})==pytest.approx(200*r.flip.mean())
+    assert mfr(ALEXNET_P)==100 and mfr(pd.DataFrame(dict(flip=ALEXNET_P)))==100
+
 def test_attacks_and_corruptions_meet(data):
     "A corrupted batch is a batch like any other (R03)"
     x,y = data; m = tiny_vit(num_classes=4)
