@@ -685,7 +685,8 @@ def subset_report(
     for _,x,y in eval_batches(wnid_images(path, subset=True, classes=classes, **kw), device=dev):
         with attack_mode(model), torch.no_grad(): z = check_logits(model(x), x)
         if z.shape[1]!=full: raise ValueError(f'the model has {z.shape[1]} outputs, the list of classes {full}: give classes=, the names in the order of its outputs')
-        ok['subset'].append((z[:,at.to(z.device)].argmax(1)==y).cpu()); ok['all'].append((z.argmax(1).cpu()==at[y.cpu()]))
+        said = ~z.isnan().any(1).cpu()      # an answer that is not a number is wrong
+        ok['subset'].append((z[:,at.to(z.device)].argmax(1)==y).cpu()&said); ok['all'].append((z.argmax(1).cpu()==at[y.cpu()])&said)
     rows = [dict(protocol=k, accuracy=torch.cat(v).float().mean().item(), interval=interval(torch.cat(v).sum(), len(torch.cat(v))), n=len(torch.cat(v)), classes=len(at) if k=='subset' else full) for k,v in ok.items()]
     return pd.DataFrame(rows).set_index('protocol')
 

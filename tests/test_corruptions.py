@@ -455,6 +455,12 @@ def test_missing_class_folders_do_not_shift_labels(tmp_path):
     (f/WNIDS[0]).mkdir()
     with pytest.raises(FileNotFoundError, match='no images in'): wnid_images(f)
 
+def test_answers_that_are_no_numbers_are_wrong_there_too(tmp_path):
+    f = shift_folder(tmp_path/'v2', ['0','1','2'])
+    class Broken(nn.Module):
+        def forward(self, x): return torch.full((len(x),1000), float('nan'))
+    assert subset_report(Broken(), f, size=32, num_workers=0).accuracy.tolist()==[0,0]
+
 def test_timm_agrees_on_imagenet_a_and_r():
     import timm.data
     from pathlib import Path
