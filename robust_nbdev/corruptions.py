@@ -843,6 +843,7 @@ def corruption_report(
     if hasattr(data,'pick') and n is not None: raise ValueError(f'n= goes with clean images: give it to {type(data).__name__}(path, n=...)')
     src = data if hasattr(data,'pick') else Corrupted(data, n, seed, bs, table, dev)
     todo = [(c,o) for c in L(corruptions) for o in L(severities)]
+    if not todo: raise ValueError(f'there is nothing to measure: corruptions={corruptions!r}, severities={severities!r}')
     for name,sev in todo: _check_kind(torch.zeros(1,1,16,16), name, sev, table)
     if isinstance(src, Corrupted): clean = ((x,y) for _,x,y in src.clean())
     first = (src.pick(*todo[0]),*todo[0]) if clean is None else (clean,'clean',0)

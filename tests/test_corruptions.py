@@ -645,6 +645,11 @@ def test_flip_rates_of_alexnet_are_for_imagenet_p():
     assert mfr(r, {k:.5 for k in r.index})==pytest.approx(200*r.flip.mean())
     assert mfr(ALEXNET_P)==100 and mfr(pd.DataFrame(dict(flip=ALEXNET_P)))==100
 
+def test_no_corruption_at_all_is_told(data, cifar_c):
+    m = tiny_vit(size=32, patch=8, in_chans=3, num_classes=3)
+    for kw in (dict(corruptions=[]), dict(severities=[])):
+        with pytest.raises(ValueError, match='nothing to measure'): corruption_report(m, CifarC(cifar_c), **kw)
+
 def test_attacks_and_corruptions_meet(data):
     "A corrupted batch is a batch like any other (R03)"
     x,y = data; m = tiny_vit(num_classes=4)
