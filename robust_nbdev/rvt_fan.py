@@ -401,7 +401,7 @@ def model_cost(
     **kwargs, # For `timm.create_model`
 )->dict: # params (millions), layers and all (billions of multiply-adds, without and with the products of the attention)
     "What a model weighs and what one image costs, from shapes alone"
-    with torch.device('meta'): m = (create_model(model, **kwargs) if isinstance(model, str) else model()).eval()
+    with torch.device('meta'): m = (create_model(model, in_chans=in_chans, **kwargs) if isinstance(model, str) else model()).eval()
     for o in m.modules():
         if hasattr(o,'fused_attn'): o.fused_attn = False
     with FlopCounterMode(display=False) as f, torch.no_grad(): m(torch.empty(1, in_chans, size, size, device='meta'))

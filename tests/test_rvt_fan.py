@@ -135,6 +135,11 @@ def test_trains(name):
     l.fit(1, 1e-3)
     assert all(not torch.equal(p, q) for p,q in zip(l.model.parameters(), was) if p.ndim>1)
 
+def test_cost_of_grey_models():
+    "Two channels less: two 3x3 kernels for each of 32 channels, at 14x14 places"
+    a,b = [model_cost('rvt_nano', size=28, in_chans=c, img_size=28) for c in (1,3)]
+    assert round((b['params']-a['params'])*1e6)==2*9*32 and (b['layers']-a['layers'])*1e9==pytest.approx(14*14*2*9*32)
+
 def test_no_decay():
     assert any(k.endswith('tau') for k in no_decay_names(net('fan_nano_p4_hybrid')))
 
