@@ -251,6 +251,7 @@ class FANStem(nn.Module):
         self.stages = nn.Sequential(*[ConvNeXtStage(dims[max(i-1,0)], dims[i], stride=1+(i>0), depth=depths[i], ls_init_value=1e-6, conv_mlp=True, norm_layer=norm) for i in (0,1)])
         self.proj = nn.Conv2d(dims[1], embed_dim, 2, 2)
     def forward(self, x):
+        if any(s%self.patch_size for s in x.shape[-2:]): raise ValueError(f'images need sides that are a multiple of {self.patch_size}, the patches of this model, got {tuple(x.shape[-2:])}: resize them')
         x = self.proj(self.stages(self.stem(x)))
         return x.flatten(2).transpose(1,2),tuple(x.shape[-2:])
 

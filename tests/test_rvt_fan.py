@@ -140,6 +140,13 @@ def test_cost_of_grey_models():
     a,b = [model_cost('rvt_nano', size=28, in_chans=c, img_size=28) for c in (1,3)]
     assert round((b['params']-a['params'])*1e6)==2*9*32 and (b['layers']-a['layers'])*1e9==pytest.approx(14*14*2*9*32)
 
+def test_images_that_patches_do_not_tile_are_refused():
+    "FAN's strides would leave the last rows and columns unseen, and the grid would be counted wrong"
+    m = net('fan_nano_p4_hybrid')
+    for h,w in ((34,28),(28,30),(29,29)):
+        with pytest.raises(ValueError, match='multiple of 4'): m(torch.rand(1,1,h,w))
+    assert [o.shape[1] for o in block_outputs(m, torch.rand(1,1,36,24), prefix=False)][0]==9*6
+
 def test_no_decay():
     assert any(k.endswith('tau') for k in no_decay_names(net('fan_nano_p4_hybrid')))
 
