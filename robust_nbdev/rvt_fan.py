@@ -35,7 +35,7 @@ class RVTStem(nn.Module):
     ):
         super().__init__()
         self.img_size,self.patch_size = to_2tuple(img_size),patch_size
-        if patch_size%2 or any(s%patch_size for s in self.img_size): raise ValueError(f'images of {self.img_size} need an even patch_size that divides them, got {patch_size}')
+        if patch_size%(4 if patch_size>=16 else 2) or any(s%patch_size for s in self.img_size): raise ValueError(f'images of {self.img_size} need a patch_size that divides them and is even (from 16 on a multiple of 4), got {patch_size}')
         self.grid_size = tuple(s//patch_size for s in self.img_size)
         self.num_patches,last = math.prod(self.grid_size),patch_size//4 if patch_size>=16 else patch_size//2
         first = [nn.Conv2d(in_chans, hidden, 7, 2, 2), nn.BatchNorm2d(hidden), nn.MaxPool2d(3, 2, 1)] if patch_size>=16 else [nn.Conv2d(in_chans, hidden, 3, 2, 1), nn.BatchNorm2d(hidden)]
@@ -145,7 +145,7 @@ class RVT(VisionTransformer):
         mlp_ratio:float=4., # Width inside the feed-forward
         drop_rate:float=0., # Dropout, in tokens, blocks and head
         attn_drop_rate:float=0., # Dropout of the attention
-        drop_path_rate:float=0., # Stochastic depth of the last block; rises linearly
+        drop_path_rate:float=0., # Stochastic depth: rises linearly from 0, and would reach this behind the last block
         **kwargs, # For `VisionTransformer`: `global_pool`, ...
     ):
         super().__init__(img_size=img_size, patch_size=patch_size, in_chans=in_chans, num_classes=num_classes, embed_dim=dims[-1], depth=0, num_heads=heads[-1], drop_rate=drop_rate, pos_drop_rate=drop_rate,
