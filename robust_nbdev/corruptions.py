@@ -513,6 +513,7 @@ def mfr(
     names=PERTURBATIONS, # What to average
 )->float: # In percent: 100 for the reference itself
     "Mean flip rate; raises ValueError where one of the ten is missing"
+    if base is ALEXNET_P and getattr(rates,'attrs',{}).get('data','ImageNet-P')!='ImageNet-P': raise ValueError("AlexNet's rates are those on ImageNet-P: for other images give base=, what flip_report says of a reference network on the same images")
     return _ratio(_pick(rates, names, 'flip'), _pick(base, names, 'flip'), names)
 
 # %% ../nbs/01c_corruptions.ipynb #e4cd47db
@@ -691,7 +692,8 @@ def subset_report(
     for _,x,y in eval_batches(wnid_images(path, subset=True, classes=classes, **kw), device=dev):
         with attack_mode(model), torch.no_grad(): z = check_logits(model(x), x)
         if z.shape[1]!=full: raise ValueError(f'the model has {z.shape[1]} outputs, the list of classes {full}: give classes=, the names in the order of its outputs')
-        ok['subset'].append((z[:,at.to(z.device)].argmax(1)==y).cpu()); ok['all'].append((z.argmax(1).cpu()==at[y.cpu()]))
+        said = ~z.isnan().any(1).cpu()      # an answer that is not a number is wrong
+        ok['subset'].append((z[:,at.to(z.device)].argmax(1)==y).cpu()&said); ok['all'].append((z.argmax(1).cpu()==at[y.cpu()])&said)
     rows = [dict(protocol=k, accuracy=torch.cat(v).float().mean().item(), interval=interval(torch.cat(v).sum(), len(torch.cat(v))), n=len(torch.cat(v)), classes=len(at) if k=='subset' else full) for k,v in ok.items()]
     return pd.DataFrame(rows).set_index('protocol')
 
@@ -861,6 +863,7 @@ def corruption_report(
     if hasattr(data,'pick') and n is not None: raise ValueError(f'n= goes with clean images: give it to {type(data).__name__}(path, n=...)')
     src = data if hasattr(data,'pick') else Corrupted(data, n, seed, bs, table, dev)
     todo = [(c,o) for c in L(corruptions) for o in L(severities)]
+    if not todo: raise ValueError(f'there is nothing to measure: corruptions={corruptions!r}, severities={severities!r}')
     for name,sev in todo: _check_kind(torch.zeros(1,1,16,16), name, sev, table)
     if isinstance(src, Corrupted): clean = ((x,y) for _,x,y in src.clean())
     first = (src.pick(*todo[0]),*todo[0]) if clean is None else (clean,'clean',0)
@@ -919,11 +922,14 @@ def flip_report(
 )->pd.DataFrame: # A row per perturbation: frames, flip probability, its standard error over sequences, n, seed
     "How often predictions change along perturbation sequences"
     dev,rows = next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None,[]
+    if hasattr(data,'pick') and n is not None: raise ValueError(f'n= goes with clean images: give it to {type(data).__name__}(path, n=...)')
     for name in L(names):
         ps = [predict(model, check_images(o.flatten(0,1).to(dev), model)).view(o.shape[:2]).cpu() for o in _sequences(data, name, n, seed, bs, table, dev)]
         f = np.concatenate([flips(p, 'noise' in name) for p in ps])
         rows.append(dict(perturbation=name, frames=ps[0].shape[1], flip=f.mean(), se=f.std(ddof=1)/len(f)**.5 if len(f)>1 else np.nan, n=len(f), seed=seed))
-    return pd.DataFrame(rows).set_index('perturbation')
+    df = pd.DataFrame(rows).set_index('perturbation')
+    df.attrs['data'] = getattr(data, 'name', 'perturbed here')
+    return df
 
 @patch
 def flip_report(self:Learner,

@@ -178,7 +178,9 @@ def logits(self:ToraHeads,
     "The logits of the head that speaks, or the mean of all"
     i = {o:k if self.shift is not None else 0 for k,o in enumerate(self.heads)}
     zs = [self.heads[o](m.head_drop(m.fc_norm(f[:,i[o]]))) for o in ([self.says] if self.says in i else i)]
-    return zs[0] if len(zs)==1 else sum(zs)/len(zs)
+    z = zs[0] if len(zs)==1 else sum(zs)/len(zs)
+    if self.training and num_distrib()>1 and len(zs)<len(i): z = z+0*sum(p.sum() for p in self.heads.parameters() if p.requires_grad)    # every process waits for a gradient of each
+    return z
 
 def _tora_forward(m, x, **kw): return m.tora.logits(m, m.forward_features(x, **kw))
 

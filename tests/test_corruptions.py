@@ -455,6 +455,12 @@ def test_missing_class_folders_do_not_shift_labels(tmp_path):
     (f/WNIDS[0]).mkdir()
     with pytest.raises(FileNotFoundError, match='no images in'): wnid_images(f)
 
+def test_answers_that_are_no_numbers_are_wrong_there_too(tmp_path):
+    f = shift_folder(tmp_path/'v2', ['0','1','2'])
+    class Broken(nn.Module):
+        def forward(self, x): return torch.full((len(x),1000), float('nan'))
+    assert subset_report(Broken(), f, size=32, num_workers=0).accuracy.tolist()==[0,0]
+
 def test_timm_agrees_on_imagenet_a_and_r():
     import timm.data
     from pathlib import Path
@@ -626,6 +632,23 @@ def test_flip_report_counts_by_hand():
         assert r.flip[n]==pytest.approx(flips(p, 'noise' in n).mean())
     const = lambda x: torch.eye(4)[torch.ones(len(x), dtype=torch.long)]
     assert flip_report(const, (x,torch.zeros(3).long()), ['tilt']).flip['tilt']==0
+
+def test_flip_reports_of_files_take_no_n(tmp_path):
+    x = images(3); np.save(tmp_path/'tilt.npy', np.zeros((3,4,32,32,3), np.uint8)); net = tiny_vit(size=32, patch=8, in_chans=3)
+    with pytest.raises(ValueError, match='n= goes with clean images'): flip_report(net, CifarP(tmp_path), ['tilt'], n=2)
+    assert flip_report(net, CifarP(tmp_path, n=2), ['tilt']).n.tolist()==[2]
+
+def test_flip_rates_of_alexnet_are_for_imagenet_p():
+    "As for mCE: rates measured on other images need a reference on the same images"
+    x = images(2, 1, 28, 28); r = flip_report(tiny_vit(num_classes=4), (x,torch.zeros(2).long()))
+    with pytest.raises(ValueError, match='give base='): mfr(r)
+    assert mfr(r, {k:.5 for k in r.index})==pytest.approx(200*r.flip.mean())
+    assert mfr(ALEXNET_P)==100 and mfr(pd.DataFrame(dict(flip=ALEXNET_P)))==100
+
+def test_no_corruption_at_all_is_told(data, cifar_c):
+    m = tiny_vit(size=32, patch=8, in_chans=3, num_classes=3)
+    for kw in (dict(corruptions=[]), dict(severities=[])):
+        with pytest.raises(ValueError, match='nothing to measure'): corruption_report(m, CifarC(cifar_c), **kw)
 
 def test_attacks_and_corruptions_meet(data):
     "A corrupted batch is a batch like any other (R03)"
