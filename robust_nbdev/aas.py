@@ -451,7 +451,15 @@ class GapScaled(_ByScale):
         "The model that is attacked"
         return ScaledModel(model, torch.stack([(self.limit/g.amax(1)).clamp(max=1) for g in attn_gaps(model, x)], 1))
 
-# %% ../nbs/06_aas.ipynb #fdcf0d3d
+# %% ../nbs/06_aas.ipynb #92239b12
+def _each(attack, model, x):
+    "The attack once for each member of an ensemble inside it: what fools the scaled model first must not end the search"
+    a = attack.attack
+    if not hasattr(a,'members') or getattr(a,'reference',False): return [attack]
+    with attack_mode(model), torch.no_grad(): n = model(x[:1]).shape[1]
+    return [replace(attack, attack=o) for o in a.members(n)]
+
+# %% ../nbs/06_aas.ipynb #028870f8
 def two_models(
     model:nn.Module, # A timm transformer, maybe inside `Normalized`
     x:Tensor, # Images [B,C,H,W] in [0,1]
@@ -464,10 +472,13 @@ def two_models(
     "Who is right about what: the model and the scaled model, on clean images, on images made with the one and with the other"
     victim = attack.scaled(model, x, y, seed=seed) if victim is None else victim
     x_plain = attack.attack(model, x, y, seed=seed) if x_plain is None else x_plain
-    c,cs,x_scaled = predict(model, x)==y,predict(victim, x)==y,x.clone()
-    if (i := (c|cs).nonzero()[:,0]).numel(): x_scaled[i] = attack.craft(victim.for_rows(i), x[i], y[i], seed)      # the others are wrong without any attack
-    plain,moved = c&(predict(model, x_plain)==y),c&(predict(model, x_scaled)==y)
-    return dict(clean=c, clean_scaled=cs, plain=plain, on_scaled=cs&(predict(victim, x_scaled)==y), transferred=moved, worst=plain&moved)
+    c,cs = predict(model, x)==y,predict(victim, x)==y
+    plain,moved,held,i = c&(predict(model, x_plain)==y),c.clone(),cs.clone(),(c|cs).nonzero()[:,0]      # the others are wrong without any attack
+    for a in _each(attack, model, x) if i.numel() else []:
+        x_scaled = a.craft(victim.for_rows(i), x[i], y[i], seed)
+        moved[i] &= predict(model, x_scaled)==y[i]
+        held[i] &= predict(victim.for_rows(i), x_scaled)==y[i]
+    return dict(clean=c, clean_scaled=cs, plain=plain, on_scaled=held, transferred=moved, worst=plain&moved)
 
 # %% ../nbs/06_aas.ipynb #143ddfdd
 def scale_report(
@@ -506,13 +517,13 @@ def _percent(got, seed):
     res.attrs = dict(n=len(torch.cat(next(iter(got.values()))['clean'])), seed=seed)
     return res
 
-# %% ../nbs/06_aas.ipynb #afc210d8
+# %% ../nbs/06_aas.ipynb #b05bdfe6
 class AASTrain(AdvCallback):
     "AAS-AT: every `period` epochs one ascent moves the attention scales of the model that trains, and they stay with it; goes with AdvTrain, TRADES, MART, ..."
     order = AdvTrain.order-.5                    # behind MixUp, ahead of the attack
     rows,left = (),0
     def __init__(self,
-        period:int=10, # Epochs from one ascent to the next (lambda in the paper), counted from 1: with 10, in epochs 10, 20, ...
+        period:int=10, # Epochs from one ascent to the next (lambda in the paper), counted from 1 in each call of `fit`: with 10, in epochs 10, 20, ...
         aas:AAS=AAS(FGSM(), per='batch'), # The ascent; the attack inside it is not run
         batches:int=1, # Mini-batches of such an epoch that move the scales, from its first on; None: all
         hold:bool=False, # Leave the weights alone on these batches (the paper's either/or)? If not, they are trained on as usual

@@ -42,6 +42,11 @@ def patch_size(
     if any(s%g for s,g in zip(size, grid)): raise ValueError(f'images of {size[0]}x{size[1]} are not a multiple of the patches, {grid[0]}x{grid[1]} of them: resize the images')
     return tuple(s//g for s,g in zip(size, grid))
 
+def _tiles(patch, x):
+    "`patch`, if it tiles the images"
+    if any(s%p for s,p in zip(x.shape[-2:], patch)): raise ValueError('images of {}x{} are not a multiple of the patch, {}x{} pixels: give a patch= that divides them'.format(*x.shape[-2:], *patch))
+    return patch
+
 # %% ../nbs/05_afat.ipynb #e7792024
 def occlude(
     x:Tensor, # Images [B,C,H,W]
@@ -157,7 +162,7 @@ def occlusion_for(
     patch:tuple=None, # Height and width in pixels; None: the model's own patches
 )->PatchOcclusion: # On the device of `x`
     "A fresh corruption model that fits a model and its images"
-    size = patch or patch_size(model, x)
+    size = _tiles(patch, x) if patch else patch_size(model, x)
     mean,std = [o.flatten().tolist() for o in _stats(model, x)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -210,8 +215,8 @@ def fit_corruption(
     seed:int=0, # Of the weights and the noise
 )->tuple: # The corruption model, and the alignment loss of each step
     "Train a corruption model alone, against a classifier that does not move"
-    seen,optim = [],None
-    for e,(_,x,_) in ((e,b) for e in range(epochs) for b in eval_batches(data, bs=bs)):
+    seen,optim,dev = [],None,next(model.parameters()).device
+    for e,(_,x,_) in ((e,b) for e in range(epochs) for b in eval_batches(data, bs=bs, device=dev)):
         if corruption is None: corruption = occlusion_for(model, x, seed)
         optim = optim or corruption_optim(corruption, lr)
         keep = corruption(x, n_occluded(share, math.prod(corruption.grid)))
@@ -282,6 +287,7 @@ def before_batch(self:AFAT):
     share = self.at(self.occlude)
     if not share or not self.at(self.lam): return
     if len(self.xb)!=1: raise ValueError(f'AFAT needs a model with one input tensor, this batch has {len(self.xb)}')
+    if self.yb and find_bs(self.xb)!=find_bs(self.yb): raise ValueError(f'this batch has {find_bs(self.xb)} images for {find_bs(self.yb)} labels: another callback makes a joint batch, and so does AFAT: use one of the two')
     x = self.x.as_subclass(Tensor)
     self.clean = self.xb
     self.kept = self.choose(x, share)
@@ -300,7 +306,7 @@ def size(self:AFAT,
     x:Tensor, # Images [B,C,H,W] in [0,1]
 )->tuple: # Two ints
     "Height and width of a patch in pixels"
-    return self.corruption.patch if self.corruption is not None else self.patch or patch_size(self.victim, x)
+    return self.corruption.patch if self.corruption is not None else _tiles(self.patch, x) if self.patch else patch_size(self.victim, x)
 
 @patch
 def choose(self:AFAT,
@@ -338,6 +344,11 @@ def disarm(self:AFAT):
     undo,self.undo = self.undo,None
     if undo is not None: undo()
 
+@patch
+def after_cancel_batch(self:AFAT):
+    "Nothing is left of a batch that another callback gave up"
+    self.disarm(); self.leaf = self.kept = self.outs = self.extra = self.clean = self.g = None
+
 # %% ../nbs/05_afat.ipynb #4f80a4fb
 @patch
 def after_pred(self:AFAT):
@@ -354,7 +365,8 @@ def after_loss(self:AFAT):
     if self.extra is None: return
     v,self.extra = self.extra,None
     self.total,self.n = self.total+v.detach(),self.n+1
-    many = find_bs(self.yb) if getattr(self.learn.loss_func,'reduction','')=='sum' else 1
+    lf = getattr(getattr(self.learn.loss_func,'__self__',None), 'old_lf', self.learn.loss_func)      # without what MixUp puts around it
+    many = find_bs(self.yb) if getattr(lf,'reduction','')=='sum' else 1
     self.learn.loss_grad = self.loss_grad+self.at(self.lam)*v*many
     self.learn.loss = self.loss_grad.detach().clone()
     if any(isinstance(c, AWP) for c in self.learn.cbs): self.arm()     # which runs the model a second time
@@ -535,7 +547,7 @@ class PatchAugment(PatchAttack):
         seed:Tensor, # [B] int64, one per image, for every random number
     )->Tensor: # [B,C,H,W]
         "The augmented images"
-        h,w = (self.patch,)*2 if self.patch else patch_size(obj.model, x)
+        h,w = _tiles((self.patch,)*2, x) if self.patch else patch_size(obj.model, x)
         gh,gw = x.shape[-2]//h,x.shape[-1]//w
         o = x.unflatten(3, (gw,w)).unflatten(2, (gh,h)).permute(0,2,4,1,3,5)                            # [B,gh,gw,C,h,w]
         u = lambda i: uniform(seed, o[...,0,0,0], i+1)

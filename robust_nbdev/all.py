@@ -15,4 +15,5 @@ from .tora import *
 from .xcit_recipe import *
 from .afat import *
 from .aas import *
+from .explorer import *
 from .cli import robust_bench

@@ -192,16 +192,23 @@ def _frost_folder():
     raise ImportError("frost needs photographs of ice: pip install 'robust-nbdev[corruptions]', or leave frost out of the corruptions")
 
 @lru_cache
-def _ice(scale, h, w):
-    "The five photographs of ImageNet-C [3,H,W] at `scale`, or larger where an image of h times w pixels would not fit in"
+def _photos():
+    "The five photographs of ImageNet-C [3,H,W], on 256 levels"
     out,folder = [],_frost_folder()
     for f,sha in _FROST.items():
         b = (folder/f).read_bytes()
         if not hashlib.sha256(b).hexdigest().startswith(sha): raise ValueError(f'{folder/f} is not the photograph of ImageNet-C: install corrupt-tta again')
-        o = torch.from_numpy(np.array(Image.open(io.BytesIO(b)).convert('RGB'))).permute(2,0,1)[None]/255
-        t = max(scale, h/o.shape[2], w/o.shape[3])
-        out.append(_bits(F.interpolate(o, size=[max(m, round(t*n)) for n,m in zip(o.shape[2:], (h,w))], mode='bilinear'))[0])
+        out.append(torch.from_numpy(np.array(Image.open(io.BytesIO(b)).convert('RGB'))).permute(2,0,1))
     return out
+
+@lru_cache(maxsize=10)      # of all photographs at two scales; one at full size takes 10 MB
+def _photo(i, h, w): return _bits(F.interpolate(_photos()[i][None]/255, size=(h,w), mode='bilinear'))[0]
+
+def _ice(scale, h, w):
+    "The photographs at `scale`, or larger where an image of h times w pixels would not fit in"
+    fit = lambda n,m,t: max(m, round(t*n))
+    ts = [max(scale, h/o.shape[1], w/o.shape[2]) for o in _photos()]
+    return [_photo(i, fit(o.shape[1], h, t), fit(o.shape[2], w, t)) for i,(o,t) in enumerate(zip(_photos(), ts))]
 
 # %% ../nbs/01c_corruptions.ipynb #a7b82813
 def _crop(photo, h, w, u, v):
@@ -302,10 +309,13 @@ def _jpeg(o, quality):
 def _jpeg_compression(x, c, seed): return _each(x, lambda o: _jpeg(o, c))
 
 # %% ../nbs/01c_corruptions.ipynb #5777098a
+def _check_severity(s):
+    if not hasattr(s,'__index__') or s not in range(1,6): raise ValueError(f'severity must be a whole number from 1 to 5, got {s!r}')
+
 def _check_kind(x, name, severity, table):
     "Images [B,1 or 3,H,W] on 256 levels; raises ValueError for what cannot be corrupted"
     if name not in _KINDS: raise ValueError(f'no corruption {name!r}, there are: {", ".join(CORRUPTIONS+EXTRA_CORRUPTIONS)}')
-    if severity not in range(1,6): raise ValueError(f'severity must be a whole number from 1 to 5, got {severity!r}')
+    _check_severity(severity)
     if table not in (None,32,64,224): raise ValueError(f'table must be 32, 64, 224 or None, got {table!r}')
     x = check_images(x)
     if x.ndim!=4 or x.shape[1] not in (1,3) or min(x.shape[2:])<16: raise ValueError(f'corruptions take images [B,C,H,W] with 1 or 3 channels and at least 16 pixels a side, got {list(x.shape)}')
@@ -503,6 +513,7 @@ def mfr(
     names=PERTURBATIONS, # What to average
 )->float: # In percent: 100 for the reference itself
     "Mean flip rate; raises ValueError where one of the ten is missing"
+    if base is ALEXNET_P and getattr(rates,'attrs',{}).get('data','ImageNet-P')!='ImageNet-P': raise ValueError("AlexNet's rates are those on ImageNet-P: for other images give base=, what flip_report says of a reference network on the same images")
     return _ratio(_pick(rates, names, 'flip'), _pick(base, names, 'flip'), names)
 
 # %% ../nbs/01c_corruptions.ipynb #e4cd47db
@@ -529,6 +540,7 @@ class CifarC:
         severity:int, # 1 to 5
     )->tuple: # (images [n,3,H,W] in [0,1], labels [n])
         "The images of one severity"
+        _check_severity(severity)
         f,m = self.path/f'{name}.npy',len(self.y)
         if not f.is_file(): raise FileNotFoundError(f'{f} is missing; there are: {", ".join(sorted(o.stem for o in self.path.glob("*.npy") if o.stem!="labels"))}')
         a = np.load(f, mmap_mode='r')
@@ -680,7 +692,8 @@ def subset_report(
     for _,x,y in eval_batches(wnid_images(path, subset=True, classes=classes, **kw), device=dev):
         with attack_mode(model), torch.no_grad(): z = check_logits(model(x), x)
         if z.shape[1]!=full: raise ValueError(f'the model has {z.shape[1]} outputs, the list of classes {full}: give classes=, the names in the order of its outputs')
-        ok['subset'].append((z[:,at.to(z.device)].argmax(1)==y).cpu()); ok['all'].append((z.argmax(1).cpu()==at[y.cpu()]))
+        said = ~z.isnan().any(1).cpu()      # an answer that is not a number is wrong
+        ok['subset'].append((z[:,at.to(z.device)].argmax(1)==y).cpu()&said); ok['all'].append((z.argmax(1).cpu()==at[y.cpu()])&said)
     rows = [dict(protocol=k, accuracy=torch.cat(v).float().mean().item(), interval=interval(torch.cat(v).sum(), len(torch.cat(v))), n=len(torch.cat(v)), classes=len(at) if k=='subset' else full) for k,v in ok.items()]
     return pd.DataFrame(rows).set_index('protocol')
 
@@ -850,6 +863,7 @@ def corruption_report(
     if hasattr(data,'pick') and n is not None: raise ValueError(f'n= goes with clean images: give it to {type(data).__name__}(path, n=...)')
     src = data if hasattr(data,'pick') else Corrupted(data, n, seed, bs, table, dev)
     todo = [(c,o) for c in L(corruptions) for o in L(severities)]
+    if not todo: raise ValueError(f'there is nothing to measure: corruptions={corruptions!r}, severities={severities!r}')
     for name,sev in todo: _check_kind(torch.zeros(1,1,16,16), name, sev, table)
     if isinstance(src, Corrupted): clean = ((x,y) for _,x,y in src.clean())
     first = (src.pick(*todo[0]),*todo[0]) if clean is None else (clean,'clean',0)
@@ -908,11 +922,14 @@ def flip_report(
 )->pd.DataFrame: # A row per perturbation: frames, flip probability, its standard error over sequences, n, seed
     "How often predictions change along perturbation sequences"
     dev,rows = next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None,[]
+    if hasattr(data,'pick') and n is not None: raise ValueError(f'n= goes with clean images: give it to {type(data).__name__}(path, n=...)')
     for name in L(names):
         ps = [predict(model, check_images(o.flatten(0,1).to(dev), model)).view(o.shape[:2]).cpu() for o in _sequences(data, name, n, seed, bs, table, dev)]
         f = np.concatenate([flips(p, 'noise' in name) for p in ps])
         rows.append(dict(perturbation=name, frames=ps[0].shape[1], flip=f.mean(), se=f.std(ddof=1)/len(f)**.5 if len(f)>1 else np.nan, n=len(f), seed=seed))
-    return pd.DataFrame(rows).set_index('perturbation')
+    df = pd.DataFrame(rows).set_index('perturbation')
+    df.attrs['data'] = getattr(data, 'name', 'perturbed here')
+    return df
 
 @patch
 def flip_report(self:Learner,

@@ -360,14 +360,14 @@ def _datasets(train, valid, src, mode):
     tls = [TfmdLists(_cat(a,b), t, splits=splits) for a,b,t in zip(train, valid, (OpenImage(mode),yt))]
     return Datasets(tls=tls, n_inp=1)
 
-# %% ../nbs/00b_data.ipynb #8470bd2c
+# %% ../nbs/00b_data.ipynb #4f9242c6
 def image_dls(
     source, # A `ImageSource`, or a folder or parquet file for `read_images`
     n_train:int=None, # Training images, balanced over classes; default: all
     n_valid:int=None, # Validation images, balanced over classes; default: all
     bs:int=64, # Batch size of both loaders
     size=None, # Pixels: one number or (height, width); default: as they are
-    valid:str='test', # Where validation images come from, see `choose_images`: `'test'`, `'val'`, `'holdout'`, `'only'`
+    valid:str=None, # Where validation images come from, see `choose_images`: `'test'`, `'val'`, `'holdout'`, `'only'`; None: `'holdout'` where all images are training images, else `'test'`
     seed:int=42, # Decides which images, and the order of training batches
     mode:str='RGB', # `'RGB'`: [B,3,H,W]; `'L'`: grey, [B,1,H,W]
     item_tfms='auto', # As in fastai; `'auto'`: colour images above 64 pixels get a random crop; None: no augmentation
@@ -379,8 +379,10 @@ def image_dls(
 )->DataLoaders: # Batches in [0,1]; `.vocab`, `.c`, and `.about`, a line that says which images these are
     "DataLoaders in [0,1] from any source of images"
     src,size = source if isinstance(source, ImageSource) else read_images(source, name),_hw(size)
+    valid = valid or ('holdout' if {*src.splits}=={'train'} else 'test')
     picks = choose_images(src, valid, n_train, n_valid, seed)
     parts = [src.take(*o) for o in picks]
+    if size is None and (item_tfms is None or _auto(item_tfms)): _one_size(parts[0][0])
     fixed = src.lut is None and (item_tfms is None or _auto(item_tfms))  # nothing but `size` changes an image before it is in a batch
     if size is None and fixed and isinstance(parts[0][0], np.ndarray): size = parts[0][0].shape[1:3]
     if fixed: parts = [(to_ram(x, mode, size),y) for x,y in parts]
@@ -391,6 +393,14 @@ def image_dls(
     dls = ds.dataloaders(bs=bs, dl_type=BatchDL, after_item=items, after_batch=batches, num_workers=ifnone(num_workers, 0 if whole else None), device=device, drop_last=len(parts[0][0])>=bs)
     dls.train.rng,dls.about = random.Random(seed),_about(src, picks, valid, seed, name)
     return dls
+
+def _one_size(x):
+    "Raises ValueError if images without a `size` to be brought to have several; looks at fifty files"
+    if isinstance(x, np.ndarray) or len(x)==0: return
+    got = {}
+    for o in x[::max(1, len(x)//50)]:
+        with Image.open(io.BytesIO(o) if isinstance(o, bytes) else o) as im: got.setdefault(im.size, o)
+    if len(got)>1: raise ValueError(f'the images have several sizes, among them {" and ".join(f"{w}x{h}" for w,h in list(got)[:2])}, and a batch needs one: give size=, for instance size={min(min(o) for o in got)}')
 
 def _about(src, picks, valid, seed, name):
     n = [(len(i),len(src.labels(k)),k) for k,i in picks]
@@ -570,7 +580,7 @@ def read_camvid(
     else: return
     return ImageSource({k:(v, [d/f'{f.stem}{end}' for f in v]) for k,(v,d,end) in parts.items()}, vocab, lut)
 
-# %% ../nbs/00b_data.ipynb #fed251c0
+# %% ../nbs/00b_data.ipynb #c4b2b44f
 def read_images(
     path, # A folder, or a parquet file
     name:str='', # The dataset wanted, where a folder holds several
@@ -580,7 +590,7 @@ def read_images(
     for d in (path, path/name) if name else (path,):
         for f in (read_parquet, read_idx, read_cifar, read_camvid, read_folders):
             if d.exists() and (src:=f(d, name)) is not None: return src
-    raise FileNotFoundError(f'{path} '+('has no images in a form that can be read' if path.exists() else 'does not exist')+': expected train/ and test/ (or val/) '
+    raise FileNotFoundError(f'{path} '+('has no images in a form that can be read' if path.exists() else 'does not exist')+': expected a folder per class, or train/ and test/ (or val/) '
         'with a folder per class, parquet files, IDX files, CIFAR batches, or CamVid folders')
 
 # %% ../nbs/00b_data.ipynb #d8b9798c
@@ -641,7 +651,7 @@ def fashion_mnist(
     name = 'fashion_mnist' if full or path else 'fashion_mnist (embedded subset)'
     return image_dls(src, n_train, n_valid, bs, mode=mode, batch_tfms=batch_tfms, name=name, **kwargs)
 
-# %% ../nbs/00b_data.ipynb #8d852d3b
+# %% ../nbs/00b_data.ipynb #bf18490a
 @delegates(image_dls, but='name')
 def _named(
     name:str, # A named dataset
@@ -653,6 +663,7 @@ def _named(
     size=None, # Pixels: one number or (height, width); default: 32 for CIFAR, 224 for ImageNet and its parts, (240,320) for CamVid
     **kwargs,
 )->DataLoaders:
+    kwargs['valid'] = kwargs.get('valid') or 'test'                       # a copy without test images is half a dataset
     return image_dls(find_images(name, path, download), n_train, n_valid, bs, ifnone(size, _SETS[name]['size']), name=name, **kwargs)
 
 @delegates(_named)

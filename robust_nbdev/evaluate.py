@@ -22,7 +22,7 @@ from fastai.vision.core import show_image
 from fastprogress.fastprogress import progress_bar
 from dataclasses import fields
 
-# %% ../nbs/01b_evaluate.ipynb #7dd5033c
+# %% ../nbs/01b_evaluate.ipynb #88091cc9
 def hard_labels(
     y, # Labels [B], or soft labels [B,C] whose rows sum to one
     x:Tensor, # The images they belong to
@@ -43,6 +43,15 @@ def _loader(data, bs=64):
     x,y = map(torch.as_tensor, data)
     if len(x)!=len(y): raise ValueError(f'{len(x)} images, but {len(y)} labels')
     return zip(x.split(bs), y.split(bs))
+
+def _images_of(learn, ds_idx, dl):
+    "A Learner's DataLoader, or another one; raises ValueError if it is empty, or if a class has another number in it"
+    if dl is None and getattr(learn.dls[ds_idx],'n',None)==0: raise ValueError('the Learner has no images, as after load_learner: give some, dl=image_dls(folder).valid')
+    dl = learn.dls[ds_idx] if dl is None else dl
+    ours,theirs = [{str(o):i for i,o in enumerate(getattr(d,'vocab',None) or ())} for d in (learn.dls, dl)]
+    moved = [k for k in theirs if ours.get(k, theirs[k])!=theirs[k]]
+    if moved: raise ValueError(f'{moved[0]} is class {ours[moved[0]]} of the Learner, but class {theirs[moved[0]]} of dl ({len(theirs)} classes for {len(ours)}): give images of all classes that the model knows')
+    return dl
 
 # %% ../nbs/01b_evaluate.ipynb #6de27597
 def eval_batches(
@@ -100,7 +109,7 @@ def predict(
     with attack_mode(model), torch.no_grad(): z = check_logits(model(x.clone()), x, torch.zeros(len(x), device=x.device)).as_subclass(Tensor)
     return z.argmax(1).masked_fill(z.isnan().any(1), -1)
 
-# %% ../nbs/01b_evaluate.ipynb #16d4a825
+# %% ../nbs/01b_evaluate.ipynb #97af13da
 def show_adv(
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
     x:Tensor, # Images [B,C,H,W] in [0,1]
@@ -110,7 +119,7 @@ def show_adv(
     seed:int=0, # Of the attack
     fig=None, # A matplotlib figure or subfigure to draw in; None: a new one
 ):
-    "A figure with a row per image: clean | delta, magnified | adversarial, with what the model says"
+    "A figure with a row per image: clean | delta, magnified | adversarial, with what the model says, green if right; where clean images are wrong, with the label"
     x_adv = attack(model, x, y, seed=seed)
     pics = [(x, predict(model, x)), ((x_adv-x)/(2*max((x_adv-x).abs().max().item(), 1e-12))+.5, None), (x_adv, predict(model, x_adv))]
     name = lambda i: str(i if vocab is None else vocab[i])
@@ -120,18 +129,19 @@ def show_adv(
         for r,ax in enumerate(axs[:,c]):
             show_image(im[r].float().as_subclass(Tensor).cpu(), ctx=ax, cmap='gray', vmin=0, vmax=1)
             if pred is None: ax.set_title(f'delta, {getattr(attack,"name","attack")}', fontsize=9)
-            else: ax.set_title(name(int(pred[r])), color='green' if pred[r]==y[r] else 'red', fontsize=9)
+            else: ax.set_title(name(int(pred[r]))+(f', not {name(int(y[r]))}' if c==0 and pred[r]!=y[r] else ''), color='green' if pred[r]==y[r] else 'red', fontsize=9)
 
-# %% ../nbs/01b_evaluate.ipynb #13fbeb17
+# %% ../nbs/01b_evaluate.ipynb #ad82af48
 @patch
 def show_adv(self:Learner,
     attack, # Any attack
     max_n:int=4, # Images to show
     ds_idx:int=1, # 0: training images, 1: validation images
+    dl=None, # Another DataLoader
     **kw # See `show_adv`
 ):
     "Show clean | delta | adversarial for the first images of a DataLoader"
-    with no_random(0): x,y = next(iter(_loader(self.dls[ds_idx])))[:2]
+    with no_random(0): x,y = next(iter(_loader(_images_of(self, ds_idx, dl))))[:2]
     show_adv(get_model(self.model), *[o[:max_n] for o in to_device((x,y), self.dls.device)], attack, vocab=getattr(self.dls,'vocab',None), **kw)
 
 # %% ../nbs/01b_evaluate.ipynb #cc7a62b0
@@ -723,7 +733,7 @@ def _order_doubts(rep, same):
 
 def _blind(attack, stood, left): return [f'{attack}, which sees no gradient of the model, breaks {stood-left:g} of {stood} images that the attacks before it left standing: the model may be hiding its gradients, so try an adaptive attack'] if stood-left>max(5, .03*stood) else []
 
-# %% ../nbs/01b_evaluate.ipynb #69a80e59
+# %% ../nbs/01b_evaluate.ipynb #db243f31
 @patch
 def robust_report(self:Learner,
     attacks, # Attacks, weak to strong; None stands for clean images
@@ -733,7 +743,7 @@ def robust_report(self:Learner,
     **kw # See `robust_report`
 )->Report: # A row per attack, and the worst case
     "`robust_report` of this Learner's model on its validation images"
-    dl = self.dls[ds_idx] if dl is None else dl
+    dl = _images_of(self, ds_idx, dl)
     self.model.to(self.dls.device)
     return robust_report(get_model(self.model), dl, attacks, bs=kw.pop('bs', getattr(dl,'bs',None) or 64), progress=hasattr(self,'progress') if progress is None else progress, **kw)
 
@@ -808,29 +818,31 @@ def steps_curve(
     ball = '' if attack.norm is None else f', {attack.norm} {eps_str(attack.eps)}'
     return Curve(df, f'{attack.name.replace(str(attack.steps),"",1)}{ball}, n={k}, seed={seed}', says)
 
-# %% ../nbs/01b_evaluate.ipynb #c1456699
+# %% ../nbs/01b_evaluate.ipynb #2bef148a
 @patch
 def eps_curve(self:Learner,
     attack:Attack, # Its own eps is replaced
     eps, # Radii in pixel units
     ds_idx:int=1, # 0: training images, 1: validation images
+    dl=None, # Another DataLoader
     **kw # See `eps_curve`
 )->Curve: # A row per eps
     "`eps_curve` of this Learner's model on its validation images"
     self.model.to(self.dls.device)
-    return eps_curve(get_model(self.model), self.dls[ds_idx], attack, eps, **kw)
+    return eps_curve(get_model(self.model), _images_of(self, ds_idx, dl), attack, eps, **kw)
 
-# %% ../nbs/01b_evaluate.ipynb #86a215b0
+# %% ../nbs/01b_evaluate.ipynb #89cc4c22
 @patch
 def steps_curve(self:Learner,
     attack:Attack, # Its own steps are replaced
     steps, # Numbers of steps
     ds_idx:int=1, # 0: training images, 1: validation images
+    dl=None, # Another DataLoader
     **kw # See `steps_curve`
 )->Curve: # A row per number of steps
     "`steps_curve` of this Learner's model on its validation images"
     self.model.to(self.dls.device)
-    return steps_curve(get_model(self.model), self.dls[ds_idx], attack, steps, **kw)
+    return steps_curve(get_model(self.model), _images_of(self, ds_idx, dl), attack, steps, **kw)
 
 # %% ../nbs/01b_evaluate.ipynb #7cfa9cd1
 def to_8bit(

@@ -35,7 +35,7 @@ class RVTStem(nn.Module):
     ):
         super().__init__()
         self.img_size,self.patch_size = to_2tuple(img_size),patch_size
-        if patch_size%2 or any(s%patch_size for s in self.img_size): raise ValueError(f'images of {self.img_size} need an even patch_size that divides them, got {patch_size}')
+        if patch_size%(4 if patch_size>=16 else 2) or any(s%patch_size for s in self.img_size): raise ValueError(f'images of {self.img_size} need a patch_size that divides them and is even (from 16 on a multiple of 4), got {patch_size}')
         self.grid_size = tuple(s//patch_size for s in self.img_size)
         self.num_patches,last = math.prod(self.grid_size),patch_size//4 if patch_size>=16 else patch_size//2
         first = [nn.Conv2d(in_chans, hidden, 7, 2, 2), nn.BatchNorm2d(hidden), nn.MaxPool2d(3, 2, 1)] if patch_size>=16 else [nn.Conv2d(in_chans, hidden, 3, 2, 1), nn.BatchNorm2d(hidden)]
@@ -169,7 +169,7 @@ class RVT(VisionTransformer):
         mlp_ratio:float=4., # Width inside the feed-forward
         drop_rate:float=0., # Dropout, in tokens, blocks and head
         attn_drop_rate:float=0., # Dropout of the attention
-        drop_path_rate:float=0., # Stochastic depth of the last block; rises linearly
+        drop_path_rate:float=0., # Stochastic depth: rises linearly from 0, and would reach this behind the last block
         **kwargs, # For `VisionTransformer`: `global_pool`, ...
     ):
         super().__init__(img_size=img_size, patch_size=patch_size, in_chans=in_chans, num_classes=num_classes, embed_dim=dims[-1], depth=0, num_heads=heads[-1], drop_rate=drop_rate, pos_drop_rate=drop_rate,
@@ -306,6 +306,7 @@ class FANStem(nn.Module):
         x:Tensor, # Images [B,C,H,W], normalised
     )->tuple: # Tokens [B,N,D]; rows and columns of the grid
         "From images to tokens"
+        if any(s%self.patch_size for s in x.shape[-2:]): raise ValueError(f'images need sides that are a multiple of {self.patch_size}, the patches of this model, got {tuple(x.shape[-2:])}: resize them')
         x = self.proj(self.stages(self.stem(x)))
         return x.flatten(2).transpose(1,2),tuple(x.shape[-2:])
 
@@ -456,7 +457,7 @@ def model_cost(
     **kwargs, # For `timm.create_model`
 )->dict: # params (millions), layers and all (billions of multiply-adds, without and with the products of the attention)
     "What a model weighs and what one image costs, from shapes alone"
-    with torch.device('meta'): m = (create_model(model, **kwargs) if isinstance(model, str) else model()).eval()
+    with torch.device('meta'): m = (create_model(model, in_chans=in_chans, **kwargs) if isinstance(model, str) else model()).eval()
     for o in m.modules():
         if hasattr(o,'fused_attn'): o.fused_attn = False
     with FlopCounterMode(display=False) as f, torch.no_grad(): m(torch.empty(1, in_chans, size, size, device='meta'))

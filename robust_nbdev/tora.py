@@ -178,7 +178,9 @@ def logits(self:ToraHeads,
     "The logits of the head that speaks, or the mean of all"
     i = {o:k if self.shift is not None else 0 for k,o in enumerate(self.heads)}
     zs = [self.heads[o](m.head_drop(m.fc_norm(f[:,i[o]]))) for o in ([self.says] if self.says in i else i)]
-    return zs[0] if len(zs)==1 else sum(zs)/len(zs)
+    z = zs[0] if len(zs)==1 else sum(zs)/len(zs)
+    if self.training and num_distrib()>1 and len(zs)<len(i): z = z+0*sum(p.sum() for p in self.heads.parameters() if p.requires_grad)    # every process waits for a gradient of each
+    return z
 
 def _tora_forward(m, x, **kw): return m.tora.logits(m, m.forward_features(x, **kw))
 
@@ -319,7 +321,7 @@ def tora_cost(
 # %% ../nbs/03_tora.ipynb #d785e964
 class TORA(AdvTrain):
     "Phase `'adapters'`: attacked and clean batches in turn, each for its own side. Phase `'gate'`: `lam` times the loss on attacked images, + 1-`lam` times that on clean ones"
-    options,held,_stateattrs = ('lam',),None,('extra','held')
+    options,held,past,_stateattrs = ('lam',),None,0,('extra','held')
     def __init__(self,
         attack:Attack, # Any attack; where it has no loss of its own, it climbs the Learner's loss
         lam=.5, # The robust share of the loss in phase `'gate'`, a number or a schedule
@@ -336,7 +338,7 @@ class TORA(AdvTrain):
     def side(self):
         "Whose batch is this?"
         if self.phase=='gate' or not tora_parts(self.victim)['gate']: return 'joint'
-        return ('rob','acc')[self.train_iter%2]
+        return ('rob','acc')[(self.past+self.train_iter)%2]
     @property
     def joint(self):
         "Does the step need the clean images and the adversarial ones?"
@@ -358,6 +360,7 @@ def before_train(self:TORA):
     other = [n for n,i in on.items() if i not in ids]
     if other: raise ValueError(f'{len(other)} parameters of the backbone would train, such as {other[0]}: learn.fit_tora(...) trains the right ones; or Learner(..., splitter=tora_splitter, train_bn=False) and learn.freeze_to(1)')
     if not on: raise ValueError('every parameter is frozen: learn.fit_tora(...) trains the right ones')
+    if self.train_iter==0: self.past = self.epoch*len(self.dl)     # batches of the epochs that a fit with start_epoch leaves out
 
 @patch
 def before_batch(self:TORA):
@@ -510,6 +513,7 @@ def load_adapters(
     "Put saved adapters, gates, tokens and heads on their backbone; raises ValueError if anything does not fit"
     ts,about = _read_adapters(fname); m,name = unwrap(model),Path(fname).name
     if backbone_id(m)!=about['backbone']: raise ValueError(f'{name} belongs to another backbone ({about["family"]} of width {about["width"]}, hash {about["backbone"]}), this one has hash {backbone_id(m)}')
+    if hasattr(m,'tora') and (diff := [k for k in ('method','d','gate') if str(m.tora.about[k])!=about.get(k)]): raise ValueError(f'{name} was saved with {", ".join(f"{k} {about.get(k)}" for k in diff)}, this model has {", ".join(f"{k} {m.tora.about[k]}" for k in diff)}, so it does not fit: remove_tora(model) first')
     own = _own(m) if hasattr(m,'tora') else _own(unwrap(_like(model, about)))
     if (a := {k:v.shape for k,v in own.items()})!=(b := {k:v.shape for k,v in ts.items()}): raise ValueError(f'{name} does not fit the model\'s parts: {sorted({k for k in {*a,*b} if a.get(k)!=b.get(k)})[:3]} differ; remove_tora(model) first')
     with torch.no_grad():

@@ -194,6 +194,15 @@ def test_summed_losses():
     def grads(reduction): w = Watch(); l = learner([AFAT(occlude=.25, lam=3., select='random'), w], loss_func=CrossEntropyLossFlat(reduction=reduction), lr=1e-3); l.fit(1); return w.f
     assert torch.allclose(grads('sum'), 16*grads('mean'), rtol=1e-3, atol=1e-4)
 
+def test_summed_losses_under_mixup():
+    "MixUp puts itself in front of the loss, which still sums"
+    def added(*cbs):
+        got,at = {},AFAT.order
+        def note(k, order): c = Callback(after_loss=lambda self: self.training and got.update({k:self.learn.loss_grad.item()})); c.order = order; return c
+        l = learner([AFAT(occlude=.25, lam=3., select='random'), note('before', at-.1), note('after', at+.1), *cbs], loss_func=CrossEntropyLossFlat(reduction='sum'), lr=1e-3); l.fit(1)
+        return got['after']-got['before'],l.afat.df.align_loss[0]
+    for cbs in ([],[MixUp()],[CutMix()]): v,align = added(*cbs); assert v==pytest.approx(16*3*align, rel=1e-3)
+
 # --- composition ------------------------------------------------------------------------------------------------------------
 
 COMPANY = dict(mixup=lambda: [MixUp()], cutmix=lambda: [CutMix()], clip=lambda: [GradientClip(.1)], ema=lambda: [EMA(.9)], at=lambda: [AdvTrain(PGD(.1, steps=1))], fgsm_rs=lambda: [AdvTrain(FGSM_RS(.1))],
@@ -239,6 +248,31 @@ def test_repr():
     assert repr(AFAT())=="AFAT(occlude=0.1, lam=0.005, select='adversarial')"
     assert repr(AFAT(occlude=warmup(.1), fill='drop'))=="AFAT(occlude=warmup(0.1, pct=0.1), lam=0.005, select='adversarial', fill='drop')"
     assert repr(Occlusion(by=PatchOcclusion((2,2),(7,7),1)))=='Occlusion(by=PatchOcclusion(2x2 patches of 7x7))' and Occlusion().name=='occlusion'
+
+def test_patches_of_ones_own_must_tile():
+    for select in ('adversarial','random'):
+        with pytest.raises(ValueError, match='28x28 are not a multiple of the patch, 5x5'): learner(AFAT(patch=5, select=select)).fit(1)
+    with pytest.raises(ValueError, match='28x28 are not a multiple of the patch, 5x5'): PatchAugment(patch=5)(tiny_vit(), images())
+    with pytest.raises(ValueError, match='28x28 are not a multiple of the patch, 7x9'): occlusion_for(tiny_vit(), images(), patch=(7,9))
+    l = learner(AFAT(patch=(14,7))); l.fit(1); assert l.afat.corruption.grid==(2,4)
+
+def test_a_joint_batch_that_begins_later_is_refused():
+    "TORA's batch is joint as soon as its schedule leaves 0"
+    from robust_nbdev.tora import TORA, tora_vit
+    l = learner([AFAT(), TORA(FGSM(.1), lam=switch(.5, pct=.5))], n=64, model=tora_vit(tiny_vit(num_classes=4), d=2))
+    with pytest.raises(ValueError, match='32 images for 16 labels'): l.fit_tora(0, 1)
+
+def test_a_cancelled_batch_leaves_nothing():
+    from fastai.vision.all import CancelBatchException, CancelValidException
+    def skip(self): raise CancelBatchException() if self.training else CancelValidException()
+    c = Callback(before_batch=skip); c.order = 8
+    l = learner([AFAT(occlude=.25), c]); l.fit(1); assert no_hooks(l.model) and l.afat.leaf is None and l.afat.kept is None
+
+def test_a_corruption_model_is_trained_where_the_classifier_is(monkeypatch):
+    import robust_nbdev.afat as A
+    seen,real = [],A.eval_batches
+    monkeypatch.setattr(A, 'eval_batches', lambda *a, **k: seen.append(k.get('device')) or real(*a, **k))
+    fit_corruption(tiny_vit(), (images(),torch.arange(4))); assert seen==[torch.device('cpu')]
 
 @pytest.mark.parametrize('where', ['before_batch','forward','after_pred','after_loss','after_backward','after_step'])
 @pytest.mark.parametrize('awp', [False,True])

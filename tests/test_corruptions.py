@@ -114,20 +114,28 @@ def test_rounding_outside_the_range_passes():
     x = images(1); x[0,0,0,0] = 1+1e-6
     assert corrupt(x, 'contrast', 1).max()<=1
 
+def forget(): C._photos.cache_clear(); C._photo.cache_clear()
 def test_frost_without_photographs_names_the_extra(monkeypatch):
-    C._ice.cache_clear()
+    forget()
     monkeypatch.setattr(C.importlib.util, 'find_spec', lambda name: None)
     with pytest.raises(ImportError, match=r"robust-nbdev\[corruptions\]"): corrupt(images(1), 'frost', 1)
     corrupt(images(1), 'snow', 1)
-    C._ice.cache_clear()
+    forget()
+
+def test_frost_keeps_its_photographs_once():
+    "50 MB at full size: not once more for each size of image"
+    a,b = C._ice(.2, 40, 41),C._ice(.2, 42, 43)
+    assert len({o.data_ptr() for o in (*a,*b)})==5
+    for h in (30,31,33): assert corrupt(images(1, 3, h, h), 'frost', 3).shape==(1,3,h,h)
+    big = C._ice(.2, 2000, 300); assert all(o.shape[1]>=2000 and o.shape[2]>=300 for o in big)
 
 def test_frost_photographs_are_checked(monkeypatch, tmp_path):
     (tmp_path/'frost').mkdir()
     for f in C._FROST: Image.new('RGB', (300,300)).save(tmp_path/'frost'/f)
-    C._ice.cache_clear()
+    forget()
     monkeypatch.setattr(C, '_frost_folder', lambda: tmp_path/'frost')
     with pytest.raises(ValueError, match='not the photograph'): corrupt(images(1), 'frost', 1)
-    C._ice.cache_clear()
+    forget()
 
 # --- what they are ---------------------------------------------------------------------------------------------------------
 
@@ -378,6 +386,13 @@ def test_each_severity_has_its_rows(cifar_c):
                 x,y = CifarC(cifar_c, n=n).pick(name, s)
                 assert (x.mean((1,2,3))*255).round().tolist()==[100*j+10*s+i for i in range(n)] and y.tolist()==[i%3 for i in range(n)] and y.dtype==torch.int64
 
+def test_severities_that_are_not_there(cifar_c):
+    "0 would be counted from the end of the file, 6 has no rows"
+    for s in (0,-1,6,2.,None):
+        with pytest.raises(ValueError, match='severity must be a whole number from 1 to 5'): CifarC(cifar_c, n=3).pick('fog', s)
+        with pytest.raises(ValueError, match='severity must be a whole number from 1 to 5'): corrupt(images(1), 'fog', s)
+    assert len(CifarC(cifar_c).pick('fog', np.int64(5))[0])==7
+
 def test_what_is_wrong_with_the_files(cifar_c, tmp_path):
     with pytest.raises(FileNotFoundError, match='rain.npy is missing; there are: fog, snow'): CifarC(cifar_c).pick('rain', 1)
     with pytest.raises(ValueError, match='each severity has 7'): CifarC(cifar_c, n=8)
@@ -439,6 +454,12 @@ def test_missing_class_folders_do_not_shift_labels(tmp_path):
     assert subset_report(m, f, size=32, num_workers=0).accuracy.tolist()==[1,1]
     (f/WNIDS[0]).mkdir()
     with pytest.raises(FileNotFoundError, match='no images in'): wnid_images(f)
+
+def test_answers_that_are_no_numbers_are_wrong_there_too(tmp_path):
+    f = shift_folder(tmp_path/'v2', ['0','1','2'])
+    class Broken(nn.Module):
+        def forward(self, x): return torch.full((len(x),1000), float('nan'))
+    assert subset_report(Broken(), f, size=32, num_workers=0).accuracy.tolist()==[0,0]
 
 def test_timm_agrees_on_imagenet_a_and_r():
     import timm.data
@@ -611,6 +632,23 @@ def test_flip_report_counts_by_hand():
         assert r.flip[n]==pytest.approx(flips(p, 'noise' in n).mean())
     const = lambda x: torch.eye(4)[torch.ones(len(x), dtype=torch.long)]
     assert flip_report(const, (x,torch.zeros(3).long()), ['tilt']).flip['tilt']==0
+
+def test_flip_reports_of_files_take_no_n(tmp_path):
+    x = images(3); np.save(tmp_path/'tilt.npy', np.zeros((3,4,32,32,3), np.uint8)); net = tiny_vit(size=32, patch=8, in_chans=3)
+    with pytest.raises(ValueError, match='n= goes with clean images'): flip_report(net, CifarP(tmp_path), ['tilt'], n=2)
+    assert flip_report(net, CifarP(tmp_path, n=2), ['tilt']).n.tolist()==[2]
+
+def test_flip_rates_of_alexnet_are_for_imagenet_p():
+    "As for mCE: rates measured on other images need a reference on the same images"
+    x = images(2, 1, 28, 28); r = flip_report(tiny_vit(num_classes=4), (x,torch.zeros(2).long()))
+    with pytest.raises(ValueError, match='give base='): mfr(r)
+    assert mfr(r, {k:.5 for k in r.index})==pytest.approx(200*r.flip.mean())
+    assert mfr(ALEXNET_P)==100 and mfr(pd.DataFrame(dict(flip=ALEXNET_P)))==100
+
+def test_no_corruption_at_all_is_told(data, cifar_c):
+    m = tiny_vit(size=32, patch=8, in_chans=3, num_classes=3)
+    for kw in (dict(corruptions=[]), dict(severities=[])):
+        with pytest.raises(ValueError, match='nothing to measure'): corruption_report(m, CifarC(cifar_c), **kw)
 
 def test_attacks_and_corruptions_meet(data):
     "A corrupted batch is a batch like any other (R03)"

@@ -217,9 +217,19 @@ def test_folder_errors(folders, tmp_path):
 def test_one_level_of_folders(folders):
     dls = image_dls(folders/'train', size=16, bs=4, valid='holdout', n_valid=3)
     assert ys(dls.valid)==[0,1,2] and len(dls.train_ds)==9
-    with pytest.raises(ValueError, match='holdout'): image_dls(folders/'train', size=16)
+    own = image_dls(folders/'train', size=16, bs=4)                                  # held out without asking, and `about` says so
+    assert 'held out' in own.about and (len(own.train_ds),len(own.valid_ds))==(11,1)
+    assert torch.equal(xs(own.valid), xs(image_dls(folders/'train', size=16, bs=4, valid='holdout').valid))
+    with pytest.raises(ValueError, match='holdout'): image_dls(folders/'train', size=16, valid='test')
+    with pytest.raises(ValueError, match='holdout'): imagenette(path=folders/'train')  # a named dataset without its test images is not whole
     only = image_dls(folders/'valid', size=16, valid='only')
     assert len(only.valid_ds)==len(xs(only.valid))==7
+
+def test_sizes_that_differ_are_told(folders):
+    for i,(w,h) in enumerate(((80,60), (40,50))): Image.fromarray(img(i, h, w)).save(folders/'train'/'a'/f'x{i}.png')
+    with pytest.raises(ValueError, match='several sizes, among them .* give size='): image_dls(folders, bs=4)
+    assert image_dls(folders, size=32, bs=4).one_batch()[0].shape==(4,3,32,32)
+    assert image_dls(folders, bs=4, num_workers=0, item_tfms=Resize(24)).one_batch()[0].shape==(4,3,24,24)       # somebody's own transform may bring them to one
 
 def test_two_levels_like_cifar100(tmp_path):
     for k in ('train','test'):

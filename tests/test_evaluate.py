@@ -145,3 +145,27 @@ def test_show_adv(learn):
     titles = [a.get_title() for a in axs]
     assert len(axs)==9 and titles.count('delta, pgd2')==3 and sum(t.startswith('quarter') for t in titles)==6
     plt.close('all')
+
+def test_show_adv_says_what_a_wrong_clean_image_is(learn):
+    import matplotlib.pyplot as plt
+    x,y = valid(learn); p = predict(learn.model, x); x,p = x[:2],p[:2]
+    for m,i in (('model',0),('learner',0)):
+        y = torch.stack([p[0],(p[1]+1)%4])                                       # the first is right, the second is not
+        show_adv(learn.model, x, y, FGSM(0.), vocab='abcd') if m=='model' else learn.show_adv(FGSM(0.), dl=(x,y), max_n=2)
+        t = [(a.get_title(),a.title.get_color()) for a in plt.gcf().axes]; n = (lambda k: 'abcd'[k]) if m=='model' else (lambda k: f'quarter {k}')
+        assert t[0]==t[2]==(n(int(p[0])),'green') and t[3]==(f'{n(int(p[1]))}, not {n(int(y[1]))}','red') and t[5]==(n(int(p[1])),'red'); plt.close('all')
+
+@pytest.mark.parametrize('f', [lambda l,**k: l.robust_report([FGSM(EPS)], **k), lambda l,**k: l.show_adv(FGSM(EPS), **k), lambda l,**k: l.eps_curve(PGD(EPS, steps=1), [0,EPS], **k), lambda l,**k: l.steps_curve(PGD(EPS), [0,1], **k)], ids=['report','show','eps','steps'])
+def test_a_loaded_learner_takes_images_and_checks_their_classes(learn, f, tmp_path):
+    "After `load_learner` there are no images; a folder without some class would number the others anew"
+    from fastai.learner import load_learner
+    from robust_nbdev.datasets import image_dls
+    import matplotlib.pyplot as plt
+    from PIL import Image
+    for i in range(12): d = tmp_path/'all'/'abc'[i%3]; d.mkdir(parents=True, exist_ok=True); Image.fromarray(np.random.default_rng(i).integers(0,256,(28,28),dtype=np.uint8)).save(d/f'{i}.png')
+    for k in 'bc': (tmp_path/'part').mkdir(exist_ok=True); (tmp_path/'part'/k).symlink_to(tmp_path/'all'/k)
+    l = Learner(image_dls(tmp_path/'all', mode='L', bs=4, n_valid=3), tiny_vit(num_classes=3), path=tmp_path); l.export('l.pkl'); n = load_learner(tmp_path/'l.pkl')
+    with pytest.raises(ValueError, match='no images.*dl='): f(n)
+    part = image_dls(tmp_path/'part', mode='L', bs=4, valid='only').valid
+    with pytest.raises(ValueError, match='b is class 1 of the Learner, but class 0 of dl'): f(n, dl=part)
+    f(n, dl=image_dls(tmp_path/'all', mode='L', bs=4, n_valid=3).valid); plt.close('all')

@@ -135,6 +135,26 @@ def test_trains(name):
     l.fit(1, 1e-3)
     assert all(not torch.equal(p, q) for p,q in zip(l.model.parameters(), was) if p.ndim>1)
 
+def test_cost_of_grey_models():
+    "Two channels less: two 3x3 kernels for each of 32 channels, at 14x14 places"
+    a,b = [model_cost('rvt_nano', size=28, in_chans=c, img_size=28) for c in (1,3)]
+    assert round((b['params']-a['params'])*1e6)==2*9*32 and (b['layers']-a['layers'])*1e9==pytest.approx(14*14*2*9*32)
+
+def test_images_that_patches_do_not_tile_are_refused():
+    "FAN's strides would leave the last rows and columns unseen, and the grid would be counted wrong"
+    m = net('fan_nano_p4_hybrid')
+    for h,w in ((34,28),(28,30),(29,29)):
+        with pytest.raises(ValueError, match='multiple of 4'): m(torch.rand(1,1,h,w))
+    assert [o.shape[1] for o in block_outputs(m, torch.rand(1,1,36,24), prefix=False)][0]==9*6
+
+@pytest.mark.parametrize('patch', [2,4,6,8,14,16,20,32])
+def test_the_stem_has_the_patches_that_it_says(patch):
+    m = timm.create_model('rvt_base', img_size=(patch*10,patch*3), patch_size=patch, dims=(8,), depths=(1,), heads=(2,), num_classes=2).eval()
+    assert m.patch_embed(torch.rand(1,3,patch*10,patch*3)).shape==(1,30,8)
+def test_patches_that_the_stem_cannot_make():
+    for patch in (3,18,22):
+        with pytest.raises(ValueError, match='patch_size'): timm.create_model('rvt_base', img_size=patch*10, patch_size=patch)
+
 def test_no_decay():
     assert any(k.endswith('tau') for k in no_decay_names(net('fan_nano_p4_hybrid')))
 

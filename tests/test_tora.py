@@ -1,5 +1,7 @@
 "TORA-ViT: every line of what issue 10 must show, the gate by hand, the two phases, fastai's contract, files, and the model left as it was."
-import copy, math, pickle
+import copy, math, os, pickle, subprocess, sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 import pytest, timm, torch, torch.nn.functional as F
 from torch import nn
 from fastai.vision.all import Callback, CancelFitException, CrossEntropyLossFlat, CutMix, DataLoaders, GradientAccumulation, Learner, MixUp, accuracy, load_learner, set_seed
@@ -261,7 +263,7 @@ def test_each_phase_can_be_resumed(tmp_path):
     "Three epochs in one go, and one and two with a file between, give the same weights; both phases"
     for phase in ('adapters','gate'):
         def new():
-            dls = synth_dls(32); dls.train = dls.train.new(shuffle=False)
+            dls = synth_dls(48); dls.train = dls.train.new(shuffle=False)             # three batches: an odd number, so the sides of the second epoch begin the other way round
             return learner(make(noise=.05), dls=dls, cb=TORA(PGD1, .5, phase), path=tmp_path, splitter=tora_splitter)
         n = dict(adapter_epochs=3, gate_epochs=0) if phase=='adapters' else dict(adapter_epochs=0, gate_epochs=3)
         class KeepPart(Callback):
@@ -318,6 +320,40 @@ def test_lam_moves_the_gate_the_right_way():
         out[lam] = [F.cross_entropy(m(v), y).item() for v in (x, PGD(.05, steps=3)(m, x, y))]
     assert out[1.][1]<out[0.][1] and out[0.][0]<out[1.][0], out
 
+SCRIPT = '''
+import os, sys, torch, torch.distributed as dist
+from contextlib import nullcontext
+from fastai.vision.all import *
+from fastai.distributed import *
+from robust_nbdev.all import *
+from robust_nbdev.test_utils import tiny_vit
+rank,world = int(os.environ.get('RANK',0)),int(os.environ.get('WORLD_SIZE',1))
+DistributedDL._broadcast = lambda self,t,rank: (lambda v: (dist.broadcast(v, rank), v.tolist())[1])(LongTensor(t))
+if world>1: dist.init_process_group('gloo')
+set_seed(0); x,y = torch.rand(32,1,28,28),torch.randint(0,4,(32,))
+joined = [r*16+i for t in range(0,16,8) for r in range(2) for i in range(t,t+8)]
+order = list(range(32)) if world>1 else joined
+split = lambda idx,bs: DataLoader([(x[i],y[i]) for i in idx], bs=bs, shuffle=False, device=torch.device('cpu'))
+learn = Learner(DataLoaders(split(order, 16//world), split(range(8), 8), device='cpu'), tora_vit(tiny_vit(num_classes=4), d=2), loss_func=CrossEntropyLossFlat(), opt_func=SGD, cbs=TORA(PGD(.05, steps=1)))
+for phase in ((2,0),(0,1)):
+    with learn.distrib_ctx(sync_bn=False) if world>1 else nullcontext():
+        with learn.no_bar(), learn.no_logging(): learn.fit_tora(*phase, lr=.1)
+torch.save({k:v.detach() for k,v in get_model(learn.model).named_parameters()}, f'{sys.argv[1]}/{world}_{rank}.pth')
+if world>1: dist.destroy_process_group()
+'''
+
+def test_two_processes_are_one(tmp_path):
+    "Each step trains one head, and every process waits for the gradients of all: two processes train what one trains on the joined batch"
+    pytest.importorskip('accelerate')
+    (tmp_path/'s.py').write_text(SCRIPT)
+    env = {**os.environ, 'PYTHONPATH':os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get('PYTHONPATH','')]), 'CUDA_VISIBLE_DEVICES':'', 'ACCELERATE_USE_CPU':'true', 'OMP_NUM_THREADS':'1'}
+    def launch(cmd): return subprocess.run([sys.executable,*cmd,str(tmp_path/'s.py'),str(tmp_path)], capture_output=True, text=True, env=env, cwd=tmp_path, timeout=300)
+    with ThreadPoolExecutor() as ex: rs = list(ex.map(launch, ([],['-m','torch.distributed.run','--standalone','--nproc-per-node','2'])))
+    for r in rs: assert r.returncode==0, r.stderr[-3000:]
+    one,a,b = [torch.load(tmp_path/f) for f in ('1_0.pth','2_0.pth','2_1.pth')]; start = dict(tora_vit(tiny_vit(num_classes=4), d=2).named_parameters())
+    for k,v in one.items(): assert torch.equal(a[k], b[k]) and torch.allclose(v, a[k], atol=1e-4), k
+    assert all(not torch.equal(one[f'model.tora.heads.{o}.bias'], start[f'model.tora.heads.{o}.bias']) for o in ('acc','rob'))
+
 # --- gates and files --------------------------------------------------------------------------------------------------------------
 
 def test_dial():
@@ -353,6 +389,17 @@ def test_files(k, tmp_path):
     assert f.stat().st_size<4*sum(p.numel() for o in tora_parts(m).values() for p in o)+8000
     plain = load_adapters(tiny_vit(num_classes=4), f); assert torch.equal(plain(x), m(x)) and plain.model.tora.about==m.model.tora.about
     assert torch.equal(load_adapters(make(**KINDS[k]), f)(x), m(x))
+
+def test_files_for_another_gate_are_refused(tmp_path):
+    "The same names and shapes, but another function; a folded gate is the same one"
+    f = tmp_path/'a.safetensors'
+    for k in ('key','both','diagonal'):
+        save_adapters(make(noise=.1, **KINDS[k]), f); other = make(); before = state(other)
+        with pytest.raises(ValueError, match=f"gate.*{k}.*remove_tora"): load_adapters(other, f)
+        assert not changed(other, before)
+    m = make(noise=.1); save_adapters(m, f)
+    with pytest.raises(ValueError, match='gate'): load_adapters(make(gate='both'), f)
+    assert torch.allclose(load_adapters(make(folded=True), f)(images()), m(images()), atol=1e-5)
 
 def test_files_that_do_not_fit(tmp_path):
     m,f = make(noise=.1),tmp_path/'a.safetensors'; save_adapters(m, f)
