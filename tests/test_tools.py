@@ -94,3 +94,42 @@ def test_methods_of_other_libraries_are_described_there_but_not_what_forward_tak
 def test_everything_that_nbdev_has_indexed_is_looked_at(lint):
     seen = {s for s,_,_ in lint.symbols()}
     assert {'robust_nbdev.core.Linf.project','robust_nbdev.evaluate.Learner.robust_report','robust_nbdev.attacks.WorstCase.__call__','robust_nbdev.core.eps_str'}<=seen and len(seen)>500
+
+PAGE = '''<!doctype html><html lang="en"><head><title>T</title><link rel="stylesheet" href="s.css"><link rel="canonical" href="https://x.org/a.html"></head>
+<body><h1 id="top">T</h1><a href="b.html#end">b</a><a href="#top">up</a><a href="https://x.org">out</a><a href="mailto:a@b.c">mail</a><a href="sub/">sub</a>
+<img src="p.png" alt="A picture"><div class="cell-output cell-output-display"><div><img src="data:image/png;base64,AA"></div></div></body></html>'''
+
+@pytest.fixture
+def site(tmp_path):
+    (tmp_path/'sub').mkdir()
+    for n in ('a.html','sub/index.html'): (tmp_path/n).write_text(PAGE if n=='a.html' else PAGE.replace('b.html','../b.html').replace('s.css','../s.css').replace('p.png','../p.png').replace('"sub/"','"../a.html"'))
+    (tmp_path/'b.html').write_text('<html lang="en"><title>B</title><p id="end">')
+    (tmp_path/'s.css').write_text('a { background: url(p.png) }'); (tmp_path/'p.png').write_bytes(b'')
+    return tmp_path
+
+@pytest.fixture(scope='module')
+def check_site(): return tool('check_site')
+
+def test_a_sound_site_has_no_complaints(check_site, site): assert check_site.check(site)==[]
+
+@pytest.mark.parametrize('old,new,complaint', [
+    ('b.html#end','c.html','broken link c.html'), ('b.html#end','b.html#start','no such anchor b.html#start'), ('"#top"','"#bottom"','no such anchor #bottom'), ('p.png','q.png','broken link q.png'),
+    ('href="s.css"','href="https://cdn.org/s.css"','loads https://cdn.org/s.css'), ('src="p.png"','src="//cdn.org/p.png"','loads //cdn.org/p.png'), ('<h1','<script src="http://cdn.org/x.js"></script><h1','loads http://cdn.org/x.js'),
+    ('<h1',"<script type=module>import m from 'https://cdn.org/m.mjs';</script><h1",'loads https://cdn.org/m.mjs'), ('<h1','<style>@import "https://fonts.org/f.css";</style><h1','loads https://fonts.org/f.css'),
+    ('<h1','<p style="background:url(https://cdn.org/i.png)"><h1','loads https://cdn.org/i.png'), ('<title>T</title>','<title> </title>','no title'), (' lang="en"','','no language: <html lang="en">'),
+    (' alt="A picture"','','image without alt text: p.png'), ('class="cell-output cell-output-display"','','image without alt text: data:image/png;base64,AA'), ('<h1','<i id="top"></i><h1','two elements have the id top'),
+    ('<h1','<i id="top-1"></i><h1','two headings want the anchor #top')])
+def test_site_check_finds(check_site, site, old, new, complaint):
+    f = site/'a.html'; assert old in f.read_text(); f.write_text(f.read_text().replace(old, new, 1))
+    assert f'a.html: {complaint}' in check_site.check(site)
+
+def test_a_style_sheet_that_loads_from_elsewhere_is_found(check_site, site):
+    (site/'s.css').write_text('@import url("https://fonts.org/f.css");')
+    assert check_site.check(site)==['s.css: loads https://fonts.org/f.css']
+
+def test_search_must_find_every_public_symbol(check_site, site):
+    import json
+    names = list(check_site.public(ROOT/'robust_nbdev'))
+    assert {'PGD','Learner.robust_report','Normalized'}<=set(names) and not any('._' in n for n in names) and 'Linf.project' not in names
+    (site/'search.json').write_text(json.dumps([dict(section=n) for n in names if n!='PGD']))
+    assert check_site.check(site, ROOT/'robust_nbdev')==['search.json: no entry for PGD']
