@@ -86,8 +86,13 @@ class Scene(dict):
             res += [p for k,v in items.items() for p in _item(k, v)]+['</div>']
         return res+['</div>']
     @property
-    def slots(self): return [p for p in self.parts if isinstance(p, tuple)]
-    def body(self): return ''.join(_slot(*p) if isinstance(p, tuple) else p for p in self.parts)
+    def slots(self):
+        "What differs from state to state"
+        return [p for p in self.parts if isinstance(p, tuple)]
+    def body(self
+    )->str: # HTML
+        "The panels"
+        return ''.join(_slot(*p) if isinstance(p, tuple) else p for p in self.parts)
     def _repr_html_(self): return f'<div class="rx">{_CSS}{self.body()}</div>'
 
 # %% ../nbs/07_explorer.ipynb #8492c81c
@@ -196,7 +201,7 @@ def static_twin(
     controls:dict, # The grid: name -> numbers (a slider), or other values or a dict `{label: value}` (a menu)
     start:dict=None, # Values at first, by name; None: the first of each
     most:int=5000, # More states than that are refused
-)->Twin:
+)->Twin: # HTML that needs no kernel and no other file
     "Compute every state of a grid and put them into one piece of HTML, with controls that need no kernel"
     grid = _grid(controls); n = math.prod(len(v) for _,_,v in grid.values())
     if n>most: raise ValueError(f'{n} states are too many (most={most}): give fewer values')
@@ -215,7 +220,7 @@ def live_widget(
     show, # `show(**state)` returns a `Scene`
     controls:dict, # As for `static_twin`
     start:dict=None, # Values at first, by name; None: the first of each
-): # An ipywidgets box; its `controls` by name, and `scene`, the HTML below them
+)->object: # An ipywidgets box; its `controls` by name, and `scene`, the HTML below them
     "The same controls in a live notebook: each state is computed when it is asked for"
     try: import ipywidgets as w
     except ImportError as e: raise ImportError('a live explorer needs ipywidgets: pip install ipywidgets (the static twin, .twin(), works without)') from e
@@ -238,14 +243,19 @@ class Explorer:
     ):
         self.show,self.controls,self.start = show,controls,start
         self.first = {k:_grid(controls)[k][2][i] for k,i in _begin(_grid(controls), start).items()}
-    def __call__(self, **state): # Controls that are not named stand where they start
+    def __call__(self,
+        **state # Controls by name; those that are left out stand where they start
+    )->Scene: # Of that state
         "The `Scene` of a state"
         if bad := set(state)-set(self.controls): raise TypeError(f'there is no control {sorted(bad)}, there are {list(self.controls)}')
         return self.show(**{**self.first, **state})
-    def widget(self):
+    def widget(self
+    )->object: # An ipywidgets box, see `live_widget`
         "The live widget"
         return live_widget(self.show, self.controls, self.start)
-    def twin(self, **fewer): # Other values of some controls, such as a coarser `eps=[...]`
+    def twin(self,
+        **fewer # Other values of some controls, such as a coarser `eps=[...]`
+    )->Twin: # See `static_twin`
         "The static twin"
         if bad := set(fewer)-set(self.controls): raise TypeError(f'there is no control {sorted(bad)}, there are {list(self.controls)}')
         return static_twin(self.show, {**self.controls, **fewer}, self.start)
@@ -343,7 +353,7 @@ def explore_attack(
     steps=(1,2,5,10,20), # Numbers of steps
     vocab=None, # Names of the classes
     seed:int=0, # Of the attacks
-)->Explorer:
+)->Explorer: # `widget()` and `twin()`
     "Image, attack, eps and steps; the picture, the change, attention and probabilities"
     gain = .5/max(max(eps), 1e-6)
     made = lru_cache(512)(lambda attack: attack_view(models, x, y, attack, vocab, gain, seed))
@@ -377,7 +387,7 @@ def explore_corruption(
     shown:int=4, # Images from the start that can be looked at; all count in the accuracy
     vocab=None, # Names of the classes
     seed:int=0, # Of random corruptions
-)->Explorer:
+)->Explorer: # `widget()` and `twin()`
     "Image, corruption, severity; the picture, probabilities, and the accuracy on all images"
     show = _per_image(lambda corruption, severity: corruption_view(models, x, y, corruption, severity, shown, vocab, seed))
     return Explorer(show, dict(image=_pictured(x[:shown], y, vocab), corruption={k.replace('_',' '):k for k in kinds}, severity=list(severities)), dict(severity=list(severities)[len(severities)//2]))
@@ -413,7 +423,7 @@ def explore_tokens(
     shown:int=4, # Images from the start that can be looked at; all count in the means
     vocab=None, # Names of the classes
     seed:int=0, # Of the attack
-)->Explorer:
+)->Explorer: # `widget()` and `twin()`
     "Tokens on and off, clean and attacked; the cosine of features, and the prediction"
     if len(probes)!=2: raise ValueError(f'explore_tokens needs two classifiers, on features without tokens and with, got {len(probes)}')
     made = lru_cache(64)(lambda eps, aware: attack.but(eps=eps)(probes[aware].model, x, None, seed=seed))
@@ -455,7 +465,7 @@ def explore_lam(
     shown:int=4, # Images from the start that can be looked at; all count in the accuracy
     vocab=None, # Names of the classes
     seed:int=0, # Of the attack
-)->Explorer:
+)->Explorer: # `widget()` and `twin()`
     "lam; predictions and accuracy on clean and attacked images, and the gates"
     ends = list(dial.gates)
     lams = [round(float(o),4) for o in (np.linspace(ends[0], ends[-1], 9) if lams is None else lams)]
@@ -498,7 +508,7 @@ def explore_masks(
     fill:str='noise', # See `patch_cover`
     vocab=None, # Names of the classes
     seed:int=0, # Of random patches and noise
-)->Explorer:
+)->Explorer: # `widget()` and `twin()`
     "Steps of the corruption model and share of patches; the masks, and how far features and accuracy move"
     show = _per_image(lambda steps, share: mask_view(model, x, y, corruptions[steps], share, shown, fill, vocab, seed))
     return Explorer(show, dict(image=_pictured(x[:shown], y, vocab), steps=list(corruptions), share=list(shares)), dict(steps=list(corruptions)[-1], share=list(shares)[len(shares)//2]))
@@ -516,7 +526,7 @@ def scale_view(
     scale:float, # What goes into every softmax is multiplied by it
     x_plain:Tensor=None, # What the attack makes of the images with the model as it is; None: compute it
     seed:int=0, # Of the attack
-)->Scene:
+)->Scene: # Histograms, medians and accuracies
     "One scale for all blocks: the gaps before the softmax, and who is right about what, see `two_models`"
     v = two_models(model, x, y, Scaled(attack, scale), seed, x_plain)
     gaps = attn_gaps(ScaledModel(model, scale), x); last = len(gaps)-1
@@ -534,7 +544,7 @@ def explore_scales(
     attack, # Any attack
     scales=(.001,.01,.03,.1,.3,.5,.8,1.,1.2,2.,5.,10.), # Factors
     seed:int=0, # Of the attack
-)->Explorer:
+)->Explorer: # `widget()` and `twin()`
     "One scale for all blocks; gaps before the softmax, and accuracies of the model and of the scaled model"
     models = _named(models)
     plain = lru_cache(None)(lambda k: attack(models[k], x, y, seed=seed))
