@@ -360,7 +360,7 @@ def _datasets(train, valid, src, mode):
     tls = [TfmdLists(_cat(a,b), t, splits=splits) for a,b,t in zip(train, valid, (OpenImage(mode),yt))]
     return Datasets(tls=tls, n_inp=1)
 
-# %% ../nbs/00b_data.ipynb #4f9242c6
+# %% ../nbs/00b_data.ipynb #7c1b2e45
 def image_dls(
     source, # A `ImageSource`, or a folder or parquet file for `read_images`
     n_train:int=None, # Training images, balanced over classes; default: all
@@ -382,7 +382,7 @@ def image_dls(
     valid = valid or ('holdout' if {*src.splits}=={'train'} else 'test')
     picks = choose_images(src, valid, n_train, n_valid, seed)
     parts = [src.take(*o) for o in picks]
-    if size is None and (item_tfms is None or _auto(item_tfms)): _one_size(parts[0][0])
+    if size is None and (item_tfms is None or _auto(item_tfms)): _one_size(*[x for x,_ in parts])
     fixed = src.lut is None and (item_tfms is None or _auto(item_tfms))  # nothing but `size` changes an image before it is in a batch
     if size is None and fixed and isinstance(parts[0][0], np.ndarray): size = parts[0][0].shape[1:3]
     if fixed: parts = [(to_ram(x, mode, size),y) for x,y in parts]
@@ -394,11 +394,10 @@ def image_dls(
     dls.train.rng,dls.about = random.Random(seed),_about(src, picks, valid, seed, name)
     return dls
 
-def _one_size(x):
-    "Raises ValueError if images without a `size` to be brought to have several; looks at fifty files"
-    if isinstance(x, np.ndarray) or len(x)==0: return
+def _one_size(*parts):
+    "Raises ValueError if images without a `size` to be brought to have several; looks at some fifty files of each part"
     got = {}
-    for o in x[::max(1, len(x)//50)]:
+    for o in (o for x in parts if not isinstance(x, np.ndarray) for o in x[::max(1, len(x)//50)]):
         with Image.open(io.BytesIO(o) if isinstance(o, bytes) else o) as im: got.setdefault(im.size, o)
     if len(got)>1: raise ValueError(f'the images have several sizes, among them {" and ".join(f"{w}x{h}" for w,h in list(got)[:2])}, and a batch needs one: give size=, for instance size={min(min(o) for o in got)}')
 
