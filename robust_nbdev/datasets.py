@@ -156,7 +156,7 @@ def balanced(
     rank = pd.Series(y[p]).groupby(y[p]).cumcount().to_numpy()
     return np.sort(p[np.argsort(rank, kind='stable')[:n]])
 
-# %% ../nbs/00b_data.ipynb #148008e8
+# %% ../nbs/00b_data.ipynb #f8e498d6
 def choose_images(
     src:ImageSource, # What was found on disk
     valid:str='test', # `'test'`: the test images (`val` where a dataset keeps its test labels secret); `'val'`; `'holdout'`: part of the training images; `'only'`: as `'test'` (all images where there are no splits), for both loaders
@@ -171,6 +171,7 @@ def choose_images(
     y = src.labels(ev)
     n = ifnone(n_valid, max(1, len(y)//10)) if valid=='holdout' else n_valid
     out = balanced(y, n, seed)
+    if valid=='holdout' and (np.diff(y)>=0).all(): out = np.random.default_rng(seed).permutation(out)  # class by class: the first few would be of one class
     if valid=='only': return [(ev,out),(ev,out)]
     rest = np.setdiff1d(np.arange(len(y)), out) if valid=='holdout' else np.arange(len(src.labels('train')))
     return [('train', rest[balanced(src.labels('train')[rest], n_train, seed)]), (ev,out)]

@@ -216,7 +216,7 @@ def test_folder_errors(folders, tmp_path):
 
 def test_one_level_of_folders(folders):
     dls = image_dls(folders/'train', size=16, bs=4, valid='holdout', n_valid=3)
-    assert ys(dls.valid)==[0,1,2] and len(dls.train_ds)==9
+    assert sorted(ys(dls.valid))==[0,1,2] and len(dls.train_ds)==9
     own = image_dls(folders/'train', size=16, bs=4)                                  # held out without asking, and `about` says so
     assert 'held out' in own.about and (len(own.train_ds),len(own.valid_ds))==(11,1)
     assert torch.equal(xs(own.valid), xs(image_dls(folders/'train', size=16, bs=4, valid='holdout').valid))
@@ -224,6 +224,15 @@ def test_one_level_of_folders(folders):
     with pytest.raises(ValueError, match='holdout'): imagenette(path=folders/'train')  # a named dataset without its test images is not whole
     only = image_dls(folders/'valid', size=16, valid='only')
     assert len(only.valid_ds)==len(xs(only.valid))==7
+
+def test_held_out_images_do_not_come_class_by_class(tmp_path):
+    "A report on the first n of them would be one on the first classes"
+    for i in range(60): d = tmp_path/'abc'[i%3]; d.mkdir(exist_ok=True); Image.fromarray(img(i, 8, 8)).save(d/f'{i}.png')
+    a,b = [image_dls(tmp_path, bs=4, n_valid=30) for _ in range(2)]
+    assert len({*ys(a.valid)[:10]})==3 and ys(a.valid)!=sorted(ys(a.valid)) and torch.equal(xs(a.valid), xs(b.valid))
+    held = {o.numpy().tobytes() for o in xs(a.valid)}
+    assert len(held)==30 and not held&{o.numpy().tobytes() for o in xs(image_dls(tmp_path, bs=30, n_valid=30, batch_tfms=None).train)}
+    assert not torch.equal(xs(a.valid), xs(image_dls(tmp_path, bs=4, n_valid=30, seed=1).valid))
 
 def test_sizes_that_differ_are_told(folders):
     for i,(w,h) in enumerate(((80,60), (40,50))): Image.fromarray(img(i, h, w)).save(folders/'train'/'a'/f'x{i}.png')

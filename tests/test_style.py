@@ -136,3 +136,8 @@ def test_notebooks_do_not_depend_on_the_working_folder():
 def test_names_of_tests_do_not_change_between_runs(request):
     "An address in a name (`<function f at 0x...>`) makes the workers of xdist disagree about what there is to run"
     assert [o.nodeid for o in request.session.items if ' at 0x' in o.nodeid]==[]
+
+@nbs
+def test_sizes_can_be_computed_at_paper_scale(nb):
+    "`n_train` is None there, all images, so it is compared or halved only as `(s.n_train or 2000)`"
+    assert [c['id'] for c in code_cells(nb) if not flag(c,'export') and re.search(r'min\(s\.n_train *,|s\.n_train *(>|<|//|\*|/|-|\+)', src(c))]==[]
