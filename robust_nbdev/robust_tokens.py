@@ -255,7 +255,7 @@ def df(self:RobustTokens):
     d = pd.DataFrame(torch.stack(list(self.seen)).cpu().numpy() if self.seen else [], columns=['inv','adv'])
     return d.assign(total=d.inv+d.adv)
 
-# %% ../nbs/02_robust_tokens.ipynb #fd389229
+# %% ../nbs/02_robust_tokens.ipynb #69de8236
 def save_tokens(
     model:nn.Module, # A model after `add_tokens`
     fname, # A file, `.safetensors`
@@ -269,12 +269,12 @@ def save_tokens(
 def _read(f):
     "Tensors and remarks in a file"
     if not f.is_file(): raise FileNotFoundError(f'there is no file {f}')
-    if f.suffix=='.safetensors':
+    try:
+        if f.suffix!='.safetensors': return torch.load(f, map_location='cpu', weights_only=True),{}
         with safe_open(f, 'pt') as h: return {k:h.get_tensor(k) for k in h.keys()},h.metadata() or {}
-    try: return torch.load(f, map_location='cpu', weights_only=True),{}
-    except Exception as e: raise ValueError(f'{f.name} is not a file of tensors that torch.load(weights_only=True) takes: {str(e).splitlines()[0]}') from e
+    except Exception as e: raise ValueError(f'{f.name}, {f.stat().st_size} bytes, is damaged or holds more than tensors, which weights_only=True does not open: {type(e).__name__}: {str(e).split(". ")[0].strip()[:200]}') from e
 
-# %% ../nbs/02_robust_tokens.ipynb #bf29a3fa
+# %% ../nbs/02_robust_tokens.ipynb #d52954e6
 def read_tokens(
     fname, # A file of `save_tokens`; or `.pt`: the authors' `{'rtokens': [1,n,D]}`, or a whole checkpoint of theirs with that key
 )->tuple: # Tokens [1,n,D], remarks of `save_tokens`
@@ -287,7 +287,7 @@ def read_tokens(
     rest = [k for k in keys if k not in own and not (own==['rtokens'] and str(k).startswith('model.'))]
     if len(own)!=1 or rest: raise ValueError(f"{f.name} should hold 'tokens' (ours) or 'rtokens' (the authors') alone, it holds {keys[:4] if keys else type(d).__name__}{', ...' if len(keys)>4 else ''}")
     w = d[own[0]]
-    if not isinstance(w, Tensor) or w.ndim!=3 or not w.is_floating_point(): raise ValueError(f'{f.name}: tokens are floats [1,n,D], got {list(w.shape) if isinstance(w, Tensor) else type(w).__name__}')
+    if not isinstance(w, Tensor) or w.ndim!=3 or not w.is_floating_point() or not w.numel(): raise ValueError(f'{f.name}: tokens are floats [1,n,D], got {list(w.shape) if isinstance(w, Tensor) else type(w).__name__}')
     if not w.isfinite().all(): raise ValueError(f'{f.name}: {int((~w.isfinite()).sum())} of {w.numel()} numbers are not finite')
     return w.detach(),about
 

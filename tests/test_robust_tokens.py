@@ -418,3 +418,17 @@ def test_paper_profile():
     with l.no_bar(), l.no_logging(): l.fit(1, 1e-3)
     assert changed(m, before)==ONLY and m(images(2, 3, s.size)).shape==(2,257,384)
     x = images(2, 3, s.size); c = feature_cosine(m, x, token_attack(m, steps=1)(WithoutTokens(m), x)); assert c.shape==(2,) and c.isfinite().all()
+
+def test_damaged_and_empty_files(tmp_path):
+    "An interrupted download, a Git LFS pointer, no tokens: ValueError with the file's name, and no advice to run code"
+    a = tmp_path/'t.safetensors'; save_tokens(with_tokens(), a); b = a.read_bytes()
+    torch.save({'rtokens':torch.randn(1,2,32)}, tmp_path/'r.pt'); c = (tmp_path/'r.pt').read_bytes()
+    lfs = b'version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n'
+    for name,data in (('0.safetensors',b''), ('1.safetensors',b[:-10]), ('2.safetensors',lfs), ('0.pt',b''), ('1.pt',c[:-100]), ('2.pt',lfs)):
+        (tmp_path/name).write_bytes(data)
+        with pytest.raises(ValueError, match=f'^{name}, {len(data)} bytes, is damaged') as e: read_tokens(tmp_path/name)
+        assert 'to `False`' not in str(e.value)
+    for shape in ((1,0,32),(0,4,32),(1,4,0)):
+        torch.save({'rtokens':torch.zeros(shape)}, tmp_path/'e.pt'); m = tiny_vit()
+        with pytest.raises(ValueError, match='tokens are floats'): load_tokens(m, tmp_path/'e.pt')
+        assert not hasattr(m.model,'extra_tokens')
