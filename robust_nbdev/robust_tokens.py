@@ -193,7 +193,7 @@ class RobustTokens(AdvTrain):
         "The cosine that the Learner's loss takes the mean of"
         return feat_cos(f.float(), f0.float(), getattr(self.base_loss,'axis',1))
 
-# %% ../nbs/02_robust_tokens.ipynb #32c4a997
+# %% ../nbs/02_robust_tokens.ipynb #a2f94ae3
 @patch
 def before_train(self:RobustTokens):
     "Only tokens may train; and nothing but the weights may change in the model's answer, so evaluation mode"
@@ -204,7 +204,7 @@ def before_train(self:RobustTokens):
     if other: raise ValueError(f'{len(other)} parameters besides the tokens would train, such as {other[0]}: Learner(..., splitter=token_splitter, train_bn=False), then learn.freeze()')
     if not t.weight.requires_grad: raise ValueError('the tokens are frozen: Learner(..., splitter=token_splitter), then learn.freeze()')
     self.learn.model.eval()
-    if self.epoch==0: self.seen = []
+    if (self.epoch==0 or not self.seen) and not hasattr(self.learn,'lr_finder'): self.seen = []
 
 @patch(as_prop=True)
 def attacks(self:RobustTokens):
@@ -233,7 +233,7 @@ def against(self:RobustTokens,
 
 def _towards(loss, f0, f, _): return loss(f, f0)
 
-# %% ../nbs/02_robust_tokens.ipynb #1d1dfdaf
+# %% ../nbs/02_robust_tokens.ipynb #2b3a4389
 @patch
 def after_pred(self:RobustTokens):
     "The clean half stays the prediction; the attacked half becomes the second term"
@@ -246,7 +246,7 @@ def after_pred(self:RobustTokens):
 @patch
 def after_batch(self:RobustTokens):
     "Note the two similarities"
-    if self.training and self.now is not None: self.seen.append(self.now)
+    if self.training and self.now is not None and not hasattr(self.learn,'lr_finder'): self.seen.append(self.now)
     self.now = self.target = None
 
 @patch(as_prop=True)

@@ -432,3 +432,11 @@ def test_damaged_and_empty_files(tmp_path):
         torch.save({'rtokens':torch.zeros(shape)}, tmp_path/'e.pt'); m = tiny_vit()
         with pytest.raises(ValueError, match='tokens are floats'): load_tokens(m, tmp_path/'e.pt')
         assert not hasattr(m.model,'extra_tokens')
+
+def test_a_fit_that_begins_later_has_a_curve():
+    l = learner(dls=synth_dls(16, bs=8)); l.fit(2, 1e-3, start_epoch=1); assert len(l.robust_tokens.df)==2
+def test_lr_find_keeps_the_curve():
+    import fastai.callback.schedule
+    l = learner(dls=synth_dls(16, bs=8)); l.fit(1, 1e-3); d = l.robust_tokens.df
+    with l.no_bar(): l.lr_find(num_it=2, show_plot=False)
+    assert l.robust_tokens.df.equals(d)
