@@ -440,3 +440,11 @@ def test_lr_find_keeps_the_curve():
     l = learner(dls=synth_dls(16, bs=8)); l.fit(1, 1e-3); d = l.robust_tokens.df
     with l.no_bar(): l.lr_find(num_it=2, show_plot=False)
     assert l.robust_tokens.df.equals(d)
+
+def test_what_an_interrupted_batch_leaves_is_in_no_later_loss():
+    class Stop(Callback):
+        order = RobustTokens.order+1
+        def after_pred(self): raise KeyboardInterrupt
+    l = learner([Stop()], dls=synth_dls(16, bs=8))
+    with pytest.raises(KeyboardInterrupt): l.fit(1)
+    l.remove_cb(Stop); p,t,v = l.get_preds(with_loss=True); assert torch.allclose(v, FeatCos(reduction='none')(p, t), atol=1e-6)
