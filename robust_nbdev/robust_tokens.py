@@ -193,7 +193,7 @@ class RobustTokens(AdvTrain):
         "The cosine that the Learner's loss takes the mean of"
         return feat_cos(f.float(), f0.float(), getattr(self.base_loss,'axis',1))
 
-# %% ../nbs/02_robust_tokens.ipynb #ab39a461
+# %% ../nbs/02_robust_tokens.ipynb #5ca705bb
 @patch
 def before_train(self:RobustTokens):
     "Only tokens may train; and nothing but the weights may change in the model's answer, so evaluation mode"
@@ -214,6 +214,7 @@ def attacks(self:RobustTokens):
 @patch
 def before_batch(self:RobustTokens):
     "Clean targets, once; attacked images; both halves in one batch"
+    if len(self.xb)!=1: raise ValueError(f'attacks need a model with one input tensor, this batch has {len(self.xb)}')
     x,self.extra = check_images(self.x, self.victim),None
     with self.amp(), torch.no_grad(), no_tokens(self.victim): f0 = check_logits(self.victim(x), x)
     self.learn.yb,self.target = (f0,),f0 if self.attacks else None

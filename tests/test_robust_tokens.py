@@ -448,3 +448,8 @@ def test_what_an_interrupted_batch_leaves_is_in_no_later_loss():
     l = learner([Stop()], dls=synth_dls(16, bs=8))
     with pytest.raises(KeyboardInterrupt): l.fit(1)
     l.remove_cb(Stop); p,t,v = l.get_preds(with_loss=True); assert torch.allclose(v, FeatCos(reduction='none')(p, t), atol=1e-6)
+
+def test_two_inputs_are_refused():
+    dl = DataLoader([(TensorImageBW(o),TensorImageBW(o),torch.tensor(0)) for o in images(8)], bs=8)
+    l = Learner(DataLoaders(dl, dl), with_tokens(), loss_func=FeatCos(), splitter=token_splitter, train_bn=False, cbs=RobustTokens(FEAT2)); l.freeze()
+    with pytest.raises(ValueError, match='one input tensor, this batch has 2'), l.no_bar(): l.fit(1)
