@@ -193,7 +193,7 @@ class RobustTokens(AdvTrain):
         "The cosine that the Learner's loss takes the mean of"
         return feat_cos(f.float(), f0.float(), getattr(self.base_loss,'axis',1))
 
-# %% ../nbs/02_robust_tokens.ipynb #5ca705bb
+# %% ../nbs/02_robust_tokens.ipynb #4329d956
 @patch
 def before_train(self:RobustTokens):
     "Only tokens may train; and nothing but the weights may change in the model's answer, so evaluation mode"
@@ -203,6 +203,7 @@ def before_train(self:RobustTokens):
     other = [n for n,p in self.victim.named_parameters() if p.requires_grad and id(p) not in own]
     if other: raise ValueError(f'{len(other)} parameters besides the tokens would train, such as {other[0]}: Learner(..., splitter=token_splitter, train_bn=False), then learn.freeze()')
     if not t.weight.requires_grad: raise ValueError('the tokens are frozen: Learner(..., splitter=token_splitter), then learn.freeze()')
+    if not isinstance(self.base_loss, FeatCos): raise ValueError(f'tokens are trained on features, Learner(..., loss_func=FeatCos()), got the loss {self.base_loss!r}')
     self.learn.model.eval()
     if (self.epoch==0 or not self.seen) and not hasattr(self.learn,'lr_finder'): self.seen = []
 

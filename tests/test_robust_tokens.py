@@ -453,3 +453,7 @@ def test_two_inputs_are_refused():
     dl = DataLoader([(TensorImageBW(o),TensorImageBW(o),torch.tensor(0)) for o in images(8)], bs=8)
     l = Learner(DataLoaders(dl, dl), with_tokens(), loss_func=FeatCos(), splitter=token_splitter, train_bn=False, cbs=RobustTokens(FEAT2)); l.freeze()
     with pytest.raises(ValueError, match='one input tensor, this batch has 2'), l.no_bar(): l.fit(1)
+
+def test_another_loss_is_refused():
+    for lf in (CrossEntropyLossFlat(), lambda a,b: F.mse_loss(a,b)):
+        with pytest.raises(ValueError, match=r'loss_func=FeatCos\(\)'): learner(dls=synth_dls(16, bs=8), loss_func=lf).fit(1)
