@@ -163,7 +163,7 @@ def token_attack(
     std = kw.pop('std', None) or ((.229,.224,.225) if norm is None else tuple(norm.std.flatten().tolist()))
     return TokenAttack(eps*max(std), alpha=step*max(std), steps=steps, std=std, **kw)
 
-# %% ../nbs/02_robust_tokens.ipynb #ab47052d
+# %% ../nbs/02_robust_tokens.ipynb #3d8bda26
 class RobustTokens(AdvTrain):
     "Train the extra tokens alone, without labels: features of clean and of attacked images are to stay those of the plain backbone"
     order,run_valid,_stateattrs = AdvCallback.order-.5,True,('extra','target','now','seen')      # before AdvValid
@@ -176,7 +176,7 @@ class RobustTokens(AdvTrain):
         **fields, # Other fields of the attack that follow a number or a schedule
     ):
         self.begin(attack, eps, fields)
-        if isinstance(attack, Attack) and not getattr(attack.loss or kl,'clean',False): raise ValueError(f'tokens train without labels, and {attack.loss.__name__} needs them: give the attack loss=feat_cos')
+        if isinstance(attack, Attack) and not getattr(attack.loss or (kl if attack.takes_loss else None),'clean',False): raise ValueError(f'tokens train without labels, and {getattr(attack.loss,"__name__",repr(attack))} needs them: give an attack with loss=feat_cos, such as PGD(8/255, loss=feat_cos)')
         self.adv_weight,self.through = adv_weight,through
 
     def inner(self,

@@ -457,3 +457,7 @@ def test_two_inputs_are_refused():
 def test_another_loss_is_refused():
     for lf in (CrossEntropyLossFlat(), lambda a,b: F.mse_loss(a,b)):
         with pytest.raises(ValueError, match=r'loss_func=FeatCos\(\)'): learner(dls=synth_dls(16, bs=8), loss_func=lf).fit(1)
+
+@pytest.mark.parametrize('a', [Square(.1, queries=5), FAB(.1, steps=2)], ids=['square','fab'])
+def test_attacks_without_a_loss_of_features_are_refused(a):
+    with pytest.raises(ValueError, match='needs them'): RobustTokens(a)
