@@ -437,7 +437,7 @@ def miou(
     if not per_image: inter,union = inter.sum(0, keepdim=True),union.sum(0, keepdim=True)
     return (inter/union).nanmean(1).mean().item()
 
-# %% ../nbs/02_robust_tokens.ipynb #5c45091a
+# %% ../nbs/02_robust_tokens.ipynb #775cda62
 class TokenSets(Wrapper):
     "A model with several sets of tokens, one of which is drawn for each image at each call"
     def forward(self,
@@ -457,7 +457,7 @@ def token_sets(
     "Give the model `k` sets of `n` tokens; train them together with `RobustTokens`"
     if k!=int(k) or k<1: raise ValueError(f'k must be a whole number >= 1, got {k}')
     t = tokens_of(add_tokens(model, n, out, std))
-    t.weight = nn.Parameter(torch.cat([t.weight.detach(), std*torch.randn_like(t.weight.expand(k-1,-1,-1))]))
+    t.weight = nn.Parameter(torch.cat([t.weight.detach(), std*torch.randn_like(t.weight.expand(int(k)-1,-1,-1))]))
     return TokenSets(model)
 
 # %% ../nbs/02_robust_tokens.ipynb #5d111b41

@@ -461,3 +461,5 @@ def test_another_loss_is_refused():
 @pytest.mark.parametrize('a', [Square(.1, queries=5), FAB(.1, steps=2)], ids=['square','fab'])
 def test_attacks_without_a_loss_of_features_are_refused(a):
     with pytest.raises(ValueError, match='needs them'): RobustTokens(a)
+
+def test_a_float_number_of_sets(): assert tokens_of(token_sets(tiny_vit(num_classes=4), 3., 2)).weight.shape==(3,2,32)
