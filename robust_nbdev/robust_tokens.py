@@ -92,7 +92,7 @@ class RandomTokens(Wrapper):
         w = tokens_of(self.model).weight
         with use_tokens(self.model, self.std*torch.randn(len(x), self.n, w.shape[-1], dtype=w.dtype, device=w.device)): return self.model(x)
 
-# %% ../nbs/02_robust_tokens.ipynb #eb203769
+# %% ../nbs/02_robust_tokens.ipynb #467bc860
 @dataclass(frozen=True, repr=False)
 class TokenAttack(PGD):
     "Signed steps in normalised space on the features' cosine and the pixels' squared error, rounded to 8 bits; see `token_attack`"
@@ -107,7 +107,8 @@ class TokenAttack(PGD):
         super().__post_init__()
         if self.norm!='Linf': raise ValueError(f'TokenAttack is an attack in Linf, got {self.norm}')
         if self.bits not in ('floor','inside',None): raise ValueError(f"bits must be 'floor', 'inside' or None, got {self.bits!r}")
-        self._set(std=tuple(float(o) for o in self.std))
+        self._set(std=tuple(float(o) for o in (self.std if is_iter(self.std) else [self.std])))
+        if not self.std or min(self.std)<=0: raise ValueError(f'std are the positive numbers that the model divides its channels by, got {self.std}')
     @property
     def name(self): return '_'.join([f'token_attack{self.steps}', *([self.loss.__name__] if self.loss not in (feat_cos,None) and hasattr(self.loss,'__name__') else [])])
 
@@ -149,7 +150,7 @@ def _best(self:TokenAttack, obj, x, seed):
     if self.bits=='inside': return to_8bit(x_adv, x)
     return x_adv if self.bits is None else (255*x_adv+1e-3).floor()/255
 
-# %% ../nbs/02_robust_tokens.ipynb #1deffa87
+# %% ../nbs/02_robust_tokens.ipynb #2bf35345
 def token_attack(
     model:nn.Module=None, # A model inside `Normalized`, whose deviations are taken; None: ImageNet's, with which the authors normalise for every backbone
     eps:float=8/255, # Radius in *normalised* units, here alone
@@ -159,8 +160,10 @@ def token_attack(
 )->TokenAttack: # With 30 steps, unless told otherwise
     "The authors' attack with their settings; its `eps` is that of the widest channel, in pixel units"
     norm = None if model is None else first(m for m in model.modules() if isinstance(m, Normalized))
-    if model is not None and norm is None: raise ValueError(f'{type(model).__name__} is not inside Normalized, so its deviations are not known: token_attack(std=(...))')
-    std = kw.pop('std', None) or ((.229,.224,.225) if norm is None else tuple(norm.std.flatten().tolist()))
+    std = kw.pop('std', None)
+    if std is None and model is not None and norm is None: raise ValueError(f'{type(model).__name__} is not inside Normalized, so its deviations are not known: token_attack(std=(...))')
+    if std is None: std = (.229,.224,.225) if norm is None else norm.std
+    std = tuple(std.flatten().tolist()) if isinstance(std, Tensor) else tuple(std) if is_iter(std) else (std,)
     return TokenAttack(eps*max(std), alpha=step*max(std), steps=steps, std=std, **kw)
 
 # %% ../nbs/02_robust_tokens.ipynb #3d8bda26

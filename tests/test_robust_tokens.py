@@ -463,3 +463,9 @@ def test_attacks_without_a_loss_of_features_are_refused(a):
     with pytest.raises(ValueError, match='needs them'): RobustTokens(a)
 
 def test_a_float_number_of_sets(): assert tokens_of(token_sets(tiny_vit(num_classes=4), 3., 2)).weight.shape==(3,2,32)
+
+def test_token_attack_takes_deviations_in_any_form():
+    for std in (torch.tensor([.2,.1,.2]).view(-1,1,1), [.2,.1,.2], (.2,.1,.2)): assert token_attack(std=std).std==pytest.approx((.2,.1,.2)) and TokenAttack(std=std).std==pytest.approx((.2,.1,.2))
+    assert token_attack(std=.5).std==(.5,) and token_attack(tiny_vit().model, std=(.5,)).eps==pytest.approx(4/255)
+    for std in ((0.,0.,0.), (.2,-.1,.2), ()):
+        with pytest.raises(ValueError, match='positive|empty'): TokenAttack(std=std)
