@@ -25,7 +25,7 @@ from fastai.basics import *
 from fastai.callback.core import GatherPredsCallback
 from fastai.callback.mixup import MixHandler
 
-# %% ../nbs/02_robust_tokens.ipynb #279a174e
+# %% ../nbs/02_robust_tokens.ipynb #878af2b6
 class FeatCos:
     "Mean of 1 - cosine between features and their targets: the loss of a training without labels"
     clean,y_int,__name__ = True,True,'feat_cos'
@@ -34,6 +34,7 @@ class FeatCos:
         reduction:str='mean', # `'mean'`, `'sum'` or `'none'`: one number per image [B]
     ):
         if reduction not in ('mean','sum','none'): raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+        if axis not in (1,2,-1): raise ValueError(f'axis must be 1 (tokens) or -1 (features of each token), got {axis!r}')
         store_attr()
     def __call__(self,
         f:Tensor, # Features [B,T,D]

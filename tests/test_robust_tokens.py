@@ -469,3 +469,7 @@ def test_token_attack_takes_deviations_in_any_form():
     assert token_attack(std=.5).std==(.5,) and token_attack(tiny_vit().model, std=(.5,)).eps==pytest.approx(4/255)
     for std in ((0.,0.,0.), (.2,-.1,.2), ()):
         with pytest.raises(ValueError, match='positive|empty'): TokenAttack(std=std)
+
+def test_a_cosine_over_the_batch_is_refused():
+    for axis in (0,-3,None):
+        with pytest.raises(ValueError, match='axis must be'): FeatCos(axis)
