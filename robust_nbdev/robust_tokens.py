@@ -464,7 +464,7 @@ def token_sets(
     t.weight = nn.Parameter(torch.cat([t.weight.detach(), std*torch.randn_like(t.weight.expand(int(k)-1,-1,-1))]))
     return TokenSets(model)
 
-# %% ../nbs/02_robust_tokens.ipynb #5d111b41
+# %% ../nbs/02_robust_tokens.ipynb #84acd978
 def largest_activations(
     model:nn.Module, # A timm transformer, maybe inside wrappers
     x:Tensor, # Images [B,C,H,W] in [0,1]
@@ -481,5 +481,6 @@ def feature_cosine(
     bs:int=100, # Batch size
 )->Tensor: # [N]
     "The cosine between the features of each clean image and those of the attacked one"
+    if len(x)!=len(x_adv): raise ValueError(f'{len(x)} clean images and {len(x_adv)} attacked ones: give the same number of both')
     both = lambda a,b: model(torch.cat([a,b])).chunk(2) if clean is None else (clean(a),model(b))
-    with attack_mode(model), torch.no_grad(): return torch.cat([1-feat_cos(*[o.float() for o in both(a,b)], axis) for a,b in zip(x.split(bs), x_adv.split(bs))])
+    with attack_mode(model), attack_mode(clean), torch.no_grad(): return torch.cat([1-feat_cos(*[o.float() for o in both(a,b)], axis) for a,b in zip(x.split(bs), x_adv.split(bs))])

@@ -473,3 +473,11 @@ def test_token_attack_takes_deviations_in_any_form():
 def test_a_cosine_over_the_batch_is_refused():
     for axis in (0,-3,None):
         with pytest.raises(ValueError, match='axis must be'): FeatCos(axis)
+
+def test_feature_cosine_by_hand():
+    m,other,x,xa = with_tokens(),with_tokens(proj_drop_rate=.5, seed=3).train(),images(5),images(5, seed=1); c = lambda a,b,d: F.cosine_similarity(a, b, dim=d).mean(1)
+    for axis in (1,-1):
+        assert torch.allclose(feature_cosine(m, x, xa, axis, bs=2), c(m(x), m(xa), axis), atol=1e-5)
+        got = feature_cosine(m, x, xa, axis, clean=other, bs=2); assert other.training; other.eval()
+        assert torch.allclose(got, c(other(x), m(xa), axis), atol=1e-5); other.train()                 # in evaluation mode, as the model
+    with pytest.raises(ValueError, match='5 clean images and 4'): feature_cosine(m, x, xa[:4], bs=4)
