@@ -384,7 +384,7 @@ class SegProbe(Probe):
         "Logits at the size of the images"
         return F.interpolate(z, x.shape[-2:], mode='bilinear')
 
-# %% ../nbs/02_robust_tokens.ipynb #a704bdc6
+# %% ../nbs/02_robust_tokens.ipynb #022a1917
 def _frozen_features(probe, dl):
     "Features and targets of a whole loader, computed once"
     dev = next(probe.parameters()).device
@@ -396,7 +396,8 @@ def seg_loss(
     y:Tensor, # Masks [B,H,W], integers
 )->Tensor: # The mean over all pixels
     "Cross-entropy of each pixel, the logits brought to the size of the masks; 255 is ignored"
-    return F.cross_entropy(F.interpolate(z, y.shape[-2:], mode='bilinear') if z.shape[-2:]!=y.shape[-2:] else z, y, ignore_index=255)
+    if z.shape[-2:]!=y.shape[-2:]: z = F.interpolate(z, y.shape[-2:], mode='bilinear')
+    return F.cross_entropy(z, y.long(), ignore_index=255) if (y!=255).any() else 0.*z.sum()      # without pixels there is no mean
 
 def fit_head(
     probe:Probe, # Its head is trained, its backbone is not touched
@@ -414,12 +415,12 @@ def fit_head(
     with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(epochs, lr)
     return probe.eval()
 
-# %% ../nbs/02_robust_tokens.ipynb #44a5cdaf
+# %% ../nbs/02_robust_tokens.ipynb #dbdfd339
 def mask_ce(
     masks:Tensor, # Class of each pixel [B,H,W]; 255: ignored
 )->Callable: # A loss for attacks on images with these masks; called without labels
     "The mean cross-entropy over an image's pixels, as an attack's loss"
-    def mask_ce(z, _): return F.cross_entropy(z, masks, ignore_index=255, reduction='none').flatten(1).mean(1)
+    def mask_ce(z, _): return F.cross_entropy(z, masks.to(z.device).long(), ignore_index=255, reduction='none').flatten(1).mean(1)
     return mask_ce
 
 def iou_counts(
@@ -439,7 +440,7 @@ def miou(
 )->float: # Between 0 and 1
     "Mean intersection over union of the classes that occur"
     if not per_image: inter,union = inter.sum(0, keepdim=True),union.sum(0, keepdim=True)
-    return (inter/union).nanmean(1).mean().item()
+    return (inter/union).nanmean(1).nanmean().item()
 
 # %% ../nbs/02_robust_tokens.ipynb #775cda62
 class TokenSets(Wrapper):

@@ -481,3 +481,10 @@ def test_feature_cosine_by_hand():
         got = feature_cosine(m, x, xa, axis, clean=other, bs=2); assert other.training; other.eval()
         assert torch.allclose(got, c(other(x), m(xa), axis), atol=1e-5); other.train()                 # in evaluation mode, as the model
     with pytest.raises(ValueError, match='5 clean images and 4'): feature_cosine(m, x, xa[:4], bs=4)
+
+def test_masks_of_any_integer_type_and_without_pixels():
+    torch.manual_seed(0); z,y = torch.randn(2,3,4,4),torch.randint(0,3,(2,4,4)); y[0,:2] = 255
+    for t in (torch.uint8, torch.int32, torch.int64):
+        assert torch.equal(seg_loss(z, y.to(t)), F.cross_entropy(z, y, ignore_index=255)) and torch.equal(mask_ce(y.to(t))(z, None), mask_ce(y)(z, None))
+    y[0] = 255; w = z[:1].clone().requires_grad_(); v = seg_loss(w, y[:1]); v.backward(); assert v==0 and (w.grad==0).all()
+    assert miou(*iou_counts(z, y), per_image=True)==pytest.approx(miou(*iou_counts(z[1:], y[1:]), per_image=True))
