@@ -297,7 +297,7 @@ def read_tokens(
     if not w.isfinite().all(): raise ValueError(f'{f.name}: {int((~w.isfinite()).sum())} of {w.numel()} numbers are not finite')
     return w.detach(),about
 
-# %% ../nbs/02_robust_tokens.ipynb #7ddd5616
+# %% ../nbs/02_robust_tokens.ipynb #045defb8
 _WIDTH = {192:'ViT-Ti', 384:'ViT-S', 768:'ViT-B', 1024:'ViT-L', 1280:'ViT-H', 1536:'ViT-G'}
 def _width(d): return f'{d}'+(f' ({_WIDTH[d]})' if d in _WIDTH else '')
 
@@ -309,6 +309,7 @@ def load_tokens(
     "Give a model tokens from a file; raises ValueError if they do not fit to the last axis"
     w,about = read_tokens(fname); m = unwrap(model)
     t,d,name = getattr(m,'extra_tokens',None),getattr(m,'embed_dim',None),Path(fname).name
+    if d is None: raise TypeError(f'{type(m).__name__} has no tokens: use a timm ViT of width {_width(w.shape[-1])}')
     if w.shape[-1]!=d: raise ValueError(f'{name} has tokens of width {_width(w.shape[-1])}, the model is {_width(d)} wide: they belong to another backbone')
     if t is not None and t.weight.shape!=w.shape: raise ValueError(f'{name} has tokens {list(w.shape)}, the model has {list(t.weight.shape)}: remove_tokens(model) first')
     if t is None:

@@ -488,3 +488,7 @@ def test_masks_of_any_integer_type_and_without_pixels():
         assert torch.equal(seg_loss(z, y.to(t)), F.cross_entropy(z, y, ignore_index=255)) and torch.equal(mask_ce(y.to(t))(z, None), mask_ce(y)(z, None))
     y[0] = 255; w = z[:1].clone().requires_grad_(); v = seg_loss(w, y[:1]); v.backward(); assert v==0 and (w.grad==0).all()
     assert miou(*iou_counts(z, y), per_image=True)==pytest.approx(miou(*iou_counts(z[1:], y[1:]), per_image=True))
+
+def test_tokens_into_a_cnn(tmp_path):
+    save_tokens(with_tokens(), tmp_path/'t.safetensors')
+    with pytest.raises(TypeError, match='Sequential has no tokens: use a timm ViT of width 32'): load_tokens(nn.Sequential(nn.Conv2d(1,1,1)), tmp_path/'t.safetensors')
