@@ -94,3 +94,6 @@ def test_cards_table():
 def test_a_learner_with_a_small_model_is_exported_with_its_card(tmp_path):
     dls = fashion_mnist(n_train=64, n_valid=64); l = Learner(dls, small_model('vit', data=dls), path=tmp_path)
     l.export('m.pkl'); assert load_learner(tmp_path/'m.pkl').model.card==l.model.card
+
+def test_evaluation_mode_with_and_without_weights():
+    for w in (True,False): assert not any(o.training for o in small_model('xcit', data='fashion_mnist', weights=w).modules())
