@@ -69,7 +69,7 @@ def _data_name(data):
     if name not in _DATA: raise ValueError(f'data must be one of {list(_DATA)}, or DataLoaders of one of them from this library, got {name or type(data).__name__!r}')
     return name
 
-# %% ../nbs/00c_models.ipynb #5dba3fdc
+# %% ../nbs/00c_models.ipynb #79e286c4
 def small_model(
     name:str='vit', # `'vit'`, `'vit_reg4'` or `'xcit'`
     robust:bool=False, # The one trained against PGD?
@@ -82,7 +82,7 @@ def small_model(
     m = Normalized(net, _DATA[data]['mean'], _DATA[data]['std']).eval()
     if not weights: return m
     if key not in _cards(): raise ValueError(f'{name} for {data} has no {"robust" if robust else "plain"} weights, there are: {", ".join(_cards())}')
-    m.card = AttrDict(_cards()[key])
+    m.card = AttrDict(deepcopy(_cards()[key]))
     net.load_state_dict(_read(key, m.card))
     return m
 

@@ -97,3 +97,7 @@ def test_a_learner_with_a_small_model_is_exported_with_its_card(tmp_path):
 
 def test_evaluation_mode_with_and_without_weights():
     for w in (True,False): assert not any(o.training for o in small_model('xcit', data='fashion_mnist', weights=w).modules())
+
+def test_cards_share_nothing():
+    a = small_model('vit', data='fashion_mnist'); was = a.card['recipe']['lr']; a.card['recipe']['lr'] = 99
+    assert small_model('vit', data='fashion_mnist').card['recipe']['lr']==was
