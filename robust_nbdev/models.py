@@ -39,11 +39,15 @@ def _net(name, data):
     m.patch_embed.img_size = (d['img_size'],)*2
     return xcit_stem(m, patch)
 
-# %% ../nbs/00c_models.ipynb #cba7a593
+# %% ../nbs/00c_models.ipynb #796d68cc
 def _folder(): return files('robust_nbdev')/'data'
 
 @lru_cache
-def _cards(): return json.loads((_folder()/'models.json').read_text(encoding='utf-8'))
+def _cards():
+    "The card of each file"
+    try: return json.loads((_folder()/'models.json').read_text(encoding='utf-8'))
+    except OSError as e: raise FileNotFoundError(f'models.json, the cards of the small models, is not in the package ({_folder()}): install robust-nbdev again') from e
+    except ValueError as e: raise ValueError(f'models.json, the cards of the small models, is damaged: {e}; install robust-nbdev again') from e
 
 def _key(name, robust, data): return f'{data}_{name}'+'_robust'*robust
 

@@ -101,3 +101,10 @@ def test_evaluation_mode_with_and_without_weights():
 def test_cards_share_nothing():
     a = small_model('vit', data='fashion_mnist'); was = a.card['recipe']['lr']; a.card['recipe']['lr'] = 99
     assert small_model('vit', data='fashion_mnist').card['recipe']['lr']==was
+
+def test_damaged_and_missing_cards_have_errors(tmp_path, monkeypatch):
+    monkeypatch.setattr(M, '_folder', lambda: tmp_path); read = M._cards.__wrapped__
+    with pytest.raises(FileNotFoundError, match='install robust-nbdev again'): read()
+    for b in (b'', (DATA/'models.json').read_bytes()[:300], b'\xff\xfe'):
+        (tmp_path/'models.json').write_bytes(b)
+        with pytest.raises(ValueError, match='damaged.*install robust-nbdev again'): read()
