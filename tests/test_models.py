@@ -108,3 +108,7 @@ def test_damaged_and_missing_cards_have_errors(tmp_path, monkeypatch):
     for b in (b'', (DATA/'models.json').read_bytes()[:300], b'\xff\xfe'):
         (tmp_path/'models.json').write_bytes(b)
         with pytest.raises(ValueError, match='damaged.*install robust-nbdev again'): read()
+
+def test_half_weights_keep_buffers_and_copy_parameters():
+    m = torch.nn.BatchNorm1d(3); m.running_var.fill_(1e-8); h = M.half_weights(m)
+    assert h['running_var'].dtype==torch.float32 and (h['running_var']==torch.tensor(1e-8)).all() and h['weight'].dtype==torch.float16 and h['num_batches_tracked'].dtype==torch.int64
