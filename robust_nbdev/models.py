@@ -39,7 +39,7 @@ def _net(name, data):
     m.patch_embed.img_size = (d['img_size'],)*2
     return xcit_stem(m, patch)
 
-# %% ../nbs/00c_models.ipynb #796d68cc
+# %% ../nbs/00c_models.ipynb #cba7a593
 def _folder(): return files('robust_nbdev')/'data'
 
 @lru_cache
@@ -73,7 +73,7 @@ def _data_name(data):
     if name not in _DATA: raise ValueError(f'data must be one of {list(_DATA)}, or DataLoaders of one of them from this library, got {name or type(data).__name__!r}')
     return name
 
-# %% ../nbs/00c_models.ipynb #79e286c4
+# %% ../nbs/00c_models.ipynb #bdbdc922
 def small_model(
     name:str='vit', # `'vit'`, `'vit_reg4'` or `'xcit'`
     robust:bool=False, # The one trained against PGD?

@@ -25,7 +25,7 @@ from fastai.basics import *
 from fastai.callback.core import GatherPredsCallback
 from fastai.callback.mixup import MixHandler
 
-# %% ../nbs/02_robust_tokens.ipynb #878af2b6
+# %% ../nbs/02_robust_tokens.ipynb #279a174e
 class FeatCos:
     "Mean of 1 - cosine between features and their targets: the loss of a training without labels"
     clean,y_int,__name__ = True,True,'feat_cos'
@@ -93,7 +93,7 @@ class RandomTokens(Wrapper):
         w = tokens_of(self.model).weight
         with use_tokens(self.model, self.std*torch.randn(len(x), self.n, w.shape[-1], dtype=w.dtype, device=w.device)): return self.model(x)
 
-# %% ../nbs/02_robust_tokens.ipynb #467bc860
+# %% ../nbs/02_robust_tokens.ipynb #eb203769
 @dataclass(frozen=True, repr=False)
 class TokenAttack(PGD):
     "Signed steps in normalised space on the features' cosine and the pixels' squared error, rounded to 8 bits; see `token_attack`"
@@ -151,7 +151,7 @@ def _best(self:TokenAttack, obj, x, seed):
     if self.bits=='inside': return to_8bit(x_adv, x)
     return x_adv if self.bits is None else (255*x_adv+1e-3).floor()/255
 
-# %% ../nbs/02_robust_tokens.ipynb #2bf35345
+# %% ../nbs/02_robust_tokens.ipynb #1deffa87
 def token_attack(
     model:nn.Module=None, # A model inside `Normalized`, whose deviations are taken; None: ImageNet's, with which the authors normalise for every backbone
     eps:float=8/255, # Radius in *normalised* units, here alone
@@ -167,7 +167,7 @@ def token_attack(
     std = tuple(std.flatten().tolist()) if isinstance(std, Tensor) else tuple(std) if is_iter(std) else (std,)
     return TokenAttack(eps*max(std), alpha=step*max(std), steps=steps, std=std, **kw)
 
-# %% ../nbs/02_robust_tokens.ipynb #3d8bda26
+# %% ../nbs/02_robust_tokens.ipynb #ab47052d
 class RobustTokens(AdvTrain):
     "Train the extra tokens alone, without labels: features of clean and of attacked images are to stay those of the plain backbone"
     order,run_valid,_stateattrs = AdvCallback.order-.5,True,('extra','target','now','seen')      # before AdvValid
@@ -197,7 +197,7 @@ class RobustTokens(AdvTrain):
         "The cosine that the Learner's loss takes the mean of"
         return feat_cos(f.float(), f0.float(), getattr(self.base_loss,'axis',1))
 
-# %% ../nbs/02_robust_tokens.ipynb #4329d956
+# %% ../nbs/02_robust_tokens.ipynb #32c4a997
 @patch
 def before_train(self:RobustTokens):
     "Only tokens may train; and nothing but the weights may change in the model's answer, so evaluation mode"
@@ -239,7 +239,7 @@ def against(self:RobustTokens,
 
 def _towards(loss, f0, f, _): return loss(f, f0)
 
-# %% ../nbs/02_robust_tokens.ipynb #2b3a4389
+# %% ../nbs/02_robust_tokens.ipynb #1d1dfdaf
 @patch
 def after_pred(self:RobustTokens):
     "The clean half stays the prediction; the attacked half becomes the second term"
@@ -261,7 +261,7 @@ def df(self:RobustTokens):
     d = pd.DataFrame(torch.stack(list(self.seen)).cpu().numpy() if self.seen else [], columns=['inv','adv'])
     return d.assign(total=d.inv+d.adv)
 
-# %% ../nbs/02_robust_tokens.ipynb #69de8236
+# %% ../nbs/02_robust_tokens.ipynb #fd389229
 def save_tokens(
     model:nn.Module, # A model after `add_tokens`
     fname, # A file, `.safetensors`
@@ -280,7 +280,7 @@ def _read(f):
         with safe_open(f, 'pt') as h: return {k:h.get_tensor(k) for k in h.keys()},h.metadata() or {}
     except Exception as e: raise ValueError(f'{f.name}, {f.stat().st_size} bytes, is damaged or holds more than tensors, which weights_only=True does not open: {type(e).__name__}: {str(e).split(". ")[0].strip()[:200]}') from e
 
-# %% ../nbs/02_robust_tokens.ipynb #d52954e6
+# %% ../nbs/02_robust_tokens.ipynb #bf29a3fa
 def read_tokens(
     fname, # A file of `save_tokens`; or `.pt`: the authors' `{'rtokens': [1,n,D]}`, or a whole checkpoint of theirs with that key
 )->tuple: # Tokens [1,n,D], remarks of `save_tokens`
@@ -297,7 +297,7 @@ def read_tokens(
     if not w.isfinite().all(): raise ValueError(f'{f.name}: {int((~w.isfinite()).sum())} of {w.numel()} numbers are not finite')
     return w.detach(),about
 
-# %% ../nbs/02_robust_tokens.ipynb #045defb8
+# %% ../nbs/02_robust_tokens.ipynb #7ddd5616
 _WIDTH = {192:'ViT-Ti', 384:'ViT-S', 768:'ViT-B', 1024:'ViT-L', 1280:'ViT-H', 1536:'ViT-G'}
 def _width(d): return f'{d}'+(f' ({_WIDTH[d]})' if d in _WIDTH else '')
 
@@ -385,7 +385,7 @@ class SegProbe(Probe):
         "Logits at the size of the images"
         return F.interpolate(z, x.shape[-2:], mode='bilinear')
 
-# %% ../nbs/02_robust_tokens.ipynb #022a1917
+# %% ../nbs/02_robust_tokens.ipynb #a704bdc6
 def _frozen_features(probe, dl):
     "Features and targets of a whole loader, computed once"
     dev = next(probe.parameters()).device
@@ -416,7 +416,7 @@ def fit_head(
     with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(epochs, lr)
     return probe.eval()
 
-# %% ../nbs/02_robust_tokens.ipynb #dbdfd339
+# %% ../nbs/02_robust_tokens.ipynb #44a5cdaf
 def mask_ce(
     masks:Tensor, # Class of each pixel [B,H,W]; 255: ignored
 )->Callable: # A loss for attacks on images with these masks; called without labels
@@ -443,7 +443,7 @@ def miou(
     if not per_image: inter,union = inter.sum(0, keepdim=True),union.sum(0, keepdim=True)
     return (inter/union).nanmean(1).nanmean().item()
 
-# %% ../nbs/02_robust_tokens.ipynb #775cda62
+# %% ../nbs/02_robust_tokens.ipynb #5c45091a
 class TokenSets(Wrapper):
     "A model with several sets of tokens, one of which is drawn for each image at each call"
     def forward(self,
@@ -466,7 +466,7 @@ def token_sets(
     t.weight = nn.Parameter(torch.cat([t.weight.detach(), std*torch.randn_like(t.weight.expand(int(k)-1,-1,-1))]))
     return TokenSets(model)
 
-# %% ../nbs/02_robust_tokens.ipynb #84acd978
+# %% ../nbs/02_robust_tokens.ipynb #5d111b41
 def largest_activations(
     model:nn.Module, # A timm transformer, maybe inside wrappers
     x:Tensor, # Images [B,C,H,W] in [0,1]
