@@ -488,7 +488,7 @@ def scale_report(
     n:int=None, # Images from the start of the data; None: all
     bs:int=128, # Batch size, where `data` are tensors
     seed:int=0, # Of the attacks
-    twice:bool=True, # Add what the inner attack does on the model with a second random start: the control at equal cost
+    twice:bool=True, # Add what the inner attack does on the model with a second random start: the control at equal cost (FGSM draws nothing, so there it is `plain` again)
 )->pd.DataFrame: # A row per attack, % of all images; `.attrs`: n and seed
     "The numbers of `two_models` over a dataset, misclassified images counted as wrong"
     named = attacks if isinstance(attacks, dict) else {repr(a):a for a in L(attacks)}

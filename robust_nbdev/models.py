@@ -43,7 +43,11 @@ def _net(name, data):
 def _folder(): return files('robust_nbdev')/'data'
 
 @lru_cache
-def _cards(): return json.loads((_folder()/'models.json').read_text(encoding='utf-8'))
+def _cards():
+    "The card of each file"
+    try: return json.loads((_folder()/'models.json').read_text(encoding='utf-8'))
+    except OSError as e: raise FileNotFoundError(f'models.json, the cards of the small models, is not in the package ({_folder()}): install robust-nbdev again') from e
+    except ValueError as e: raise ValueError(f'models.json, the cards of the small models, is damaged: {e}; install robust-nbdev again') from e
 
 def _key(name, robust, data): return f'{data}_{name}'+'_robust'*robust
 
@@ -79,12 +83,12 @@ def small_model(
     "A small pretrained transformer; raises ValueError for a name that does not exist or a damaged file, FileNotFoundError for a missing one"
     data = _data_name(data)
     net,key = _net(name, data),_key(name, robust, data)
-    m = Normalized(net, _DATA[data]['mean'], _DATA[data]['std'])
+    m = Normalized(net, _DATA[data]['mean'], _DATA[data]['std']).eval()
     if not weights: return m
     if key not in _cards(): raise ValueError(f'{name} for {data} has no {"robust" if robust else "plain"} weights, there are: {", ".join(_cards())}')
-    m.card = AttrDict(_cards()[key])
+    m.card = AttrDict(deepcopy(_cards()[key]))
     net.load_state_dict(_read(key, m.card))
-    return m.eval()
+    return m
 
 # %% ../nbs/00c_models.ipynb #19c5a18b
 def small_dls(

@@ -34,6 +34,7 @@ class FeatCos:
         reduction:str='mean', # `'mean'`, `'sum'` or `'none'`: one number per image [B]
     ):
         if reduction not in ('mean','sum','none'): raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+        if axis not in (1,2,-1): raise ValueError(f'axis must be 1 (tokens) or -1 (features of each token), got {axis!r}')
         store_attr()
     def __call__(self,
         f:Tensor, # Features [B,T,D]
@@ -107,7 +108,8 @@ class TokenAttack(PGD):
         super().__post_init__()
         if self.norm!='Linf': raise ValueError(f'TokenAttack is an attack in Linf, got {self.norm}')
         if self.bits not in ('floor','inside',None): raise ValueError(f"bits must be 'floor', 'inside' or None, got {self.bits!r}")
-        self._set(std=tuple(float(o) for o in self.std))
+        self._set(std=tuple(float(o) for o in (self.std if is_iter(self.std) else [self.std])))
+        if not self.std or min(self.std)<=0: raise ValueError(f'std are the positive numbers that the model divides its channels by, got {self.std}')
     @property
     def name(self): return '_'.join([f'token_attack{self.steps}', *([self.loss.__name__] if self.loss not in (feat_cos,None) and hasattr(self.loss,'__name__') else [])])
 
@@ -159,8 +161,10 @@ def token_attack(
 )->TokenAttack: # With 30 steps, unless told otherwise
     "The authors' attack with their settings; its `eps` is that of the widest channel, in pixel units"
     norm = None if model is None else first(m for m in model.modules() if isinstance(m, Normalized))
-    if model is not None and norm is None: raise ValueError(f'{type(model).__name__} is not inside Normalized, so its deviations are not known: token_attack(std=(...))')
-    std = kw.pop('std', None) or ((.229,.224,.225) if norm is None else tuple(norm.std.flatten().tolist()))
+    std = kw.pop('std', None)
+    if std is None and model is not None and norm is None: raise ValueError(f'{type(model).__name__} is not inside Normalized, so its deviations are not known: token_attack(std=(...))')
+    if std is None: std = (.229,.224,.225) if norm is None else norm.std
+    std = tuple(std.flatten().tolist()) if isinstance(std, Tensor) else tuple(std) if is_iter(std) else (std,)
     return TokenAttack(eps*max(std), alpha=step*max(std), steps=steps, std=std, **kw)
 
 # %% ../nbs/02_robust_tokens.ipynb #ab47052d
@@ -176,7 +180,7 @@ class RobustTokens(AdvTrain):
         **fields, # Other fields of the attack that follow a number or a schedule
     ):
         self.begin(attack, eps, fields)
-        if isinstance(attack, Attack) and not getattr(attack.loss or kl,'clean',False): raise ValueError(f'tokens train without labels, and {attack.loss.__name__} needs them: give the attack loss=feat_cos')
+        if isinstance(attack, Attack) and not getattr(attack.loss or (kl if attack.takes_loss else None),'clean',False): raise ValueError(f'tokens train without labels, and {getattr(attack.loss,"__name__",repr(attack))} needs them: give an attack with loss=feat_cos, such as PGD(8/255, loss=feat_cos)')
         self.adv_weight,self.through = adv_weight,through
 
     def inner(self,
@@ -203,8 +207,9 @@ def before_train(self:RobustTokens):
     other = [n for n,p in self.victim.named_parameters() if p.requires_grad and id(p) not in own]
     if other: raise ValueError(f'{len(other)} parameters besides the tokens would train, such as {other[0]}: Learner(..., splitter=token_splitter, train_bn=False), then learn.freeze()')
     if not t.weight.requires_grad: raise ValueError('the tokens are frozen: Learner(..., splitter=token_splitter), then learn.freeze()')
+    if not isinstance(self.base_loss, FeatCos): raise ValueError(f'tokens are trained on features, Learner(..., loss_func=FeatCos()), got the loss {self.base_loss!r}')
     self.learn.model.eval()
-    if self.epoch==0: self.seen = []
+    if (self.epoch==0 or not self.seen) and not hasattr(self.learn,'lr_finder'): self.seen = []
 
 @patch(as_prop=True)
 def attacks(self:RobustTokens):
@@ -214,7 +219,8 @@ def attacks(self:RobustTokens):
 @patch
 def before_batch(self:RobustTokens):
     "Clean targets, once; attacked images; both halves in one batch"
-    x = check_images(self.x, self.victim)
+    if len(self.xb)!=1: raise ValueError(f'attacks need a model with one input tensor, this batch has {len(self.xb)}')
+    x,self.extra = check_images(self.x, self.victim),None
     with self.amp(), torch.no_grad(), no_tokens(self.victim): f0 = check_logits(self.victim(x), x)
     self.learn.yb,self.target = (f0,),f0 if self.attacks else None
     for c in self.learn.cbs:
@@ -246,7 +252,7 @@ def after_pred(self:RobustTokens):
 @patch
 def after_batch(self:RobustTokens):
     "Note the two similarities"
-    if self.training and self.now is not None: self.seen.append(self.now)
+    if self.training and self.now is not None and not hasattr(self.learn,'lr_finder'): self.seen.append(self.now)
     self.now = self.target = None
 
 @patch(as_prop=True)
@@ -269,10 +275,10 @@ def save_tokens(
 def _read(f):
     "Tensors and remarks in a file"
     if not f.is_file(): raise FileNotFoundError(f'there is no file {f}')
-    if f.suffix=='.safetensors':
+    try:
+        if f.suffix!='.safetensors': return torch.load(f, map_location='cpu', weights_only=True),{}
         with safe_open(f, 'pt') as h: return {k:h.get_tensor(k) for k in h.keys()},h.metadata() or {}
-    try: return torch.load(f, map_location='cpu', weights_only=True),{}
-    except Exception as e: raise ValueError(f'{f.name} is not a file of tensors that torch.load(weights_only=True) takes: {str(e).splitlines()[0]}') from e
+    except Exception as e: raise ValueError(f'{f.name}, {f.stat().st_size} bytes, is damaged or holds more than tensors, which weights_only=True does not open: {type(e).__name__}: {str(e).split(". ")[0].strip()[:200]}') from e
 
 # %% ../nbs/02_robust_tokens.ipynb #bf29a3fa
 def read_tokens(
@@ -287,7 +293,7 @@ def read_tokens(
     rest = [k for k in keys if k not in own and not (own==['rtokens'] and str(k).startswith('model.'))]
     if len(own)!=1 or rest: raise ValueError(f"{f.name} should hold 'tokens' (ours) or 'rtokens' (the authors') alone, it holds {keys[:4] if keys else type(d).__name__}{', ...' if len(keys)>4 else ''}")
     w = d[own[0]]
-    if not isinstance(w, Tensor) or w.ndim!=3 or not w.is_floating_point(): raise ValueError(f'{f.name}: tokens are floats [1,n,D], got {list(w.shape) if isinstance(w, Tensor) else type(w).__name__}')
+    if not isinstance(w, Tensor) or w.ndim!=3 or not w.is_floating_point() or not w.numel(): raise ValueError(f'{f.name}: tokens are floats [1,n,D], got {list(w.shape) if isinstance(w, Tensor) else type(w).__name__}')
     if not w.isfinite().all(): raise ValueError(f'{f.name}: {int((~w.isfinite()).sum())} of {w.numel()} numbers are not finite')
     return w.detach(),about
 
@@ -303,6 +309,7 @@ def load_tokens(
     "Give a model tokens from a file; raises ValueError if they do not fit to the last axis"
     w,about = read_tokens(fname); m = unwrap(model)
     t,d,name = getattr(m,'extra_tokens',None),getattr(m,'embed_dim',None),Path(fname).name
+    if d is None: raise TypeError(f'{type(m).__name__} has no tokens: use a timm ViT of width {_width(w.shape[-1])}')
     if w.shape[-1]!=d: raise ValueError(f'{name} has tokens of width {_width(w.shape[-1])}, the model is {_width(d)} wide: they belong to another backbone')
     if t is not None and t.weight.shape!=w.shape: raise ValueError(f'{name} has tokens {list(w.shape)}, the model has {list(t.weight.shape)}: remove_tokens(model) first')
     if t is None:
@@ -390,7 +397,8 @@ def seg_loss(
     y:Tensor, # Masks [B,H,W], integers
 )->Tensor: # The mean over all pixels
     "Cross-entropy of each pixel, the logits brought to the size of the masks; 255 is ignored"
-    return F.cross_entropy(F.interpolate(z, y.shape[-2:], mode='bilinear') if z.shape[-2:]!=y.shape[-2:] else z, y, ignore_index=255)
+    if z.shape[-2:]!=y.shape[-2:]: z = F.interpolate(z, y.shape[-2:], mode='bilinear')
+    return F.cross_entropy(z, y.long(), ignore_index=255) if (y!=255).any() else 0.*z.sum()      # without pixels there is no mean
 
 def fit_head(
     probe:Probe, # Its head is trained, its backbone is not touched
@@ -413,7 +421,7 @@ def mask_ce(
     masks:Tensor, # Class of each pixel [B,H,W]; 255: ignored
 )->Callable: # A loss for attacks on images with these masks; called without labels
     "The mean cross-entropy over an image's pixels, as an attack's loss"
-    def mask_ce(z, _): return F.cross_entropy(z, masks, ignore_index=255, reduction='none').flatten(1).mean(1)
+    def mask_ce(z, _): return F.cross_entropy(z, masks.to(z.device).long(), ignore_index=255, reduction='none').flatten(1).mean(1)
     return mask_ce
 
 def iou_counts(
@@ -433,7 +441,7 @@ def miou(
 )->float: # Between 0 and 1
     "Mean intersection over union of the classes that occur"
     if not per_image: inter,union = inter.sum(0, keepdim=True),union.sum(0, keepdim=True)
-    return (inter/union).nanmean(1).mean().item()
+    return (inter/union).nanmean(1).nanmean().item()
 
 # %% ../nbs/02_robust_tokens.ipynb #5c45091a
 class TokenSets(Wrapper):
@@ -455,7 +463,7 @@ def token_sets(
     "Give the model `k` sets of `n` tokens; train them together with `RobustTokens`"
     if k!=int(k) or k<1: raise ValueError(f'k must be a whole number >= 1, got {k}')
     t = tokens_of(add_tokens(model, n, out, std))
-    t.weight = nn.Parameter(torch.cat([t.weight.detach(), std*torch.randn_like(t.weight.expand(k-1,-1,-1))]))
+    t.weight = nn.Parameter(torch.cat([t.weight.detach(), std*torch.randn_like(t.weight.expand(int(k)-1,-1,-1))]))
     return TokenSets(model)
 
 # %% ../nbs/02_robust_tokens.ipynb #5d111b41
@@ -475,5 +483,6 @@ def feature_cosine(
     bs:int=100, # Batch size
 )->Tensor: # [N]
     "The cosine between the features of each clean image and those of the attacked one"
+    if len(x)!=len(x_adv): raise ValueError(f'{len(x)} clean images and {len(x_adv)} attacked ones: give the same number of both')
     both = lambda a,b: model(torch.cat([a,b])).chunk(2) if clean is None else (clean(a),model(b))
-    with attack_mode(model), torch.no_grad(): return torch.cat([1-feat_cos(*[o.float() for o in both(a,b)], axis) for a,b in zip(x.split(bs), x_adv.split(bs))])
+    with attack_mode(model), attack_mode(clean), torch.no_grad(): return torch.cat([1-feat_cos(*[o.float() for o in both(a,b)], axis) for a,b in zip(x.split(bs), x_adv.split(bs))])

@@ -526,3 +526,17 @@ def test_paper_scale(name, size):
     m = Normalized(timm.create_model(name, num_classes=100)); x,y = torch.rand(1,3,size,size),torch.tensor([3]); A = AAS(PGD(8/255, steps=1), ascent=1)
     x_adv = A(m, x, y); assert x_adv.shape==x.shape and robust_report(m, (x,predict(m, x)), [A], bs=1).rows[1]['n']==1
     opt = torch.optim.SGD(m.parameters(), .1, momentum=.9); add_scales(m, A.but(per='batch').scales(m, x)); F.cross_entropy(m(x_adv), y).backward(); nn.utils.clip_grad_norm_(m.parameters(), 1.); opt.step(); assert m(x).isfinite().all()
+
+def test_an_ensemble_goes_on_after_the_scaled_model_has_failed():
+    "An image that no longer fools the scaled model's judge may fool the model's: both columns are those of all members together"
+    x,y = planted_images(8); m = planted_vit(3); members = [PGD(.1, steps=1, alpha=1e-3, rand=False),PGD(.1, steps=20)]; A = Scaled(WorstCase(members), .3)
+    v = two_models(m, x, y, A); victim = A.scaled(m, x, y); ok = lambda f,o: predict(f, o)==y
+    xs = [Scaled(a, .3).craft(victim, x, y, 0) for a in members]
+    assert torch.equal(v['transferred'], ok(m,x)&ok(m,xs[0])&ok(m,xs[1])) and torch.equal(v['on_scaled'], ok(victim,x)&ok(victim,xs[0])&ok(victim,xs[1]))
+    only = two_models(m, x, y, Scaled(members[1], .3)); assert (v['transferred']<=only['transferred']).all()
+    same = two_models(m, x, y, Scaled(WorstCase(members[::-1]), .3)); assert all(torch.equal(v[k], same[k]) for k in v)      # the order of the members is nothing
+def test_twice_is_no_control_without_a_random_start():
+    t = scale_report(tv(), data(), Scaled(FGSM(.1), .5)).iloc[0]; assert t.twice==t.plain
+def test_the_period_counts_from_each_fit():
+    l = learner([AASTrain(period=2, aas=AAS(FGSM(), ascent=1))]); l.fit(1, 1e-3); l.fit(1, 1e-3); assert not len(l.aas_train.df) and (scales_of(l.model)==1).all()
+    l.fit(2, 1e-3); assert l.aas_train.df.epoch.tolist()==[2]

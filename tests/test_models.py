@@ -94,3 +94,37 @@ def test_cards_table():
 def test_a_learner_with_a_small_model_is_exported_with_its_card(tmp_path):
     dls = fashion_mnist(n_train=64, n_valid=64); l = Learner(dls, small_model('vit', data=dls), path=tmp_path)
     l.export('m.pkl'); assert load_learner(tmp_path/'m.pkl').model.card==l.model.card
+
+def test_evaluation_mode_with_and_without_weights():
+    for w in (True,False): assert not any(o.training for o in small_model('xcit', data='fashion_mnist', weights=w).modules())
+
+def test_cards_share_nothing():
+    a = small_model('vit', data='fashion_mnist'); was = a.card['recipe']['lr']; a.card['recipe']['lr'] = 99
+    assert small_model('vit', data='fashion_mnist').card['recipe']['lr']==was
+
+def test_damaged_and_missing_cards_have_errors(tmp_path, monkeypatch):
+    monkeypatch.setattr(M, '_folder', lambda: tmp_path); read = M._cards.__wrapped__
+    with pytest.raises(FileNotFoundError, match='install robust-nbdev again'): read()
+    for b in (b'', (DATA/'models.json').read_bytes()[:300], b'\xff\xfe'):
+        (tmp_path/'models.json').write_bytes(b)
+        with pytest.raises(ValueError, match='damaged.*install robust-nbdev again'): read()
+
+def test_half_weights_keep_buffers_and_copy_parameters():
+    m = torch.nn.BatchNorm1d(3); m.running_var.fill_(1e-8); h = M.half_weights(m)
+    assert h['running_var'].dtype==torch.float32 and (h['running_var']==torch.tensor(1e-8)).all() and h['weight'].dtype==torch.float16 and h['num_batches_tracked'].dtype==torch.int64
+
+def tool():
+    import importlib.util
+    spec = importlib.util.spec_from_file_location('train_checkpoints', Path(__file__).resolve().parents[1]/'tools'/'train_checkpoints.py')
+    m = importlib.util.module_from_spec(spec); spec.loader.exec_module(m); return m
+def test_a_card_has_the_number_of_images_that_were_attacked(tmp_path, monkeypatch):
+    "AutoAttack on 500 of 8 images is AutoAttack on 8"
+    t = tool(); monkeypatch.setattr(t, 'dataset', lambda data, n_valid=16, **kw: fashion_mnist(n_train=16, n_valid=n_valid, bs=8))
+    def report(model, dl, attacks, n=None, bs=None): return t.Row(rows=[dict(accuracy=.5, n=min(n or dl.n, dl.n))]*2)
+    monkeypatch.setattr(t, 'robust_report', report)
+    c = t.measured('fashion_mnist_vit', tmp_path, 8, 500, 8, 'cpu'); assert (c['clean_n'],c['pgd50_n'],c['aa_n'])==(16,8,8)
+    assert t.measured('fashion_mnist_vit', tmp_path, 8, 0, 8, 'cpu')['aa_n'] is None
+def test_names_of_checkpoints_are_checked_before_any_is_trained(tmp_path, monkeypatch):
+    t,got = tool(),[]; monkeypatch.setattr(t, 'train', lambda *args: got.append(args))
+    with pytest.raises(SystemExit, match='nope'): t.main('fashion_mnist_vit,nope', out=tmp_path)
+    assert not got

@@ -418,3 +418,77 @@ def test_paper_profile():
     with l.no_bar(), l.no_logging(): l.fit(1, 1e-3)
     assert changed(m, before)==ONLY and m(images(2, 3, s.size)).shape==(2,257,384)
     x = images(2, 3, s.size); c = feature_cosine(m, x, token_attack(m, steps=1)(WithoutTokens(m), x)); assert c.shape==(2,) and c.isfinite().all()
+
+def test_damaged_and_empty_files(tmp_path):
+    "An interrupted download, a Git LFS pointer, no tokens: ValueError with the file's name, and no advice to run code"
+    a = tmp_path/'t.safetensors'; save_tokens(with_tokens(), a); b = a.read_bytes()
+    torch.save({'rtokens':torch.randn(1,2,32)}, tmp_path/'r.pt'); c = (tmp_path/'r.pt').read_bytes()
+    lfs = b'version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n'
+    for name,data in (('0.safetensors',b''), ('1.safetensors',b[:-10]), ('2.safetensors',lfs), ('0.pt',b''), ('1.pt',c[:-100]), ('2.pt',lfs)):
+        (tmp_path/name).write_bytes(data)
+        with pytest.raises(ValueError, match=f'^{name}, {len(data)} bytes, is damaged') as e: read_tokens(tmp_path/name)
+        assert 'to `False`' not in str(e.value)
+    for shape in ((1,0,32),(0,4,32),(1,4,0)):
+        torch.save({'rtokens':torch.zeros(shape)}, tmp_path/'e.pt'); m = tiny_vit()
+        with pytest.raises(ValueError, match='tokens are floats'): load_tokens(m, tmp_path/'e.pt')
+        assert not hasattr(m.model,'extra_tokens')
+
+def test_a_fit_that_begins_later_has_a_curve():
+    l = learner(dls=synth_dls(16, bs=8)); l.fit(2, 1e-3, start_epoch=1); assert len(l.robust_tokens.df)==2
+def test_lr_find_keeps_the_curve():
+    import fastai.callback.schedule
+    l = learner(dls=synth_dls(16, bs=8)); l.fit(1, 1e-3); d = l.robust_tokens.df
+    with l.no_bar(): l.lr_find(num_it=2, show_plot=False)
+    assert l.robust_tokens.df.equals(d)
+
+def test_what_an_interrupted_batch_leaves_is_in_no_later_loss():
+    class Stop(Callback):
+        order = RobustTokens.order+1
+        def after_pred(self): raise KeyboardInterrupt
+    l = learner([Stop()], dls=synth_dls(16, bs=8))
+    with pytest.raises(KeyboardInterrupt): l.fit(1)
+    l.remove_cb(Stop); p,t,v = l.get_preds(with_loss=True); assert torch.allclose(v, FeatCos(reduction='none')(p, t), atol=1e-6)
+
+def test_two_inputs_are_refused():
+    dl = DataLoader([(TensorImageBW(o),TensorImageBW(o),torch.tensor(0)) for o in images(8)], bs=8)
+    l = Learner(DataLoaders(dl, dl), with_tokens(), loss_func=FeatCos(), splitter=token_splitter, train_bn=False, cbs=RobustTokens(FEAT2)); l.freeze()
+    with pytest.raises(ValueError, match='one input tensor, this batch has 2'), l.no_bar(): l.fit(1)
+
+def test_another_loss_is_refused():
+    for lf in (CrossEntropyLossFlat(), lambda a,b: F.mse_loss(a,b)):
+        with pytest.raises(ValueError, match=r'loss_func=FeatCos\(\)'): learner(dls=synth_dls(16, bs=8), loss_func=lf).fit(1)
+
+@pytest.mark.parametrize('a', [Square(.1, queries=5), FAB(.1, steps=2)], ids=['square','fab'])
+def test_attacks_without_a_loss_of_features_are_refused(a):
+    with pytest.raises(ValueError, match='needs them'): RobustTokens(a)
+
+def test_a_float_number_of_sets(): assert tokens_of(token_sets(tiny_vit(num_classes=4), 3., 2)).weight.shape==(3,2,32)
+
+def test_token_attack_takes_deviations_in_any_form():
+    for std in (torch.tensor([.2,.1,.2]).view(-1,1,1), [.2,.1,.2], (.2,.1,.2)): assert token_attack(std=std).std==pytest.approx((.2,.1,.2)) and TokenAttack(std=std).std==pytest.approx((.2,.1,.2))
+    assert token_attack(std=.5).std==(.5,) and token_attack(tiny_vit().model, std=(.5,)).eps==pytest.approx(4/255)
+    for std in ((0.,0.,0.), (.2,-.1,.2), ()):
+        with pytest.raises(ValueError, match='positive|empty'): TokenAttack(std=std)
+
+def test_a_cosine_over_the_batch_is_refused():
+    for axis in (0,-3,None):
+        with pytest.raises(ValueError, match='axis must be'): FeatCos(axis)
+
+def test_feature_cosine_by_hand():
+    m,other,x,xa = with_tokens(),with_tokens(proj_drop_rate=.5, seed=3).train(),images(5),images(5, seed=1); c = lambda a,b,d: F.cosine_similarity(a, b, dim=d).mean(1)
+    for axis in (1,-1):
+        assert torch.allclose(feature_cosine(m, x, xa, axis, bs=2), c(m(x), m(xa), axis), atol=1e-5)
+        got = feature_cosine(m, x, xa, axis, clean=other, bs=2); assert other.training; other.eval()
+        assert torch.allclose(got, c(other(x), m(xa), axis), atol=1e-5); other.train()                 # in evaluation mode, as the model
+    with pytest.raises(ValueError, match='5 clean images and 4'): feature_cosine(m, x, xa[:4], bs=4)
+
+def test_masks_of_any_integer_type_and_without_pixels():
+    torch.manual_seed(0); z,y = torch.randn(2,3,4,4),torch.randint(0,3,(2,4,4)); y[0,:2] = 255
+    for t in (torch.uint8, torch.int32, torch.int64):
+        assert torch.equal(seg_loss(z, y.to(t)), F.cross_entropy(z, y, ignore_index=255)) and torch.equal(mask_ce(y.to(t))(z, None), mask_ce(y)(z, None))
+    y[0] = 255; w = z[:1].clone().requires_grad_(); v = seg_loss(w, y[:1]); v.backward(); assert v==0 and (w.grad==0).all()
+    assert miou(*iou_counts(z, y), per_image=True)==pytest.approx(miou(*iou_counts(z[1:], y[1:]), per_image=True))
+
+def test_tokens_into_a_cnn(tmp_path):
+    save_tokens(with_tokens(), tmp_path/'t.safetensors')
+    with pytest.raises(TypeError, match='Sequential has no tokens: use a timm ViT of width 32'): load_tokens(nn.Sequential(nn.Conv2d(1,1,1)), tmp_path/'t.safetensors')

@@ -116,7 +116,7 @@ def measured(key, out, n, n_aa, bs, device):
     rows = robust_report(model, few.valid, [PGD(eps, steps=50)], bs=bs).rows
     aa = robust_report(model, few.valid, [AutoAttack(eps)], n=n_aa, bs=bs).rows[-1] if n_aa else {}
     x = few.valid.one_batch()[0][:1]
-    return dict(robust=robust, data=data, eps=eps, clean=round(clean,4), clean_n=dls.valid.n, pgd50=rows[1]['accuracy'], pgd50_n=n, aa=aa.get('accuracy'), aa_n=n_aa or None, params=sum(p.numel() for p in model.parameters()), flops=flops(model, x.as_subclass(Tensor)))
+    return dict(robust=robust, data=data, eps=eps, clean=round(clean,4), clean_n=dls.valid.n, pgd50=rows[1]['accuracy'], pgd50_n=rows[1]['n'], aa=aa.get('accuracy'), aa_n=aa.get('n'), params=sum(p.numel() for p in model.parameters()), flops=flops(model, x.as_subclass(Tensor)))
 
 def describe(key, out, got):
     "File and card into the package"
@@ -142,7 +142,8 @@ def main(
 ):
     "Train small checkpoints, or measure them"
     out = Path(out); out.mkdir(parents=True, exist_ok=True)
-    for key in (ROWS if names=='all' else names.split(',')):
-        if key not in ROWS: sys.exit(f'no checkpoint {key!r}, there are: {", ".join(ROWS)}')
+    keys = list(ROWS) if names=='all' else names.split(',')
+    if bad := [o for o in keys if o not in ROWS]: sys.exit(f'no checkpoint {bad[0]!r}, there are: {", ".join(ROWS)}')
+    for key in keys:
         if not measure: train(key, minutes, epochs, out, seed)
         else: describe(key, out, measured(key, out, n, aa, bs, device or default_device()))
