@@ -116,7 +116,7 @@ def begin(self:AdvTrain,
     if eps is not None: fields = {'eps':eps.eps if isinstance(eps, Ball) else eps, **fields}
     if fields and not hasattr(attack, 'but'): raise TypeError(f'{next(iter(fields))}= needs an attack whose {next(iter(fields))} can be changed, attack.but(...), got {attack!r}')
     if fields: attack.but(**{k:v(1.) if callable(v) else v for k,v in fields.items()})
-    if self.compares and isinstance(attack, Attack) and attack.loss is None: attack.but(loss=kl)
+    if self.compares and isinstance(attack, Attack) and attack.loss is None and attack.takes_loss: attack.but(loss=kl)
     self.attack,self.eps,self.fields,self.instead,self.extra = attack,fields.get('eps'),fields,None,None
 
 @patch
