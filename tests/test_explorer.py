@@ -1,5 +1,6 @@
 "Explorers: the functions that make scenes, widgets without a front end, and static twins, also in a browser where there is one."
 import base64, html, io, json, re, shutil, subprocess, sys
+from pathlib import Path
 import numpy as np, pytest, torch
 from PIL import Image
 from torch import nn
@@ -105,6 +106,14 @@ def test_twin_saves_a_page_and_prints_short(tmp_path):
     p = (tmp_path/'t.html').read_text()
     assert p.startswith('<!doctype html>') and '<title>A &lt;title&gt;</title>' in p and 'width=device-width' in p and str(t) in p
     assert re.fullmatch(r'Twin\(\d+ kB\)', repr(t)) and t._repr_html_()==t
+
+def test_docs_keep_scripts_on_the_page_and_out_of_its_markdown():
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]/'tools'))
+    try: docs = pytest.importorskip('docs')
+    finally: sys.path.pop(0)
+    page = f'text\n\n{static_twin(grey, dict(t=[0.,1.]))}\n\n```python\n_CSS = "<style></style>"; s = f"<script>{{x}}</script>"\n```\n<img src="data:image/png;base64,{"A"*300}">'
+    s = docs.lean(page)
+    assert 'const D' not in s and 'A'*300 not in s and 'f"<script>{x}</script>"' in s and s.startswith('text') and '<select' not in s and 'type="range"' in s
 
 def test_the_same_table_gives_the_same_twin(): assert static_twin(grey, dict(t=[0.,1.]))==static_twin(grey, dict(t=[0.,1.]))!=static_twin(grey, dict(t=[0.,.9]))
 
