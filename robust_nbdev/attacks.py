@@ -111,7 +111,7 @@ def mse(
     return (f-f0).pow(2).flatten(1).mean(1)
 feat_cos.clean = mse.clean = True
 
-# %% ../nbs/01_attacks.ipynb #2d5d5891
+# %% ../nbs/01_attacks.ipynb #2d59a604
 class Objective:
     "A loss per image of `model`'s output, with its gradient to the images alone"
     def __init__(self,
@@ -137,24 +137,27 @@ class Objective:
         z = check_logits(self.model(x_adv.to(self.x.dtype, copy=True)), x_adv, self.y if self.labels else None, self.n)
         return self.sign*(loss or self.loss)(z, self.t).as_subclass(Tensor), z
 
-    def _grad(self, x_adv, loss):
-        v,z = self(x_adv, loss)
-        if not v.requires_grad: self.flat = True; return torch.zeros_like(x_adv),v,z
-        g, = torch.autograd.grad(v.sum() if v.ndim else v*len(x_adv), x_adv)
-        return g.as_subclass(Tensor),v.detach(),z.detach() if isinstance(z, Tensor) else z
+# %% ../nbs/01_attacks.ipynb #6987f223
+@patch
+def _grad(self:Objective, x_adv, loss):
+    v,z = self(x_adv, loss)
+    if not v.requires_grad: self.flat = True; return torch.zeros_like(x_adv),v,z
+    g, = torch.autograd.grad(v.sum() if v.ndim else v*len(x_adv), x_adv)
+    return g.as_subclass(Tensor),v.detach(),z.detach() if isinstance(z, Tensor) else z
 
-    def grad(self,
-        x_adv:Tensor, # Images [B,C,H,W] in [0,1]
-        loss:Callable=None, # In place of the objective's own
-    )->tuple: # Gradient [B,C,H,W], value [B], output of the model
-        "Value and gradient, the mean of `draws` calls; notes gradients that are not finite, or zero"
-        x_adv = x_adv.detach().requires_grad_()
-        g,v,z = self._grad(x_adv, loss)
-        for _ in range(self.draws-1): g,v,z = [a+b for a,b in zip((g,v,z), self._grad(x_adv, loss))]
-        if self.draws>1: g,v,z = g/self.draws,v/self.draws,z/self.draws
-        top = torch.linalg.vector_norm(g.flatten(1), torch.inf, dim=1)
-        self.bad,self.zero = self.bad|~top.isfinite(),self.zero&(top==0)
-        return g,v,z
+@patch
+def grad(self:Objective,
+    x_adv:Tensor, # Images [B,C,H,W] in [0,1]
+    loss:Callable=None, # In place of the objective's own
+)->tuple: # Gradient [B,C,H,W], value [B], output of the model
+    "Value and gradient, the mean of `draws` calls; notes gradients that are not finite, or zero"
+    x_adv = x_adv.detach().requires_grad_()
+    g,v,z = self._grad(x_adv, loss)
+    for _ in range(self.draws-1): g,v,z = [a+b for a,b in zip((g,v,z), self._grad(x_adv, loss))]
+    if self.draws>1: g,v,z = g/self.draws,v/self.draws,z/self.draws
+    top = torch.linalg.vector_norm(g.flatten(1), torch.inf, dim=1)
+    self.bad,self.zero = self.bad|~top.isfinite(),self.zero&(top==0)
+    return g,v,z
 
 # %% ../nbs/01_attacks.ipynb #76146a10
 @patch

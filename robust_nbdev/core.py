@@ -84,21 +84,23 @@ class Ball:
     def __eq__(self, o): return type(o) is type(self) and o.eps==self.eps
     def __hash__(self): return hash((type(self), self.eps))
 
-# %% ../nbs/00_core.ipynb #b411c0de
+# %% ../nbs/00_core.ipynb #a057c4ad
+def _shapeless(ball): return f'a {type(ball).__name__} has a radius and no shape: use Linf(eps) or L2(eps), or a subclass with rand, step, project and size'
+
 @patch
 def rand(self:Ball,
     x:Tensor, # Images [B,...] in [0,1]
     seed=0, # An int, or an int64 tensor [B] with one seed per image
 )->Tensor: # [B,...], no larger than `eps`; `project` brings it back into [0,1]
     "A random change"
-    raise NotImplementedError
+    raise TypeError(_shapeless(self))
 
 @patch
 def step(self:Ball,
     g:Tensor, # Gradient [B,...]
 )->Tensor: # [B,...], of length 1 for each image; 0 where the gradient is 0 or not finite
     "The steepest direction"
-    raise NotImplementedError
+    raise TypeError(_shapeless(self))
 
 @patch
 def project(self:Ball,
@@ -106,14 +108,14 @@ def project(self:Ball,
     delta:Tensor, # Change [B,...]
 )->Tensor: # [B,...], with `x` plus it in [0,1]
     "The change, brought back into the ball and the image into [0,1]"
-    raise NotImplementedError
+    raise TypeError(_shapeless(self))
 
 @patch
 def size(self:Ball,
     delta:Tensor, # Change [B,...]
 )->Tensor: # [B], pixel units
     "How large the change of each image is"
-    raise NotImplementedError
+    raise TypeError(_shapeless(self))
 
 # %% ../nbs/00_core.ipynb #7ad035e8
 class Linf(Ball):

@@ -361,7 +361,20 @@ def _datasets(train, valid, src, mode):
     tls = [TfmdLists(_cat(a,b), t, splits=splits) for a,b,t in zip(train, valid, (OpenImage(mode),yt))]
     return Datasets(tls=tls, n_inp=1)
 
-# %% ../nbs/00b_data.ipynb #7c1b2e45
+# %% ../nbs/00b_data.ipynb #f8d78828
+def _one_size(*parts):
+    "Raises ValueError if images without a `size` to be brought to have several; looks at some fifty files of each part"
+    got = {}
+    for o in (o for x in parts if not isinstance(x, np.ndarray) for o in x[::max(1, len(x)//50)]):
+        with Image.open(io.BytesIO(o) if isinstance(o, bytes) else o) as im: got.setdefault(im.size, o)
+    if len(got)>1: raise ValueError(f'the images have several sizes, among them {" and ".join(f"{w}x{h}" for w,h in list(got)[:2])}, and a batch needs one: give size=, for instance size={min(min(o) for o in got)}')
+
+def _about(src, picks, valid, seed, name):
+    n = [(len(i),len(src.labels(k)),k) for k,i in picks]
+    held = ' (held out)' if valid=='holdout' else ' (for both)' if valid=='only' else ''
+    return f'{name or "images"}: '+', '.join(f'{a} of {b} {k}' for a,b,k in n)+held+(f', balanced, seed {seed}' if any(a<b for a,b,_ in n) else '')
+
+# %% ../nbs/00b_data.ipynb #35feadbf
 def image_dls(
     source, # A `ImageSource`, or a folder or parquet file for `read_images`
     n_train:int=None, # Training images, balanced over classes; default: all
@@ -394,18 +407,6 @@ def image_dls(
     dls = ds.dataloaders(bs=bs, dl_type=BatchDL, after_item=items, after_batch=batches, num_workers=ifnone(num_workers, 0 if whole else None), device=device, drop_last=len(parts[0][0])>=bs)
     dls.train.rng,dls.about = random.Random(seed),_about(src, picks, valid, seed, name)
     return dls
-
-def _one_size(*parts):
-    "Raises ValueError if images without a `size` to be brought to have several; looks at some fifty files of each part"
-    got = {}
-    for o in (o for x in parts if not isinstance(x, np.ndarray) for o in x[::max(1, len(x)//50)]):
-        with Image.open(io.BytesIO(o) if isinstance(o, bytes) else o) as im: got.setdefault(im.size, o)
-    if len(got)>1: raise ValueError(f'the images have several sizes, among them {" and ".join(f"{w}x{h}" for w,h in list(got)[:2])}, and a batch needs one: give size=, for instance size={min(min(o) for o in got)}')
-
-def _about(src, picks, valid, seed, name):
-    n = [(len(i),len(src.labels(k)),k) for k,i in picks]
-    held = ' (held out)' if valid=='holdout' else ' (for both)' if valid=='only' else ''
-    return f'{name or "images"}: '+', '.join(f'{a} of {b} {k}' for a,b,k in n)+held+(f', balanced, seed {seed}' if any(a<b for a,b,_ in n) else '')
 
 # %% ../nbs/00b_data.ipynb #dab2accd
 _SPLITS = dict(train='train', training='train', val='val', valid='val', validation='val', dev='val', test='test', testing='test')

@@ -431,7 +431,7 @@ def _steps(attack):
     t,own = type(attack),(Attack, APGD, APGDT)
     return attack.eps>0 and attack.steps>0 and t.__call__ is Attack.__call__ and all(getattr(t,k) in [getattr(o,k) for o in own] for k in ('run','_best'))
 
-# %% ../nbs/01b_evaluate.ipynb #e4d360ac
+# %% ../nbs/01b_evaluate.ipynb #8a7e22db
 class Trial:
     "One attack under way: per-image results so far; knows how to save itself and to go on"
     def __init__(self,
@@ -449,30 +449,36 @@ class Trial:
                 if str(old.pop('key'))==key and (old['done']|stand).all(): self.got = old
             except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile): path.unlink()
 
-    def note(self,
-        i:Tensor, # Positions of the images
-        bad:Tensor, # [B] bool: gradient not finite
-        zero:Tensor, # [B] bool: every gradient zero
-    ):
-        "Positions whose gradients were not finite, or all zero"
-        i = i.cpu().numpy()
-        g = self.got; g['bad'][i] |= bad.cpu().numpy()
-        g['zero'][i] = zero.cpu().numpy() & (g['zero'][i] | ~g['seen'][i]); g['seen'][i] = True
-    def add(self,
-        i:Tensor, # Positions of the images
-        share:Tensor, # Of the draws that were right, 0 to 1
-        pred:Tensor, # Predicted classes
-        passes:int, # Images that went through the model for them
-    ):
-        "Results of some images; saves when it is time"
-        g,i = self.got,np.asarray(i)
-        g['share'][i],g['pred'][i],g['done'][i] = share,pred,True
-        g['cost'] += passes,0
-        if time.time()-self.t>self.every: self.save()
-    def save(self):
-        "Write what is known"
-        now = time.time(); self.got['cost'][1] += now-self.t; self.t = now
-        if self.path is not None: self.path.parent.mkdir(parents=True, exist_ok=True); _npz(self.path, {**self.got, 'key':self.key})
+# %% ../nbs/01b_evaluate.ipynb #cd8cf2b9
+@patch
+def note(self:Trial,
+    i:Tensor, # Positions of the images
+    bad:Tensor, # [B] bool: gradient not finite
+    zero:Tensor, # [B] bool: every gradient zero
+):
+    "Positions whose gradients were not finite, or all zero"
+    i = i.cpu().numpy()
+    g = self.got; g['bad'][i] |= bad.cpu().numpy()
+    g['zero'][i] = zero.cpu().numpy() & (g['zero'][i] | ~g['seen'][i]); g['seen'][i] = True
+
+@patch
+def add(self:Trial,
+    i:Tensor, # Positions of the images
+    share:Tensor, # Of the draws that were right, 0 to 1
+    pred:Tensor, # Predicted classes
+    passes:int, # Images that went through the model for them
+):
+    "Results of some images; saves when it is time"
+    g,i = self.got,np.asarray(i)
+    g['share'][i],g['pred'][i],g['done'][i] = share,pred,True
+    g['cost'] += passes,0
+    if time.time()-self.t>self.every: self.save()
+
+@patch
+def save(self:Trial):
+    "Write what is known"
+    now = time.time(); self.got['cost'][1] += now-self.t; self.t = now
+    if self.path is not None: self.path.parent.mkdir(parents=True, exist_ok=True); _npz(self.path, {**self.got, 'key':self.key})
 
 # %% ../nbs/01b_evaluate.ipynb #e389e568
 def _judge(model, x, y, draws):
