@@ -243,17 +243,20 @@ class AFAT(AdvCallback):
         fill:str='noise', # See `patch_cover`
         how:str='mean', # See `align_loss`
         corruption_lr:float=1e-4, # Step length of the corruption model
-        ste:str='identity', # See `keep_mask`
+        ste:str=None, # See `keep_mask`; None: the given corruption model's own, `'identity'` for a fresh one
         length:float=5., # The corruption model's gradient is brought to this length; None: used as it is
         corruption:nn.Module=None, # A corruption model to go on with; None: a fresh one, made for the first batch
         patch=None, # Side of a patch in pixels, or (height, width); None: the model's own
     ):
-        for k,v,ok in (('select',select,('adversarial','ce','random')),('fill',fill,('noise','uniform','drop')),('how',how,('mean','sum')),('ste',ste,tuple(_STE))):
+        for k,v,ok in (('select',select,('adversarial','ce','random')),('fill',fill,('noise','uniform','drop')),('how',how,('mean','sum')),('ste',ste,(None,*_STE))):
             if v not in ok: raise ValueError(f'{k} must be one of {list(ok)}, got {v!r}')
         for k,v in (('occlude',occlude),('lam',lam)):
             if not callable(v) and not 0<=v<=(1 if k=='occlude' else math.inf): raise ValueError(f'{k} must be a number{" from 0 to 1" if k=="occlude" else " >= 0"} or a schedule, got {v!r}')
+        if isinstance(patch, int): patch = (patch,patch)
+        for k,v in (('ste',ste),('patch',patch and tuple(patch))):
+            if corruption is not None and v not in (None, own := getattr(corruption, k, None)): raise ValueError(f'{k}={v!r} is for a fresh corruption model, the given one has {k}={own!r}: leave {k} out, or make it with PatchOcclusion(..., {k}={v!r})')
         store_attr(); self.rows,self.skip = [],False
-        if isinstance(patch, int): self.patch = (patch,patch)
+        self.ste = ste or getattr(corruption, 'ste', 'identity')
     def __repr__(self): return f'AFAT(occlude={self.occlude!r}, lam={self.lam!r}, select={self.select!r}'+''.join(f', {k}={getattr(self,k)!r}' for k,v in dict(fill='noise', how='mean', ste='identity').items() if getattr(self,k)!=v)+')'
     def at(self,
         v, # A number, or a schedule `pct -> value`
@@ -265,13 +268,32 @@ class AFAT(AdvCallback):
 @patch
 def before_fit(self:AFAT):
     "Clear what an interrupted fit may have left"
-    self.disarm(); self.skip,self.leaf,self.extra = False,None,None
+    self.skip = False
     if self.optim is not None: self.optim.zero_grad()
+
+@patch
+def before_epoch(self:AFAT):
+    "Put `batches` around the batches of this epoch's training"
+    self.learn.all_batches = partial(self.batches, self.learn)
+
+@patch
+def batches(self:AFAT,
+    learn:Learner, # Whose epoch it is
+):
+    "Run its batches, once; however they end, an interrupt included, nothing of AFAT stays on the model"
+    learn.__dict__.pop('all_batches', None)
+    try: learn.all_batches()
+    finally: self.after_cancel_batch()
+
+@patch
+def after_cancel_epoch(self:AFAT):
+    "Take back `before_epoch`"
+    self.learn.__dict__.pop('all_batches', None)
 
 @patch
 def before_train(self:AFAT):
     "Refuse what cannot be aligned: models whose blocks cannot be read, and callbacks that make a joint batch of their own"
-    check_dls(self.dl); self.disarm()
+    check_dls(self.dl)
     joint = first(c for c in self.learn.cbs if isinstance(c, AdvTrain) and c.joint)
     if joint is not None: raise ValueError(f'{joint!r} trains on a joint batch of clean and adversarial images, and so does AFAT: use AdvTrain(attack) with it, or one of the two')
     if is_compiled(self.learn.model): raise ValueError('AFAT reads the blocks of the model with hooks, which compiled code does not see: train the model uncompiled, then torch.compile')
@@ -283,7 +305,7 @@ def before_train(self:AFAT):
 @patch
 def before_batch(self:AFAT):
     "Add the occluded images to the batch"
-    self.disarm(); self.leaf = self.extra = None
+    self.leaf = self.extra = None
     share = self.at(self.occlude)
     if not share or not self.at(self.lam): return
     if len(self.xb)!=1: raise ValueError(f'AFAT needs a model with one input tensor, this batch has {len(self.xb)}')
@@ -334,15 +356,15 @@ def arm(self:AFAT):
             z = run(*args, **kw)
         self.outs = list(outs.values())
         return z
-    m.forward,self.undo = once,undo
+    self.undo = undo; m.forward = once
 
 def _note(outs, i, blk, args, o): outs[i] = o
 
 @patch
 def disarm(self:AFAT):
     "Take back `arm`"
-    undo,self.undo = self.undo,None
-    if undo is not None: undo()
+    if self.undo is not None: self.undo()
+    self.undo = None
 
 @patch
 def after_cancel_batch(self:AFAT):
@@ -524,11 +546,12 @@ def mask_accuracy(
     bs:int=256, # Batch size, where `data` are tensors
     **kwargs, # For `Occlusion`: `share`, `fill`
 )->list: # One accuracy per draw of masks
-    "Accuracy under random occlusion, again and again: what depends on the patches alone"
+    "Accuracy under random occlusion, again and again: what depends on the patches alone; raises ValueError where there are no images"
     hits,seen,a = torch.zeros(masks),0,Occlusion(**kwargs)
     for _,x,y in eval_batches(data, n, bs=bs, device=next(model.parameters()).device):
         seen += len(x)
         for i in range(masks): hits[i] += (predict(model, a(model, x, y, seed=i))==y).sum().item()
+    if not seen: raise ValueError('there are no images to evaluate: the data is empty')
     return (hits/seen).tolist()
 
 # %% ../nbs/05_afat.ipynb #68faf0c6

@@ -504,7 +504,9 @@ class GAMAPGD(Attack):
         "Every pixel at +eps or -eps; and the guide's reference"
         if self.ref not in ('start','clean'): raise ValueError(f"ref must be 'start' or 'clean', got {self.ref!r}")
         d = to_length(self.ball, x, self.ball.rand(x, seed).sign(), self.eps)
-        return dict(d=d, p=_plain(obj, x+d if self.ref=='start' else x)[1].softmax(1))
+        z = _plain(obj, x+d if self.ref=='start' else x)[1]
+        if z.ndim!=2: raise TypeError(f'{type(self).__name__} is guided by class probabilities [B,C], the model returned {list(z.shape)}: use an attack that climbs any loss, such as PGD or APGD')
+        return dict(d=d, p=z.softmax(1))
     def climb(self, obj, x, s, i):
         "Gradient of the guided margin"
         w = self.weight*(1-i/(.25*self.steps)).clamp(min=0)
@@ -793,7 +795,7 @@ def patch_attention(
     "How much attention the patches receive: no columns for class, register and extra tokens"
     m = _attends(model)
     maps,z = attn_maps(model, x, pre_softmax=True, logits=True)
-    p,n = m.num_prefix_tokens if isinstance(m, VisionTransformer) else 0,math.prod(patch_grid(model, x))
+    p,n = prefix_tokens(m),math.prod(patch_grid(model, x))
     res = [check_logits(maps[i], x).log_softmax(-1).logsumexp(1)[...,p:p+n]-math.log(maps[i].shape[1]) for i in (range_of(m.blocks) if blocks is None else blocks)]
     return (res,z) if logits else res
 

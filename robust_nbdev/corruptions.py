@@ -909,7 +909,8 @@ class CorruptValid(AdvCallback):
 def _sequences(data, name, n, seed, bs, table, dev):
     if hasattr(data,'pick'): yield from data.pick(name)
     else:
-        for _,x,_ in eval_batches(data, n, bs, dev): yield from (perturb(o, name, seed, table) for o in check_images(x).split(bs))
+        k = max(bs//31, 1)                       # sequences whose frames are `bs` images
+        for _,x,_ in eval_batches(data, n, k, dev): yield from (perturb(o, name, seed, table) for o in check_images(x).split(k))
 
 def flip_report(
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
@@ -917,14 +918,15 @@ def flip_report(
     names=PERTURBATIONS, # Which
     n:int=None, # Images from the start of clean data; None: all
     seed:int=0, # Of the random ones
-    bs:int=16, # Sequences at a time
+    bs:int=512, # Frames at a time; sequences are perturbed whole, so at least one
     table:int=None, # See `perturb`
 )->pd.DataFrame: # A row per perturbation: frames, flip probability, its standard error over sequences, n, seed
     "How often predictions change along perturbation sequences"
     dev,rows = next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None,[]
     if hasattr(data,'pick') and n is not None: raise ValueError(f'n= goes with clean images: give it to {type(data).__name__}(path, n=...)')
     for name in L(names):
-        ps = [predict(model, check_images(o.flatten(0,1).to(dev), model)).view(o.shape[:2]).cpu() for o in _sequences(data, name, n, seed, bs, table, dev)]
+        ps = [torch.cat([predict(model, check_images(f.to(dev), model)).cpu() for f in o.flatten(0,1).split(bs)]).view(o.shape[:2]) for o in _sequences(data, name, n, seed, bs, table, dev)]
+        if not ps: raise ValueError('there are no images to evaluate: the data is empty')
         f = np.concatenate([flips(p, 'noise' in name) for p in ps])
         rows.append(dict(perturbation=name, frames=ps[0].shape[1], flip=f.mean(), se=f.std(ddof=1)/len(f)**.5 if len(f)>1 else np.nan, n=len(f), seed=seed))
     df = pd.DataFrame(rows).set_index('perturbation')

@@ -294,7 +294,7 @@ def class_attention(
     m = unwrap(model)
     if not isinstance(m, _CLASS): raise TypeError(f'{type(m).__name__} has no class token whose attention could be shown')
     with attack_mode(model), torch.no_grad(): a = attn_maps(model, check_images(x, model))[-1].mean(1)
-    grid,p = patch_grid(model, x),m.num_prefix_tokens if isinstance(m, VisionTransformer) else 1
+    grid,p = patch_grid(model, x),prefix_tokens(m) if isinstance(m, VisionTransformer) else 1
     return (a[:,0] if p else a.mean(1))[:,p:p+math.prod(grid)].unflatten(1, grid).cpu()
 
 # %% ../nbs/07_explorer.ipynb #2dc82afe

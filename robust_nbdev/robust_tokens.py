@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from .core import *
 from .vit import *
+from .vit import _check_out
 from .attacks import *
 from .adv_train import *
 from .evaluate import *
@@ -180,6 +181,7 @@ class RobustTokens(AdvTrain):
         **fields, # Other fields of the attack that follow a number or a schedule
     ):
         self.begin(attack, eps, fields)
+        if isinstance(attack, GAMAPGD): raise ValueError(f'{attack!r} is guided by class probabilities, and there are only features here: give PGD, FGSM_RS, APGD, or MIFGSM with rand=True, each with loss=feat_cos; or token_attack(model)')
         if isinstance(attack, Attack) and not getattr(attack.loss or (kl if attack.takes_loss else None),'clean',False): raise ValueError(f'tokens train without labels, and {getattr(attack.loss,"__name__",repr(attack))} needs them: give an attack with loss=feat_cos, such as PGD(8/255, loss=feat_cos)')
         self.adv_weight,self.through = adv_weight,through
 
@@ -311,6 +313,7 @@ def load_tokens(
     t,d,name = getattr(m,'extra_tokens',None),getattr(m,'embed_dim',None),Path(fname).name
     if d is None: raise TypeError(f'{type(m).__name__} has no tokens: use a timm ViT of width {_width(w.shape[-1])}')
     if w.shape[-1]!=d: raise ValueError(f'{name} has tokens of width {_width(w.shape[-1])}, the model is {_width(d)} wide: they belong to another backbone')
+    if out is not None: _check_out(m, out)
     if t is not None and t.weight.shape!=w.shape: raise ValueError(f'{name} has tokens {list(w.shape)}, the model has {list(t.weight.shape)}: remove_tokens(model) first')
     if t is None:
         if len(w)!=1: raise ValueError(f'{name} has {len(w)} sets of tokens: token_sets(model, {len(w)}, {w.shape[1]}) first')
@@ -343,9 +346,10 @@ class Probe(Wrapper):
         return z
     def features(self,
         x:Tensor, # Images [B,C,H,W] in [0,1]
-    )->Tensor: # What the head sees
+    )->Tensor: # What the head sees, in the type of its weights
         "The features of the frozen model"
-        return self.pool(self.model(x), x)
+        f,w = self.model(x),next(self.head.parameters(), None)
+        return self.pool(f if w is None else f.to(w.dtype), x)
     def forward(self,
         x:Tensor, # Images [B,C,H,W] in [0,1]
     )->Tensor: # Logits
@@ -388,8 +392,8 @@ class SegProbe(Probe):
 # %% ../nbs/02_robust_tokens.ipynb #a704bdc6
 def _frozen_features(probe, dl):
     "Features and targets of a whole loader, computed once"
-    dev = next(probe.parameters()).device
-    with attack_mode(probe), torch.no_grad(): got = [(probe.features(x.as_subclass(Tensor)),y.as_subclass(Tensor)) for x,y in (to_device(tuple(b), dev) for b in dl.new(shuffle=False, drop_last=False))]
+    p = next(probe.model.parameters())
+    with attack_mode(probe), torch.no_grad(): got = [(probe.features(x.as_subclass(Tensor).to(p.dtype)),y.as_subclass(Tensor)) for x,y in (to_device(tuple(b), p.device) for b in dl.new(shuffle=False, drop_last=False))]
     return [torch.cat(o) for o in zip(*got)]
 
 def seg_loss(
@@ -429,10 +433,12 @@ def iou_counts(
     masks:Tensor, # Class of each pixel [B,H,W]; 255: ignored
 )->tuple: # Pixels in the intersection and in the union [B,C]
     "What mean IoU is made of"
-    c,keep = z.shape[1],masks!=255
-    p,y = F.one_hot(z.argmax(1), c)*keep[...,None],F.one_hot(masks.masked_fill(~keep,0).long(), c)*keep[...,None]
-    inter = (p*y).flatten(1,2).sum(1)
-    return inter,(p+y).flatten(1,2).sum(1)-inter
+    (b,c),p,y = z.shape[:2],z.argmax(1),masks.long(); keep = y!=255
+    if (bad := keep&((y<0)|(y>=c))).any(): raise ValueError(f'masks hold class {int(y[bad][0])}, the logits are for {c} classes, 0 to {c-1}; 255 is ignored')
+    row = c*torch.arange(b, device=y.device).view(-1,1,1)
+    count = lambda o,m: torch.bincount((row+o)[m], minlength=b*c).view(b, c)
+    inter = count(y, keep&(p==y))
+    return inter,count(p, keep)+count(y, keep)-inter
 
 def miou(
     inter:Tensor, # From `iou_counts`

@@ -201,7 +201,7 @@ def _build(model, method, sides, d=None, split=False, adapters=True, how='adapte
     about = dict(method=method, d=int(d), gate=how, folded=folded)
     t = m.tora = ToraHeads(m, sides, split, about).to(m.head.weight).requires_grad_(True).train(m.training)
     t.flags = flags
-    if split: t.handles = [m.blocks[0].register_forward_pre_hook(t.start)]+[b.register_forward_pre_hook(t.once, with_kwargs=True) for b in m.blocks]
+    if split: m.added_prefix,t.handles = 1,[m.blocks[0].register_forward_pre_hook(t.start)]+[b.register_forward_pre_hook(t.once, with_kwargs=True) for b in m.blocks]
     m.forward = partial(_tora_forward, m)
     return model
 
@@ -250,6 +250,7 @@ def remove_tora(
     flags = m.tora.flags
     if hasattr(m,'adapters'): remove_adapters(model)
     del m.tora, m.forward
+    m.__dict__.pop('added_prefix', None)
     for p,f in flags: p.requires_grad_(f)
     return model
 

@@ -1,10 +1,11 @@
 "AFAT: masks, alignment, the joint step by hand, precision, accumulation, composition, families, occlusion as an attack."
 import copy, math, os, pickle, subprocess, sys, warnings
+from contextlib import nullcontext
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 import pytest, timm, torch, torch.nn.functional as F
 from torch import nn
-from fastai.vision.all import (Callback, CrossEntropyLossFlat, CutMix, GradientAccumulation, GradientClip, LabelSmoothingCrossEntropyFlat, Learner, L, MixUp, Normalize, SGD, SaveModelCallback, accuracy, set_seed)
+from fastai.vision.all import (Callback, CancelFitException, CrossEntropyLossFlat, CutMix, GradientAccumulation, GradientClip, LabelSmoothingCrossEntropyFlat, Learner, L, MixUp, Normalize, SGD, SaveModelCallback, accuracy, set_seed)
 from fastai.callback.schedule import *
 from robust_nbdev.core import *
 from robust_nbdev.vit import *
@@ -244,6 +245,24 @@ def test_refuses_what_cannot_be():
 def test_arguments(kw, words):
     with pytest.raises(ValueError, match=words): AFAT(**kw)
 
+def test_the_gradient_of_the_binariser_is_that_of_the_corruption_model():
+    "A given model has a gradient of its own: it is kept, and another one is refused, not ignored"
+    make = lambda ste: PatchOcclusion((4,4), (7,7), 1, ste=ste)
+    assert AFAT().ste=='identity' and AFAT(ste='clip').ste=='clip' and AFAT(corruption=make('sign')).ste=='sign' and AFAT(corruption=make('clip'), ste='clip', patch=7).ste=='clip'
+    assert repr(AFAT(corruption=make('sign'))).endswith("select='adversarial', ste='sign')")
+    with pytest.raises(ValueError, match="ste='clip' is for a fresh corruption model, the given one has ste='identity'"): AFAT(corruption=make('identity'), ste='clip')
+    with pytest.raises(ValueError, match="ste='identity' is for a fresh corruption model, the given one has ste='sign'"): AFAT(corruption=make('sign'), ste='identity')
+    for patch in (14, (14,7), [7,14]):
+        with pytest.raises(ValueError, match=r'patch=\(.*\) is for a fresh corruption model, the given one has patch=\(7, 7\)'): AFAT(corruption=make('clip'), patch=patch)
+    l = learner(AFAT(occlude=.25, ste='sign')); l.fit(1); assert l.afat.corruption.ste=='sign'
+
+def test_mask_accuracy():
+    m,x,y = tiny_vit(),images(6),torch.arange(6); p = [predict(m, Occlusion(share=.5)(m, x, y, seed=i)) for i in range(3)]
+    y = p[1].clone(); y[0] = (y[0]+1)%10
+    assert mask_accuracy(m, (x,y), masks=3, share=.5, bs=4)==pytest.approx([(o==y).float().mean().item() for o in p])
+    for data,n in (((x[:0],y[:0]),None), ((x,y),0)):
+        with pytest.raises(ValueError, match='the data is empty'): mask_accuracy(m, data, masks=2, n=n)
+
 def test_repr():
     assert repr(AFAT())=="AFAT(occlude=0.1, lam=0.005, select='adversarial')"
     assert repr(AFAT(occlude=warmup(.1), fill='drop'))=="AFAT(occlude=warmup(0.1, pct=0.1), lam=0.005, select='adversarial', fill='drop')"
@@ -274,6 +293,25 @@ def test_a_corruption_model_is_trained_where_the_classifier_is(monkeypatch):
     monkeypatch.setattr(A, 'eval_batches', lambda *a, **k: seen.append(k.get('device')) or real(*a, **k))
     fit_corruption(tiny_vit(), (images(),torch.arange(4))); assert seen==[torch.device('cpu')]
 
+@pytest.mark.parametrize('stop', [KeyboardInterrupt, RuntimeError('out of memory'), CancelFitException], ids=['interrupt','error','cancel'])
+@pytest.mark.parametrize('event', ['before_batch','after_pred','after_loss','before_backward','before_step','after_batch'])
+@pytest.mark.parametrize('awp', [False,True], ids=['','awp'])
+def test_nothing_stays_on_the_model(event, awp, stop):
+    "However a fit ends, and wherever: between AFAT's own event and the forward, or between AWP's two forwards"
+    def bang(*a): raise stop
+    for order in (AFAT.order+.1, AWP.order+.1, 99):
+        c = Callback(**{event:bang}); c.order = order
+        l = learner([AFAT(occlude=.25, lam=1.), *([AWP(.01)] if awp else []), c])
+        with nullcontext() if stop is CancelFitException else pytest.raises(KeyboardInterrupt if stop is KeyboardInterrupt else RuntimeError): l.fit(1)
+        assert no_hooks(l.model) and 'all_batches' not in l.__dict__ and l.afat.leaf is l.afat.undo is None
+        pickle.dumps(l.model)
+
+def test_an_epoch_that_is_left_out_leaves_nothing():
+    l = learner(AFAT(occlude=.25)); l.fit(2, start_epoch=1); assert 'all_batches' not in l.__dict__ and l.afat.df.epoch.tolist()==[1]
+    c = Callback(before_epoch=lambda self: (_ for _ in ()).throw(KeyboardInterrupt())); c.order = 99; l.add_cb(c)
+    with pytest.raises(KeyboardInterrupt): l.fit(1)
+    l.remove_cbs([c, l.afat]); l.fit(1); assert 'all_batches' not in l.__dict__ and no_hooks(l.model)       # without AFAT, too
+
 @pytest.mark.parametrize('where', ['before_batch','forward','after_pred','after_loss','after_backward','after_step'])
 @pytest.mark.parametrize('awp', [False,True])
 def test_interrupt_and_refit(where, awp):
@@ -284,8 +322,9 @@ def test_interrupt_and_refit(where, awp):
             if where=='forward': h = l.model.model.blocks[1].register_forward_pre_hook(bang)
             else: c = Callback(**{where:bang}); c.order = 8; l.add_cb(c)
             with pytest.raises(KeyboardInterrupt): l.fit(1)
-            if where=='forward': h.remove(); assert no_hooks(l.model)
+            if where=='forward': h.remove()
             else: l.remove_cb(c)
+            assert no_hooks(l.model)
             set_seed(0, reproducible=True); l.model.load_state_dict(tiny_vit(num_classes=4).state_dict()); l.create_opt(); l.opt.zero_grad(); l.afat.corruption = l.afat.optim = None
         set_seed(0, reproducible=True); l.dls.train.rng.seed(0); l.fit(1); return l
     a,b = go(True),go(False)

@@ -633,6 +633,22 @@ def test_flip_report_counts_by_hand():
     const = lambda x: torch.eye(4)[torch.ones(len(x), dtype=torch.long)]
     assert flip_report(const, (x,torch.zeros(3).long()), ['tilt']).flip['tilt']==0
 
+@pytest.mark.parametrize('bs', [1,20,70,512])
+def test_flip_report_holds_few_frames_at_a_time(bs, monkeypatch, tmp_path):
+    "`bs` counts frames: the model sees no more at once, and no more sequences are made than have that many"
+    import robust_nbdev.corruptions as C
+    x,seen,made,real = images(5, 1, 28, 28),[],[],C.perturb
+    net = tiny_vit(num_classes=4); want = flip_report(net, (x,torch.zeros(5).long()), ['rotate'])
+    monkeypatch.setattr(C, 'perturb', lambda x, *a: made.append(len(x)) or real(x, *a))
+    net.register_forward_pre_hook(lambda m, a: seen.append(len(a[0])))
+    r,k = flip_report(net, (x,torch.zeros(5).long()), ['rotate'], bs=bs),min(max(bs//31, 1), 5)
+    assert r.equals(want) and sum(seen)==5*31 and max(seen)==min(bs, 31*k) and sum(made)==5 and max(made)==k
+    seen.clear(); np.save(tmp_path/'rotate.npy', (real(x.expand(-1,3,-1,-1), 'rotate')*255).byte().permute(0,1,3,4,2).numpy())
+    flip_report(lambda x: net(x[:,:1]), CifarP(tmp_path, bs=4), ['rotate'], bs=bs); assert sum(seen)==5*31 and max(seen)==min(bs, 4*31)
+
+def test_flip_report_without_images():
+    with pytest.raises(ValueError, match='the data is empty'): flip_report(tiny_vit(), (images(2)[:0],torch.zeros(0).long()), ['tilt'])
+
 def test_flip_reports_of_files_take_no_n(tmp_path):
     x = images(3); np.save(tmp_path/'tilt.npy', np.zeros((3,4,32,32,3), np.uint8)); net = tiny_vit(size=32, patch=8, in_chans=3)
     with pytest.raises(ValueError, match='n= goes with clean images'): flip_report(net, CifarP(tmp_path), ['tilt'], n=2)

@@ -202,6 +202,12 @@ def test_refused_at_fit(make, words):
 def test_layernorm_left_trainable_is_refused():
     l = synth_learner(model=with_tokens(), loss_func=FeatCos(), splitter=token_splitter, cbs=RobustTokens(FEAT2)); l.freeze()
     with pytest.raises(ValueError, match='train_bn=False'): l.fit(1)
+@pytest.mark.parametrize('a', [GAMAPGD(.1), GAMAPGD(.1, loss=feat_cos), GAMAFW(.1)], ids=str)
+def test_attacks_that_need_probabilities_say_what_can_be_used(a):
+    with pytest.raises(ValueError, match=r'guided by class probabilities.*give PGD, FGSM_RS, APGD, or MIFGSM with rand=True, each with loss=feat_cos'): RobustTokens(a)
+    with pytest.raises(TypeError, match=r'guided by class probabilities \[B,C\], the model returned \[4, 17, 32\]: .*PGD or APGD'): a.but(loss=feat_cos)(with_tokens(), images())
+@pytest.mark.parametrize('a', [PGD(.1, steps=1), FGSM_RS(.1), APGD(.1, steps=1), MIFGSM(.1, steps=1, rand=True)], ids=str)
+def test_attacks_that_are_named_there_do_work(a): learner(rt=RobustTokens(a.but(loss=feat_cos)), dls=synth_dls(8, bs=8)).fit(1, 1e-3)
 def test_refused_attacks():
     with pytest.raises(ValueError, match='needs them'): RobustTokens(PGD(.1, loss=ce))
     with pytest.raises(TypeError, match='expected an attack'): RobustTokens(.1)
@@ -376,6 +382,16 @@ def test_fit_head_learns_and_touches_nothing_else():
     fit_head(p, dls, 20, 5e-2); assert changed(m, before)==[] and not p.training and all(q.grad is None for q in m.parameters())
     assert ce(p(x.as_subclass(torch.Tensor)), y).mean()<v
     rep = robust_report(p, (x.as_subclass(torch.Tensor), y.as_subclass(torch.Tensor)), [Transfer(LinearProbe(WithoutTokens(m), 4), PGD(.1, steps=2)), PGD(.1, steps=2)], cascade=False); assert len(rep.rows)>=3
+@pytest.mark.parametrize('make', [LinearProbe, SegProbe])
+def test_heads_on_a_half_precision_backbone(make):
+    "The head stays in float32 and learns there; its features are the backbone's"
+    m = with_tokens(); p32,x = make(m, 2).eval(),images(); z = p32(x)
+    h = copy.deepcopy(m).bfloat16(); p = make(h, 2).eval(); p.head.load_state_dict(p32.head.state_dict())
+    o = p(x.bfloat16()); assert o.dtype==torch.float32 and torch.allclose(o, z, atol=.1) and torch.equal(p.features(x.bfloat16()), p.pool(h(x.bfloat16()).float(), x))
+    x_adv = PGD(.1, steps=1)(p, x.bfloat16(), torch.zeros(4).long()) if make is LinearProbe else PGD(.1, steps=1, loss=mask_ce(torch.zeros(4,28,28)))(p, x.bfloat16()); assert x_adv.dtype==torch.bfloat16 and not torch.equal(x_adv, x.bfloat16())
+    before,dls = state(h),synth_dls(16, bs=8, classes=2) if make is LinearProbe else seg_dls(8); w = state(p.head); fit_head(p, dls, 1)
+    assert changed(h, before)==[] and changed(p.head, w) and p.head.state_dict()[next(iter(w))].dtype==torch.float32
+    assert make(h, 2).bfloat16().eval()(x.bfloat16()).dtype==torch.bfloat16                       # all of it, where that is asked for
 def seg_dls(n=16, size=28):
     x,y = torch.rand(n,1,size,size)*.3,torch.zeros(n,size,size,dtype=torch.long)
     x[:,:,:14] += .6; y[:,:14] = 1; y[:,:2] = 255
@@ -394,6 +410,25 @@ def test_miou_by_hand():
     y = torch.tensor([[[0,0],[1,255]],[[1,1],[1,1]]]); pred = torch.tensor([[[0,1],[1,0]],[[1,1],[0,1]]]); z = F.one_hot(pred, 3).permute(0,3,1,2).float()
     i,u = iou_counts(z, y); assert i.tolist()==[[1,1,0],[0,3,0]] and u.tolist()==[[2,2,0],[1,4,0]]
     assert miou(i, u)==pytest.approx((1/3+4/6)/2) and miou(i, u, per_image=True)==pytest.approx((.5+(0+3/4)/2)/2)
+def test_counts_are_those_of_one_hot_vectors():
+    for c in (1,5,150):
+        z,y = torch.randn(3,c,7,9),torch.randint(0,c,(3,7,9),dtype=torch.uint8); y[0,:3] = 255; y[1] = 255; keep = (y!=255)[...,None]
+        p,q = F.one_hot(z.argmax(1), c)*keep,F.one_hot(y.masked_fill(y==255, 0).long(), c)*keep; both = (p*q).sum((1,2))
+        i,u = iou_counts(z, y); assert torch.equal(i, both) and torch.equal(u, (p+q).sum((1,2))-both) and i.dtype==u.dtype==torch.int64
+    for bad in (5,-1):
+        y = torch.zeros(1,2,2, dtype=torch.long); y[0,0,1] = bad
+        with pytest.raises(ValueError, match=f'masks hold class {bad}, the logits are for 5 classes, 0 to 4'): iou_counts(torch.randn(1,5,2,2), y)
+def test_counts_need_little_memory():
+    "ADE20K has 150 classes: vectors of them for each pixel are 8*150 bytes where a class number is 8"
+    from torch.utils._python_dispatch import TorchDispatchMode
+    class Largest(TorchDispatchMode):
+        n = 0
+        def __torch_dispatch__(self, f, types, args=(), kw=None):
+            o = f(*args, **(kw or {}))
+            self.n = max([self.n, *(t.numel()*t.element_size() for t in ([o] if isinstance(o, torch.Tensor) else o if isinstance(o, (tuple,list)) else []) if isinstance(t, torch.Tensor))]); return o
+    z,y = torch.randn(2,150,32,32),torch.randint(0,150,(2,32,32))
+    with Largest() as most: iou_counts(z, y)
+    assert most.n<=8*y.numel()
 
 def test_activations_and_cosine():
     m,x = with_tokens(reg_tokens=2),images(); a = largest_activations(m, x); o = block_outputs(m, x)
@@ -418,6 +453,17 @@ def test_paper_profile():
     with l.no_bar(), l.no_logging(): l.fit(1, 1e-3)
     assert changed(m, before)==ONLY and m(images(2, 3, s.size)).shape==(2,257,384)
     x = images(2, 3, s.size); c = feature_cosine(m, x, token_attack(m, steps=1)(WithoutTokens(m), x)); assert c.shape==(2,) and c.isfinite().all()
+
+def test_what_is_returned_is_checked_when_tokens_are_loaded(tmp_path):
+    "Not at the first forward; and nothing has changed then"
+    f = tmp_path/'t.safetensors'; save_tokens(with_tokens(), f)
+    for m in (tiny_vit(), with_tokens(seed=3)):
+        before,out = state(m),getattr(getattr(m.model,'extra_tokens',None),'out',None)
+        with pytest.raises(ValueError, match="out must be one of .*, got 'nope'"): load_tokens(m, f, out='nope')
+        assert list(m.state_dict())==list(before) and changed(m, before)==[] and getattr(getattr(m.model,'extra_tokens',None),'out',None)==out
+        assert load_tokens(m, f, out='tokens')(images()).shape==(4,17,32)
+    cait = timm.create_model('cait_xxs24_224', img_size=28, patch_size=7, in_chans=1, embed_dim=32, depth=2, num_heads=2, depth_token_only=1)
+    with pytest.raises(ValueError, match='CaiT drops all but the class token'): load_tokens(add_tokens(cait, 4), f, out='all')
 
 def test_damaged_and_empty_files(tmp_path):
     "An interrupted download, a Git LFS pointer, no tokens: ValueError with the file's name, and no advice to run code"

@@ -159,6 +159,18 @@ def test_flops_of_vit_b():
     got = {f.__name__:tora_cost(f(timm.create_model('vit_base_patch16_224')), torch.rand(1,3,224,224))['GFLOPs'] for f in (head_only,single_adapter,adapter_fusion,tora_vit)}
     assert got['head_only']==pytest.approx(17.6, abs=.05) and got['single_adapter']==pytest.approx(17.8, abs=.07) and got['adapter_fusion']==pytest.approx(24.9, abs=.05) and 25.9<=got['tora_vit']<=26.4
 
+@pytest.mark.parametrize('kw', [{}, dict(reg_tokens=2)], ids=['class','registers'])
+def test_the_robust_class_token_is_no_patch(kw):
+    "[ROB] stands beside [ACC]: patches, their attention and their pictures begin behind both, and are those of the plain model at first"
+    from robust_nbdev.explorer import class_attention
+    m,x,r = tiny_vit(num_classes=4, **kw),images(),kw.get('reg_tokens', 0)
+    def look(m): return [torch.stack(block_outputs(m, x, prefix=False)), torch.stack(patch_attention(m, x))[:,:,-16:], class_attention(m, x)]
+    want,n = look(m),prefix_tokens(m); tora_vit(m, d=2)
+    assert n==1+r and prefix_tokens(m)==2+r and [o.shape[1] for o in block_outputs(m, x)]==[18+r]*2
+    for a,b in zip(look(m), want): assert a.shape==b.shape and torch.allclose(a, b, atol=1e-4)
+    assert prefix_tokens(copy.deepcopy(m))==2+r and prefix_tokens(remove_tora(m))==1+r and 'added_prefix' not in m.model.__dict__
+    assert prefix_tokens(adapter_fusion(m))==1+r                     # one class token for both heads
+
 # --- training -------------------------------------------------------------------------------------------------------------------
 
 class Parts(Callback):
