@@ -90,6 +90,16 @@ def test_fresh_ones_follow_the_seed_and_leave_the_random_state():
     assert torch.equal(flat(a), flat(b)) and not torch.equal(flat(a), flat(c)) and torch.equal(torch.get_rng_state(), rng)
     assert a.mean.item()==.5 and a.grid==(4,4) and a.patch==(7,7)
 
+def test_scores_are_those_of_normalised_images():
+    m,x = Normalized(tiny_vit().model, [.3],[.2]),images()
+    c = occlusion_for(m, x)
+    assert torch.allclose(c.scores(x), c.fc(F.gelu(c.conv((x-.3)/.2)).flatten(1)), atol=1e-5) and not torch.allclose(c.scores(x), c.fc(F.gelu(c.conv(x)).flatten(1)), atol=1e-3)
+
+def test_likeness_of_attention_by_hand():
+    m,x = tiny_vit(),images(); x2 = x.flip(3); a,b = attn_maps(m, x),attn_maps(m, x2)
+    want = torch.stack([torch.stack([F.cosine_similarity(p[:,h,i], q[:,h,i]) for h in range(2) for i in range(17)]) for p,q in zip(a,b)]).mean((0,1))
+    assert torch.allclose(attn_cos(m, x, x2), want, atol=1e-5)
+
 def test_align_by_hand():
     f,g = [[torch.randn(2,3,4) for _ in range(3)] for _ in range(2)]
     assert torch.allclose(align_loss(f, g), sum((a-b).pow(2).mean() for a,b in zip(f,g))/3)
@@ -128,6 +138,28 @@ def test_one_step_by_hand(select, lam):
 def one(l):
     "The one training batch; the sums of gradients do not depend on its order"
     return l.dls.train.one_batch()
+
+def test_the_batch_is_the_clean_one_again_and_each_epoch_has_its_own_noise():
+    seen = []
+    class See(Callback):
+        order = 8
+        def after_pred(self):
+            if self.training: seen.append(plain(self.x).clone())
+        def after_batch(self):
+            if self.training: assert len(self.x)==16 and torch.equal(plain(self.x), seen[-1][:16])
+    l = learner([AFAT(occlude=.25, lam=1., select='random'), See()]); l.fit(2)
+    (x,x2),(y,y2) = [o.chunk(2) for o in seen]
+    at = [next(j for j in range(16) if torch.equal(y[j], o)) for o in x]              # the order of the epochs differs
+    assert all(not torch.equal(a, y2[j]) for a,j in zip(x2, at)) and any(counts(a[None], b[None], 7)!=counts(a[None], c[None], 7) or not torch.equal(a!=b, a!=c) for a,b,c in zip(x, x2, y2[at]))
+
+def test_gradients_that_an_interrupted_fit_left_do_not_count():
+    def go(left):
+        l = learner(AFAT(occlude=.25, lam=1., length=None, corruption_lr=.1)); x = images(2)
+        l.afat.corruption = c = occlusion_for(l.model, x, 3); l.afat.optim = corruption_optim(c, .1)
+        if left:
+            for p in c.parameters(): p.grad = torch.ones_like(p)
+        l.fit(1); return flat(c)
+    assert torch.equal(go(True), go(False))
 
 def test_directions_and_cost():
     class Moves(Callback):
@@ -420,6 +452,11 @@ def test_patch_augment():
     share = sum(counts(x, PatchAugment(noise=.01)(m, x), 7))/(32*16); assert abs(share-(1-.9**3))<.08
     only = PatchAugment(p=1, least=1., noise=0.)(m, x); assert torch.allclose(only[:,:,7:14,:7], x[:,:,7:14,:7].flip(3), atol=1e-5)
     n = PatchAugment(p=1, least=1., noise=.05)(m, x*.4+.3); assert .03<(n-PatchAugment(p=1, least=1., noise=0.)(m, x*.4+.3)).std()<.07
+    u,v = torch.arange(7)/28,torch.arange(7)[:,None]/28; ramps = torch.stack([u.expand(7,7),v.expand(7,7)]).repeat(1,4,4).expand(64,-1,-1,-1)+torch.rand(64,2,1,1)*.1
+    p = PatchAugment(p=1, least=.5, noise=0., patch=7)(tiny_vit(in_chans=2), ramps).unfold(2,7,7).unfold(3,7,7).flatten(2,3)          # [64,2,16,7,7]
+    far = (p.mean((-2,-1))-ramps[:,:,:7,:7].mean((-2,-1))[...,None]).transpose(0,1).flatten(1)
+    assert abs(torch.corrcoef(far)[0,1])<.15 and (far.std(1)>.005).all()                # across and down, a crop is moved independently
+    cut = (p[:,1,:,4,3]-p[:,1,:,2,3])/(2/28); assert abs(cut.square().mean()-.75)<.02 and cut.min()>.5**.5-1e-3           # areas from half to all, evenly
     flatx = torch.full_like(x, .5); assert torch.allclose(PatchAugment(p=1, noise=0.)(m, flatx), flatx, atol=1e-6)
     with pytest.raises(ValueError, match='p must be'): PatchAugment(p=2)
 

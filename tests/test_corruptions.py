@@ -245,6 +245,24 @@ def test_frost_is_a_piece_of_a_photograph():
         assert best<1e-3
     assert (corrupt(x, 'frost', 4)-y.clamp(0,1)).abs().max()<=.51/255
 
+def test_motion_blur_by_its_formula():
+    x = images(3); sd = seeds_of(x, 'motion_blur')
+    want = C._streak(C._bits(x), -45+90*uniform(sd, sd[:,None], 9)[:,0], *C._KINDS['motion_blur'].levels[32][3])
+    assert (corrupt(x, 'motion_blur', 4)-want.clamp(0,1)).abs().max()<=.51/255
+
+def test_mud_by_its_formula():
+    x = images(2); sd = seeds_of(x, 'spatter'); mean,std,sigma,least,much,mud = C._KINDS['spatter'].levels[32][3]; assert mud
+    liquid = [ndimage.gaussian_filter(mean+std*o[0].numpy(), sigma, mode='nearest') for o in C._normal(sd, x[:,:1])]
+    m = torch.tensor(np.stack([ndimage.gaussian_filter((o>least).astype(np.float32), much, mode='nearest') for o in liquid]))[:,None]; m[m<.8] = 0
+    want = x*(1-m)+m*torch.tensor([63,42,20.]).view(3,1,1)/255; assert (m>0).any()
+    off = (corrupt(x, 'spatter', 4)-want.clamp(0,1)).abs(); assert (off>.51/255).float().mean()<.01          # but for pixels at a threshold
+
+def test_elastic_field_is_scipys():
+    x = images(1, 3, 32, 40); sd = torch.tensor([3]); alpha,sigma = .5,.03
+    d = [alpha*32*ndimage.gaussian_filter(2*uniform(sd, x[:,:1], i)[0,0].numpy()-1, sigma*32, mode='reflect', truncate=3.) for i in (1,2)]
+    at = np.mgrid[:32,:40]+np.stack(d); want = np.stack([ndimage.map_coordinates(o, at, order=1, mode='reflect') for o in x[0].numpy()])
+    assert np.abs(d[0]).max()>1 and np.abs(C._elastic_transform(x, (alpha,sigma,0), sd)[0].numpy()-want).max()<1e-3
+
 def test_snow_by_its_formula():
     x = C._bits(images(2, 3, 32, 32)*.8); sd = seeds_of(x, 'snow')
     for s,(mean,std,zoom,least,radius,sigma,keep) in enumerate(C._KINDS['snow'].levels[32], 1):
@@ -304,6 +322,14 @@ def test_sequences(name, c, h, w):
     if name in ('brightness','rotate','tilt','scale'): assert rms(y[:,15], x)<(.1 if name=='tilt' else .02)
     if 'noise' in name: assert not torch.equal(y[:,1], y[:,2])
     else: assert max(rms(y[:,i], y[:,i+1]) for i in range(y.shape[1]-1))<.35
+
+def test_frames_by_their_published_settings():
+    x = C._bits(images(1, 3, 32, 32)*.8); sd = mix64(image_seed(x, 0)-1-PERTURBATIONS.index('snow')); one = torch.ones(1)
+    want = dict(motion_blur=lambda i: C._streak(x, one*(i-20)*9., 6, 1.8), snow=lambda i: C._snow(x, (.05,.3,2,.5,10,2,.85), sd, one*(4*i-150)), brightness=lambda i: C._brightness(x, (i-15)*.015, sd),
+        zoom_blur=lambda i: (x+sum(C._larger(x, 1+.004*j) for j in range(1,i+1)))/(i+1))
+    for name,f in want.items():
+        y = perturb(x, name)
+        for i in (0,7,20): assert (y[:,i]-f(i).clamp(0,1)).abs().max()<=.51/255, (name,i)
 
 def test_sequences_of_large_images_have_their_own_settings():
     x = images(1, 3, 96, 96)
@@ -477,6 +503,12 @@ def test_imagenet_c_folders(tmp_path, between):
     rep = corruption_report(Reads(at, distract=None), src, ['fog'], [1,2])
     assert rep.table.loc['fog'].tolist()==[1,1,1] and rep.imagenet and rep.clean is None and rep.meta['n']==6
     with pytest.raises(FileNotFoundError, match='no folder snow/1'): src.pick('snow', 1)
+
+def test_imagenet_c_images_are_cut_and_not_resized(tmp_path):
+    d = tmp_path/'fog'/'1'/WNIDS[0]; d.mkdir(parents=True); a = np.arange(40*32).reshape(40,32,1).repeat(3, 2)%251
+    Image.fromarray(a.astype(np.uint8)).save(d/'a.png')
+    x,_ = ImageNetC(tmp_path, size=32, num_workers=0).pick('fog', 1).one_batch()
+    assert (x[0,0].cpu()*255).round().tolist()==a[4:36,:,0].tolist()
 
 def test_sequences_from_files(tmp_path):
     x = images(5); a = (torch.stack([perturb(o[None], 'translate')[0] for o in x])*255).round().byte().permute(0,1,3,4,2).numpy()

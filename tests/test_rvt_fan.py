@@ -85,6 +85,39 @@ def test_channel_gate_by_hand():
         q,k = a.q(t)[...,8*h:8*h+8].softmax(1),t[...,8*h:8*h+8].softmax(1).mean(-1, keepdim=True)
         assert torch.allclose(a.gate(t)[:,8*h:8*h+8], a.tau[h]*(q.transpose(1,2)@k)[...,0].sigmoid(), atol=1e-6)
 
+def shaken(m):
+    "Every parameter and statistic moved away from where it starts, so that none is neutral"
+    g = torch.Generator().manual_seed(0)
+    for p in m.parameters(): p.data += .3*torch.rand(p.shape, generator=g)
+    for n,b in m.named_buffers():
+        if 'running' in n: b += torch.rand(b.shape, generator=g)
+    return m
+def linear(m, x): return x@m.weight.T+m.bias
+def conv_tokens(c, x, hw): return F.conv2d(x.transpose(1,2).unflatten(2, hw), c.weight, c.bias, padding=c.weight.shape[-1]//2, groups=c.groups).flatten(2).transpose(1,2)
+def norm_tokens(b, x): return (x-b.running_mean)/(b.running_var+b.eps).sqrt()*b.weight+b.bias
+def ln(m, x): return (x-x.mean(-1, keepdim=True))/(x.var(-1, unbiased=False, keepdim=True)+1e-6).sqrt()*m.weight+m.bias
+
+@torch.no_grad()
+def test_rvt_block_by_hand():
+    m = shaken(net('rvt_nano', img_size=(20,12))); b = m.blocks[0]; x = torch.randn(2,15,32); hw = (5,3); f = b.mlp
+    y = x+b.attn(ln(b.norm1, x)); t = ln(b.norm2, y)
+    t = F.gelu(norm_tokens(f.bn1, conv_tokens(f.fc1, t, hw))); t = F.gelu(norm_tokens(f.bn2, conv_tokens(f.dw, t, hw))); t = norm_tokens(f.bn3, conv_tokens(f.fc2, t, hw))
+    assert torch.allclose(b(x), y+t, atol=1e-4, rtol=1e-4)
+
+@torch.no_grad()
+def test_fan_block_by_hand():
+    b = shaken(net('fan_nano_p4_hybrid')).blocks[0]; x = torch.randn(2,15,32); hw = (5,3); c = b.mlp; f = c.mlp
+    y = x+b.gamma1*b.attn(ln(b.norm1, x)); t = ln(b.norm2, y)
+    h = linear(f.fc1, t); local = conv_tokens(f.local.conv2, norm_tokens(f.local.bn, F.gelu(conv_tokens(f.local.conv1, h, hw))), hw)
+    out = c.gate(t)[:,None]*ln(c.norm, linear(f.fc2, h+f.gamma*local))
+    assert torch.allclose(b(x, *hw), y+b.gamma2*out, atol=1e-3, rtol=1e-3)
+
+def test_class_attention_norms_all_tokens_and_depth_drops_as_published():
+    m = net('fan_nano_p4_hybrid', drop_path_rate=.3)
+    assert all(o.tokens_norm for o in m.cls_attn_blocks) and [b.drop_path.drop_prob for b in m.blocks]==[.3,.3]
+    r = net('rvt_nano', depths=(4,), drop_path_rate=.4); assert [getattr(b.drop_path,'drop_prob',0.) for b in r.blocks]==pytest.approx([0,.1,.2,.3])
+    s = timm.create_model('rvt_small').patch_embed.proj[0]; assert (s.kernel_size,s.stride,s.padding)==((7,7),(2,2),(2,2))
+
 @small
 def test_verbs_of_timm(name):
     m,x = net(name),images()

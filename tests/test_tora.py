@@ -209,6 +209,7 @@ def test_gate_loss_by_hand(lam):
     ce_ = lambda z: F.cross_entropy(z, g.y)
     want = ce_(z) if lam in (0,1) else (1-lam)*ce_(z[:len(g.y)])+lam*ce_(z[len(g.y):])
     assert g.v==pytest.approx(want.item(), abs=1e-5) and len(g.xs)==len(g.y)*(1 if lam in (0,1) else 2)
+    if lam==0: assert any(torch.equal(o, g.xs[0]) for o,_ in l.dls.train.dataset)                # clean: no attack was paid for
     ps = {n:p for n,p in g.m.named_parameters() if '.gate.' in n}
     for (n,p),w in zip(ps.items(), torch.autograd.grad(want, list(ps.values()))): assert torch.allclose(g.g[n], w, atol=1e-6, rtol=1e-3)
     assert all(v is None for n,v in g.g.items() if '.gate.' not in n)
@@ -269,6 +270,7 @@ def test_interrupt_leaves_everything_usable():
     m = make(noise=.05); l = learner(m, [Stop()]); x = images(); m.eval(); z = m(x)
     with pytest.raises(KeyboardInterrupt): l.fit_tora(1, 0)
     m.eval(); assert torch.isfinite(m(x)).all() and m.model.tora.says=='joint'
+    m.model.tora.train_out = 'rob'; l.tora('before_fit'); assert m.model.tora.train_out=='joint'      # which any fit, validation or prediction begins with
     l.remove_cb(Stop); l.fit_tora(1, 1); assert m.model.tora.train_out=='joint' and l.validate()
 
 def test_each_phase_can_be_resumed(tmp_path):
@@ -373,6 +375,9 @@ def test_dial():
     d = GateDial(m, gates); before = state(m); d(.7)
     assert all(torch.allclose(v, g[k]+2, atol=1e-5) for k,v in gates_of(m).items()) and all('.gate.' in o for o in changed(m, before))
     for lam,add in ((.1,0),(.5,1),(.9,3)): assert all(torch.allclose(v, g[k]+add, atol=1e-5) for k,v in gates_of(d(lam)).items())
+    d = GateDial(m, dict(reversed(gates.items())))                                     # in any order
+    for lam,add in ((.1,0),(.3,.5),(.9,3)): assert all(torch.allclose(v, g[k]+add, atol=1e-5) for k,v in gates_of(d(lam)).items())
+    assert repr(d)=='GateDial(lam=[0.1, 0.5, 0.9])'; d(.1)
     with pytest.raises(ValueError, match='at least two'): GateDial(m, {.1:g})
     with pytest.raises(ValueError, match='differ from them'): set_gates(m, {})
     with pytest.raises(ValueError, match='no gates'): gates_of(make('single_adapter'))
@@ -389,6 +394,21 @@ def test_gate_maps(k):
     p = gate_pictures(m, x); assert p.shape==(2,3,2,4,4) and p.isfinite().all() and repr(state_of(m))==before
     w = WithGates(m)(x); assert w.shape==(3,6) and (w[:,4:]<-90).all() and torch.allclose(w[:,:4], z, atol=1e-5)
     if k in ('tora','diagonal','folded'): assert ((w[:,4:]+100)<=1+1e-4).all() and ((w[:,4:]+100)>=0).all()
+
+@pytest.mark.parametrize('k', ['tora','key','both','diagonal','adapter_fusion'])
+def test_pictures_are_relative_to_even_weights_and_entropies_count_all(k):
+    "Weights that sum to one are even at their mean; the entropy of a softmax runs over whatever it summed over"
+    m,x = make(noise=.3, **KINDS[k]),images(3); maps = gate_maps(m, x)
+    for p,w in zip(gate_pictures(m, x), maps):
+        at = w[:,:,-16:,0] if w.shape[-1]==1 else w.mean(2)[...,-16:]
+        assert torch.allclose(p, (at/w.mean()-1).view(3,2,4,4), atol=1e-4)
+    for h,w in zip((WithGates(m)(x)[:,4:]+100).T, maps):
+        o = w.double().transpose(1,2).flatten(2) if k in ('key','both') else w.double().permute(0,2,3,1)           # the last axis: all that is summed
+        want = torch.special.entr(o).sum(-1).flatten(1).mean(1)/math.log(2)
+        assert torch.allclose(h, want.float(), atol=1e-4)
+
+def test_what_is_added_to_the_class_token_does_not_decay():
+    assert {'model.tora.shift.acc','model.tora.shift.rob'}<=no_decay_names(make())
 
 def test_the_attack_on_the_gate_moves_its_entropy():
     m,x = make(noise=.4),images(8); y = m(x).argmax(1); h = lambda x: (WithGates(m)(x)[:,4:]+100).mean().item()
