@@ -1,5 +1,5 @@
 "The two checks of the documentation: what they find, and that there is nothing to find"
-import importlib.util
+import importlib.util, json
 from dataclasses import dataclass
 from pathlib import Path
 import pytest
@@ -133,3 +133,41 @@ def test_search_must_find_every_public_symbol(check_site, site):
     assert {'PGD','Learner.robust_report','Normalized'}<=set(names) and not any('._' in n for n in names) and 'Linf.project' not in names
     (site/'search.json').write_text(json.dumps([dict(section=n) for n in names if n!='PGD']))
     assert check_site.check(site, ROOT/'robust_nbdev')==['search.json: no entry for PGD']
+
+# --- small checkpoints --------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def checkpoints(monkeypatch, tmp_path):
+    "The tool, with a few images for its data"
+    import torch
+    from robust_nbdev.datasets import fashion_mnist
+    t = tool('train_checkpoints'); key = 'fashion_mnist_vit'
+    monkeypatch.setattr(t, 'loaders', lambda key, row, seed: fashion_mnist(n_train=32, n_valid=16, bs=16, device=torch.device('cpu')))
+    def run(epochs, **kw): t.train(key, None, epochs, tmp_path, 7, **kw); return json.loads((tmp_path/f'{key}.json').read_text()),t.load_file(tmp_path/f'{key}.safetensors')
+    return t,run,tmp_path/f'{key}_epochs'
+
+class Killed(Exception): pass
+def killed(*args): raise Killed('killed')
+
+@pytest.mark.parametrize('epochs,stop,last', [(2,0,None), (3,2,0), (2,2,1)], ids=['in the first epoch','later','after the last'])
+def test_a_training_goes_on_where_it_was_stopped(checkpoints, monkeypatch, capsys, epochs, stop, last):
+    "Saved are every second epoch and the last; a second run goes on with the average and the time of the first"
+    import torch
+    t,run,d = checkpoints
+    with monkeypatch.context() as m:
+        if stop==epochs: m.setattr(t, 'save_file', killed)
+        else: m.setattr(t.EMA, 'after_step', lambda self: killed() if self.epoch==stop else setattr(self, 'n', self.n+1))
+        with pytest.raises(Killed): run(epochs, every=2)
+    saved = sorted(int(f.stem.split('_')[1]) for f in d.glob(f'{epochs}_*.pth')); assert saved==[o for o in range(epochs) if o<stop and (o%2==0 or o==epochs-1)]
+    if saved: f = d/f'average_{epochs}_{last}.pth'; s = torch.load(f); assert s['steps']==2*(last+1); torch.save({**s, 'seconds':1200.}, f)
+    capsys.readouterr(); card,w = run(epochs, every=2); said = capsys.readouterr().out
+    assert f'goes on after epoch {last}' in said if saved else 'goes on' not in said
+    assert (20 if saved else 0)<=card['minutes']<(25 if saved else 5) and card['epochs']==epochs and set(card['holdout'])=={'accuracy','ema_accuracy'}
+    assert card['command']==f'python tools/train_checkpoints.py fashion_mnist_vit --epochs {epochs} --seed 7'
+    assert torch.load(d/f'average_{epochs}_{epochs-1}.pth')['steps']==2*epochs                # of all epochs, before and after
+    if stop==epochs: assert s['holdout']==card['holdout'] and all(torch.equal(v.half(), s['average']['model.'+k].half()) for k,v in w.items() if v.is_floating_point())
+
+def test_an_incomplete_state_is_not_gone_on_with(checkpoints, capsys):
+    "The average of a state is written last: without it the one before counts"
+    t,run,d = checkpoints; run(2, every=1); (d/'average_2_1.pth').unlink(); capsys.readouterr()
+    run(2, every=1); assert 'goes on after epoch 0' in capsys.readouterr().out

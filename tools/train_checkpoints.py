@@ -7,6 +7,7 @@ import hashlib, json, platform, sys, time
 from types import SimpleNamespace as Row
 from fastcore.script import call_parse
 from safetensors.torch import load_file, save_file
+from timm.utils import ModelEmaV3
 from robust_nbdev.all import *
 from robust_nbdev.models import _DATA, _NETS, half_weights, small_model
 
@@ -81,6 +82,30 @@ def epochs_in(minutes, make):
     per = 10*tenth()
     return max(1, int((.85*60*minutes-(time.perf_counter()-t0))/per))
 
+def holdout(learn):
+    "The metrics in the last row of the table"
+    return dict(zip(learn.recorder.metric_names[3:-1], [round(float(o),4) for o in learn.recorder.values[-1][2:]]))
+
+class SaveState(SaveModelCallback):
+    "Save after every few epochs and after the last what a run needs to go on: weights, optimiser, averaged weights, the time so far, the metrics"
+    def __init__(self, fname, every, begun): super().__init__(every_epoch=every, fname=fname, with_opt=True); self.begun = begun
+    def after_epoch(self):
+        if self.epoch%self.every_epoch==0 or self.epoch==self.n_epoch-1: self._save(f'{self.fname}_{self.epoch}')
+    def _save(self, name):
+        super()._save(name); ema = self.learn.ema
+        torch.save(dict(average=ema.avg.module.state_dict(), steps=ema.n, seconds=time.perf_counter()-self.begun, holdout=holdout(self.learn)), self.learn.path/self.learn.model_dir/f'average_{name}.pth')
+
+def go_on(learn, n):
+    "Load the last complete state of a run of `n` epochs: the next epoch, the seconds so far, the metrics"
+    d = learn.path/learn.model_dir
+    done = sorted((int(f.stem.rsplit('_',1)[1]),f.stem) for f in d.glob(f'{n}_*.pth') if (d/f'average_{f.name}').exists())
+    if not done: return 0,0.,None
+    (e,name),ema = done[-1],learn.ema
+    learn.load(name, with_opt=True); s = torch.load(d/f'average_{name}.pth', map_location=learn.dls.device)
+    ema.avg,ema.n = ModelEmaV3(learn.model, ema.decay, **ema.kwargs).requires_grad_(False),s['steps']
+    ema.avg.module.load_state_dict(s['average']); print(f'{learn.model_dir}: goes on after epoch {e}')
+    return e+1,s['seconds'],s['holdout']
+
 def train(key, minutes, epochs, out, seed, every=5):
     "One checkpoint, from its row to its file"
     row,t = ROWS[key],time.perf_counter()
@@ -88,13 +113,14 @@ def train(key, minutes, epochs, out, seed, every=5):
     make = partial(learner, key, row, out, seed, loaders(key, row, seed))
     n = epochs or (epochs_in(minutes-(time.perf_counter()-t)/60, make) if minutes else row.epochs)
     learn = make()
-    done = sorted((int(f.stem.rsplit('_',1)[1]),f) for f in (out/learn.model_dir).glob(f'{n}_*.pth'))
-    if done: learn.load(done[-1][1].stem, with_opt=True); print(f'{key}: goes on after epoch {done[-1][0]}')
-    with learn.no_bar(): learn.fit_one_cycle(n, row.lr, pct_start=.1, start_epoch=done[-1][0]+1 if done else 0, cbs=SaveModelCallback(every_epoch=every, fname=str(n), with_opt=True))
+    start,before,held = go_on(learn, n); t -= before
+    if start<n:
+        with learn.no_bar(): learn.fit_one_cycle(n, row.lr, pct_start=.1, start_epoch=start, cbs=SaveState(str(n), every, t))
+        held = holdout(learn)
     with learn.ema.averaged(): save_file(half_weights(unwrap(get_model(learn.model))), out/f'{key}.safetensors')
     card = dict(recipe={k:v for k,v in vars(row).items() if k!='epochs'}, **begun, augment='CropFlip'+', RandomErasing, MixUp'*(not parts(key)[2]), attack=repr(pgd[parts(key)[0]]) if parts(key)[2] else None,
-        epochs=n, minutes=round((time.perf_counter()-t)/60, 1), seed=seed, n_train=learn.dls.train.n, command=f'python tools/train_checkpoints.py {key} --epochs {n}', machine=machine(learn.dls.device),
-        holdout=dict(zip(learn.recorder.metric_names[3:-1], [round(float(o),4) for o in learn.recorder.values[-1][2:]])))
+        epochs=n, minutes=round((time.perf_counter()-t)/60, 1), seed=seed, n_train=learn.dls.train.n, command=f'python tools/train_checkpoints.py {key} --epochs {n} --seed {seed}', machine=machine(learn.dls.device),
+        holdout=held)
     (out/f'{key}.json').write_text(json.dumps(card)); print(key, card, flush=True)
 
 def machine(device): return torch.cuda.get_device_name() if device.type=='cuda' else f'{platform.machine()} CPU, {torch.get_num_threads()} threads'
