@@ -220,7 +220,7 @@ class TRADES(AdvTrain):
 # %% ../nbs/01a_adv_train.ipynb #710d8aeb
 @dataclass(frozen=True, repr=False)
 class NearPGD(PGD):
-    "PGD from x + `noise`*N(0,1), the start of the authors' codes of TRADES and MART"
+    "PGD from x and normal noise of deviation `noise`, the start of the authors' codes of TRADES and MART"
     noise:float = field(default=.001, kw_only=True) # Standard deviation of the start, in pixel units
     def start(self, obj, x, seed): return dict(d=self.ball.project(x, self.noise*torch.special.ndtri(uniform(image_seed(x) if seed is None else seed, x))))
 

@@ -352,7 +352,7 @@ def show_corruptions(
     for i,name in enumerate(names):
         row = axs[i%rows][(i//rows)*(len(severities)+1):]
         for ax,o in zip(row, [x[None]]+[corrupt(x[None], name, o, seed) for o in severities]): show_image(o[0].as_subclass(Tensor).cpu(), ctx=ax, cmap='gray', vmin=0, vmax=1)
-        row[0].set_title(name.replace('_',' '), fontsize=7, loc='left')
+        row[0].set_title(name.replace('_',' '), fontsize=10, loc='left')
 
 # %% ../nbs/01c_corruptions.ipynb #801795d3
 def distortion(

@@ -361,7 +361,7 @@ def rvt_tiny_plus(
     pretrained:bool=False, # There are no weights: True raises ValueError
     **kwargs # For `RVT`
 )->nn.Module: # With random weights
-    "RVT-Ti*, with position-aware attention scaling in the first ten blocks"
+    "`RVT-Ti*`: position-aware attention scaling in the first ten blocks"
     return _create(RVT, 'rvt_tiny_plus', pretrained, kwargs, dims=(192,384), depths=(10,2), heads=(6,12), scaled=10)
 
 @register_model
@@ -377,7 +377,7 @@ def rvt_small_plus(
     pretrained:bool=False, # There are no weights: True raises ValueError
     **kwargs # For `RVT`
 )->nn.Module: # With random weights
-    "RVT-S*, scaled in the first five blocks"
+    "`RVT-S*`: scaled in the first five blocks"
     return _create(RVT, 'rvt_small_plus', pretrained, kwargs, scaled=5)
 
 # %% ../nbs/00d_rvt_fan.ipynb #39f779eb
@@ -394,7 +394,7 @@ def rvt_base_plus(
     pretrained:bool=False, # There are no weights: True raises ValueError
     **kwargs # For `RVT`
 )->nn.Module: # With random weights
-    "RVT-B*, scaled in all blocks; `scaled=5`: as the public code"
+    "`RVT-B*`: scaled in all blocks; `scaled=5`: as the public code"
     return _create(RVT, 'rvt_base_plus', pretrained, kwargs, dims=(768,), heads=(12,), conv=False, scaled=12)
 
 # %% ../nbs/00d_rvt_fan.ipynb #2f6e4893
@@ -438,7 +438,7 @@ def rvt_nano_plus(
     pretrained:bool=False, # There are no weights: True raises ValueError
     **kwargs # For `RVT`
 )->nn.Module: # With random weights
-    "A small RVT*, scaled in the first two of four blocks"
+    "A small `RVT*`, scaled in the first two of four blocks"
     return _create(RVT, 'rvt_nano_plus', pretrained, kwargs, dims=(64,), depths=(4,), heads=(4,), scaled=2, **_small)
 
 @register_model

@@ -662,7 +662,7 @@ def show_deltas(
 ):
     "Images, and below them the change that the attack makes on each model, in grey"
     rows = {'image':x, **{k:delta_image(x, attack(m, x, y, seed=seed), attack.eps) for k,m in models.items()}}
-    fig = fig or plt.figure(figsize=(1.3*len(x),1.4*len(rows)), layout='constrained')
+    fig = fig or plt.figure(figsize=(len(x),1.15*len(rows)), layout='constrained')
     axs = fig.subplots(len(rows), len(x), squeeze=False)
     for (k,ims),row in zip(rows.items(), axs):
         for im,ax in zip(ims, row): show_pic(im if k=='image' else im.mean(0, keepdim=True), ax)

@@ -1,11 +1,12 @@
-"The two checks of the documentation: what they find, and that there is nothing to find"
-import importlib.util, json
+"The checks of the documentation: what they find, and that there is nothing to find; what the site makes of tables and signatures"
+import importlib.util,json,sys
 from dataclasses import dataclass
 from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 def tool(name):
+    if str(ROOT/'tools') not in sys.path: sys.path.insert(0, str(ROOT/'tools'))
     spec = importlib.util.spec_from_file_location(name, ROOT/'tools'/f'{name}.py')
     m = importlib.util.module_from_spec(spec); spec.loader.exec_module(m); return m
 
@@ -97,7 +98,7 @@ def test_everything_that_nbdev_has_indexed_is_looked_at(lint):
 
 PAGE = '''<!doctype html><html lang="en"><head><title>T</title><link rel="stylesheet" href="s.css"><link rel="canonical" href="https://x.org/a.html"></head>
 <body><h1 id="top">T</h1><a href="b.html#end">b</a><a href="#top">up</a><a href="https://x.org">out</a><a href="mailto:a@b.c">mail</a><a href="sub/">sub</a>
-<img src="p.png" alt="A picture"><div class="cell-output cell-output-display"><div><img src="data:image/png;base64,AA"></div></div></body></html>'''
+<img src="p.png" alt="A picture"><div class="cell-output cell-output-display"><div><img alt="A figure" src="data:image/png;base64,AA"></div></div></body></html>'''
 
 @pytest.fixture
 def site(tmp_path):
@@ -117,7 +118,7 @@ def test_a_sound_site_has_no_complaints(check_site, site): assert check_site.che
     ('href="s.css"','href="https://cdn.org/s.css"','loads https://cdn.org/s.css'), ('src="p.png"','src="//cdn.org/p.png"','loads //cdn.org/p.png'), ('<h1','<script src="http://cdn.org/x.js"></script><h1','loads http://cdn.org/x.js'),
     ('<h1',"<script type=module>import m from 'https://cdn.org/m.mjs';</script><h1",'loads https://cdn.org/m.mjs'), ('<h1','<style>@import "https://fonts.org/f.css";</style><h1','loads https://fonts.org/f.css'),
     ('<h1','<p style="background:url(https://cdn.org/i.png)"><h1','loads https://cdn.org/i.png'), ('<title>T</title>','<title> </title>','no title'), (' lang="en"','','no language: <html lang="en">'),
-    (' alt="A picture"','','image without alt text: p.png'), ('class="cell-output cell-output-display"','','image without alt text: data:image/png;base64,AA'), ('<h1','<i id="top"></i><h1','two elements have the id top'),
+    (' alt="A picture"','','image without alt text: p.png'), (' alt="A figure"','','image without alt text: data:image/png;base64,AA'), ('<h1','<i id="top"></i><h1','two elements have the id top'),
     ('<h1','<i id="top-1"></i><h1','two headings want the anchor #top')])
 def test_site_check_finds(check_site, site, old, new, complaint):
     f = site/'a.html'; assert old in f.read_text(); f.write_text(f.read_text().replace(old, new, 1))
@@ -128,7 +129,6 @@ def test_a_style_sheet_that_loads_from_elsewhere_is_found(check_site, site):
     assert check_site.check(site)==['s.css: loads https://fonts.org/f.css']
 
 def test_search_must_find_every_public_symbol(check_site, site):
-    import json
     names = list(check_site.public(ROOT/'robust_nbdev'))
     assert {'PGD','Learner.robust_report','Normalized'}<=set(names) and not any('._' in n for n in names) and 'Linf.project' not in names
     (site/'search.json').write_text(json.dumps([dict(section=n) for n in names if n!='PGD']))
@@ -171,3 +171,70 @@ def test_an_incomplete_state_is_not_gone_on_with(checkpoints, capsys):
     "The average of a state is written last: without it the one before counts"
     t,run,d = checkpoints; run(2, every=1); (d/'average_2_1.pth').unlink(); capsys.readouterr()
     run(2, every=1); assert 'goes on after epoch 0' in capsys.readouterr().out
+
+# --- in a browser ---------------------------------------------------------------------------------------------------------------
+
+check_pages = tool('check_pages')
+CHROME = check_pages.chromium()
+browser = pytest.mark.skipif(CHROME is None, reason='no chromium here')
+
+SOUND = '''<!doctype html><html lang="en"><head><meta charset="utf-8"><title>T</title><link rel="icon" href="data:,"><style>body { color: #222 } div { width: 100px; overflow: auto }</style></head>
+<body><p>Text</p><a href="#x">Link</a><button>Press</button><img alt="A dot" src="data:image/gif;base64,R0lGODlhAQABAAAAACw="><div><pre>a line that is longer than its box</pre></div></body></html>'''
+
+@browser
+def test_what_a_browser_finds_on_a_page(tmp_path):
+    faults = {
+        'wide': ('<p>','<p style="width:1300px">','wider than the window: 1308 of 1200 px'), 'faint': ('<p>','<p style="color:#999">','contrast 2.8, should be 4.5: <p> "Text"'),
+        'veiled': ('<p>','<p style="opacity:.4">','contrast 2.5, should be 4.5'), 'dark': ('<p>','<p style="background:#111">','contrast'), 'bare': ('alt="A dot"','','image without alt text'),
+        'error': ('<p>','<script>throw new Error("no such thing")</script><p>','error: Error: no such thing'), 'gone': ('<p>','<script src="gone.js"></script><p>','error: Failed to load resource'),
+        'away': ('<p>','<script>fetch("http://127.0.0.1:9/x").catch(() => 0)</script><p>','asks another host: http://127.0.0.1:9/x'), 'unreached': ('<a href="#x">','<a onclick="1">','Tab does not reach <a> "Link"'),
+        'unseen': ('<style>','<style>a { outline: none !important }','focus cannot be seen on <a> "Link"')}
+    (tmp_path/'sound.html').write_text(SOUND)
+    for k,(a,b,_) in faults.items():
+        assert a in SOUND; (tmp_path/f'{k}.html').write_text(SOUND.replace(a, b, 1))
+    bad = list(check_pages.check(tmp_path, CHROME, (1200,), ['sound.html',*(f'{k}.html' for k in faults)]))
+    assert not [o for o in bad if o.startswith('sound.html')]
+    for k,(_,_,complaint) in faults.items(): assert any(o.startswith(f'{k}.html at 1200 px: {complaint}') for o in bad), (k,bad)
+
+@browser
+def test_a_name_is_found_before_what_resembles_it(tmp_path):
+    rows = [dict(title='Attacks', section='APGD', text='def APGD( PGD with'), dict(title='Glossary', section='PGD', text='Projected gradient descent: PGD'), dict(title='Attacks', section='PGD', text='def PGD( eps'),
+        dict(title='Questions', section='Where do I normalise?', text='In the model'), dict(title='Core', section='Threat models', text='A ball, and train mode')]
+    (tmp_path/'search.json').write_text(json.dumps(rows))
+    (tmp_path/'index.html').write_text(SOUND.replace('<p>', f'<script>{(ROOT/"tools"/"search.js").read_text()}</script><p>'))
+    with check_pages.Browser(CHROME) as b:
+        b.go(check_pages.serve(tmp_path)+'index.html')
+        assert check_pages.find(b, ['PGD','APGD'])==[] and check_pages.find(b, ['CWPGD'])==['search for CWPGD: first are []']
+        first = lambda q: b.js(f'smalldocsRank(window.found, {json.dumps(q)}, 9, null).map(e => e.title+": "+e.section)')
+        assert first('PGD')==['Attacks: PGD','Glossary: PGD','Attacks: APGD'] and first('pgd')[:2]==['Attacks: PGD','Glossary: PGD']
+        assert first('normalize')==['Questions: Where do I normalise?'] and first('train mode')==['Core: Threat models'] and first('train xyz')==[] and first('PGD (')==['Attacks: PGD']
+
+# --- what the site makes of outputs -----------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def docs():
+    pytest.importorskip('yaml')
+    return tool('docs')
+
+def test_tables_have_numbers_to_the_right_under_their_headings(docs):
+    import pandas as pd, re
+    df = pd.DataFrame({'attack_name':['clean','PGD'], 'acc':[66.4,None], '95%':['60.2-73.1',''], 'why':['`f` holds','no']})
+    t = re.sub(r'<table.*?</table>', docs.table, df._repr_html_(), flags=re.S)
+    assert [k for k in ('attack_<wbr>name','acc','95%','why') if f'<th class="num">{k}</th>' in t]==['acc','95%'] and '<td class="num">66.4</td>' in t and '<td>PGD</td>' in t and '<code>f</code> holds' in t
+    assert 'text-align: right;"' not in t.split('<tbody>')[0].split('<thead>')[1]
+    wide = pd.DataFrame({('clean','mean'):[1.5], ('clean','name'):['x']})
+    t = re.sub(r'<table.*?</table>', docs.table, wide._repr_html_(), flags=re.S)
+    assert '<th class="num">mean</th>' in t and '<th>name</th>' in t and '<td class="num">1.5</td>' in t
+
+def test_signatures_say_nothing_of_the_machine(docs):
+    s = docs.signature("### averaged\n\n```python\ndef averaged(\n    eps:float=0.03137254901960784, f:<function number at 0x7f273c1ce8e0>=None, names:tuple=('gaussian_noise', 'shot_noise', 'impulse_noise', 'defocus_blur', 'glass_blur', 'motion_blur', 'zoom_blur'), x:float=1.3333333333333333\n)->__main__.Source | None: # None | None: there is nothing\n```", 'EMA.__call__')
+    assert s=="### EMA.\\_\\_call\\_\\_\n\n```python\ndef averaged(\n    eps:float=8/255, f:number=None, names:tuple=('gaussian_noise', 'shot_noise', ...), x:float=1.33333\n)->Source | None: # None: there is nothing\n```"
+    assert docs.signature('*, after_create:NoneType=None, before_fit:NoneType=None,\n    after_fit:NoneType=None\n):', 'A').startswith('**events # ')
+
+def test_file_names_in_commands_stay_and_links_follow(docs):
+    assert docs.LINK.search('[a](../05_afat.ipynb#x)') and docs.LINK.search('<a href="05_afat.ipynb">') and not docs.LINK.search('python tools/save_outputs.py nbs/05_afat.ipynb')
+
+def test_a_figure_is_described_by_what_stands_above_it(docs, tmp_path):
+    f = tmp_path/'a.html'; f.write_text('<h2>Heads</h2><img src="data:image/png;base64,AA"><p>A <em>map</em> of \\(x\\) &amp; y. More.</p><img src="data:image/png;base64,AA"><img alt="own" src="data:image/png;base64,AA">')
+    docs.describe(tmp_path); t = f.read_text()
+    assert '<img alt="Figure: Heads" src' in t and '<img alt="Figure: A map of x &amp; y." src' in t and t.count('alt=')==3

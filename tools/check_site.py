@@ -14,23 +14,21 @@ class Page(HTMLParser):
     "What there is to check in a page: links, what it loads, ids, title, language, images that nothing describes"
     def __init__(self, text):
         super().__init__()
-        self.links,self.loads,self.ids,self.lang,self.title,self.bare,self.inside,self.divs = [],[],[],None,'',[],'',[]
+        self.links,self.loads,self.ids,self.lang,self.title,self.bare,self.inside = [],[],[],None,'',[],''
         self.feed(text); self.close()
 
     def handle_starttag(self, tag, attrs):
         d = {k:v or '' for k,v in attrs}
         if 'id' in d: self.ids.append(d['id'])
         if tag=='html': self.lang = d.get('lang')
-        if tag=='div': self.divs.append('cell-output' in d.get('class',''))
         if tag=='a' and d.get('href'): self.links.append(d['href'])
         if tag=='link' and not {'canonical','alternate'}&set(d.get('rel','').split()): self.loads.append(d.get('href',''))
         if tag in LOADS: self.loads.append(d.get(LOADS[tag],''))
         self.loads += [o.split()[0] for o in d.get('srcset','').split(', ') if o.strip()]+css(d.get('style',''))
-        if tag=='img' and not d.get('alt') and not any(self.divs): self.bare.append(d.get('src','')[:60])      # output figures stand beside the text that explains them
+        if tag=='img' and not d.get('alt'): self.bare.append(d.get('src','')[:60])
         if tag in ('title','style','script'): self.inside = tag
 
     def handle_endtag(self, tag):
-        if tag=='div' and self.divs: self.divs.pop()
         if tag==self.inside: self.inside = ''
 
     def handle_data(self, s):
