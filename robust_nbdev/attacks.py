@@ -376,6 +376,17 @@ def climb(self:Attack,
     "Gradient, value and output at the state's point"
     return obj.grad(x+s['d'])
 
+@patch
+def update(self:Attack,
+    x:Tensor, # Clean images [B,C,H,W] in [0,1]
+    s:dict, # The state: the change `d` [B,C,H,W] and what else the attack remembers
+    g:Tensor, # Gradient [B,C,H,W] at `x+d`
+    v:Tensor, # Value of the loss there [B]
+    i:Tensor, # Steps that each image has made [B]
+)->dict: # The state after the step
+    "The state after a step with this gradient and value"
+    raise TypeError(f'{type(self).__name__} has no step of its own: give it update(self, x, s, g, v, i), or use PGD(8/255, steps=10)')
+
 # %% ../nbs/01_attacks.ipynb #7bf0192f
 @patch
 def run(self:Attack,
@@ -419,13 +430,7 @@ class PGD(Attack):
         "Step length in pixel units"
         return 2.5*self.eps/max(self.steps,1) if self.alpha is None else self.alpha
 
-    def update(self,
-        x:Tensor, # Clean images [B,C,H,W] in [0,1]
-        s:dict, # The state: the change `d` [B,C,H,W] and what else the attack remembers
-        g:Tensor, # Gradient [B,C,H,W] at `x+d`
-        v:Tensor, # Value of the loss there [B]
-        i:Tensor, # Steps that each image has made [B]
-    )->dict: # The state after the step
+    def update(self, x, s, g, v, i):
         "One step, and back into the ball"
         return {**s, 'd':self.ball.project(x, s['d']+self.step_size*self.ball.step(g))}
 
@@ -511,13 +516,7 @@ class GAMAPGD(Attack):
         "Gradient of the guided margin"
         w = self.weight*(1-i/(.25*self.steps)).clamp(min=0)
         return obj.grad(x+s['d'], lambda z,y: obj.loss(z.softmax(1), y)+obj.sign*w*(z.softmax(1)-s['p']).pow(2).sum(1))
-    def update(self,
-        x:Tensor, # Clean images [B,C,H,W] in [0,1]
-        s:dict, # The state: the change `d` [B,C,H,W] and what else the attack remembers
-        g:Tensor, # Gradient [B,C,H,W] at `x+d`
-        v:Tensor, # Value of the loss there [B]
-        i:Tensor, # Steps that each image has made [B]
-    )->dict: # The state after the step
+    def update(self, x, s, g, v, i):
         "A step that is shortened twice on the way"
         a = self.rate(i, 2*self.eps if self.alpha is None else self.alpha, 10)
         return {**s, 'd':self.ball.project(x, s['d']+per_image(a, x)*self.ball.step(g))}
@@ -536,13 +535,7 @@ def _plain(obj, x):
 class GAMAFW(GAMAPGD):
     "Guided margin attack by Frank-Wolfe: `d <- (1-gamma)*d + gamma*eps*step(g)`, gamma falling from .5, divided by 5 at 60% and 85%"
     gamma:float = field(default=.5, kw_only=True) # First share of the new corner
-    def update(self,
-        x:Tensor, # Clean images [B,C,H,W] in [0,1]
-        s:dict, # The state: the change `d` [B,C,H,W] and what else the attack remembers
-        g:Tensor, # Gradient [B,C,H,W] at `x+d`
-        v:Tensor, # Value of the loss there [B]
-        i:Tensor, # Steps that each image has made [B]
-    )->dict: # The state after the step
+    def update(self, x, s, g, v, i):
         "A weighted mean of where it is and the best corner of the ball"
         c = per_image(self.rate(i, self.gamma, 5), x)
         return {**s, 'd':self.ball.project(x, (1-c)*s['d']+c*self.eps*self.ball.step(g))}
@@ -570,13 +563,7 @@ class APGD(Attack):
         lo,no = x.new_full((n,), -torch.inf),torch.zeros(n, dtype=torch.bool, device=x.device)
         return dict(d=d, old=d, best_d=d, best_g=torch.zeros_like(d), best_v=lo, v=-lo, check=lo, size=torch.full_like(lo, 2*self.eps), ups=torch.zeros_like(lo), halved=no)
 
-    def update(self,
-        x:Tensor, # Clean images [B,C,H,W] in [0,1]
-        s:dict, # The state: the change `d` [B,C,H,W] and what else the attack remembers
-        g:Tensor, # Gradient [B,C,H,W] at `x+d`
-        v:Tensor, # Value of the loss there [B]
-        i:Tensor, # Steps that each image has made [B]
-    )->dict: # The state after the step
+    def update(self, x, s, g, v, i):
         "Note the value; at a checkpoint halve the step and go back to the best point, if need be; then move"
         s = {**s, 'ups':s['ups']+(v>s['v']), 'v':v, 'check':torch.where(i==0, v, s['check'])}
         s.update(_where(v>s['best_v'], dict(best_d=s['d'], best_g=g, best_v=v), s))

@@ -427,7 +427,7 @@ def _known(attack):
 
 def _steps(attack):
     "Can it be hunted with: does it go in steps by the rules of the library?"
-    if not (isinstance(attack, Attack) and hasattr(attack,'update')): return False
+    if not isinstance(attack, Attack) or type(attack).update is Attack.update: return False
     t,own = type(attack),(Attack, APGD, APGDT)
     return attack.eps>0 and attack.steps>0 and t.__call__ is Attack.__call__ and all(getattr(t,k) in [getattr(o,k) for o in own] for k in ('run','_best'))
 

@@ -78,17 +78,10 @@ def weights(self:Gate,
     return s.transpose(1,2).flatten(2).softmax(-1).unflatten(2, (2,-1)).transpose(1,2)
 
 # %% ../nbs/03_tora.ipynb #c2171bee
-@patch
-def fold(self:Gate,
-    z:Tensor, # The block's tokens [B,T,D]
-    a:Tensor, # Features of the accuracy adapter [B,N,D]
-    r:Tensor, # Features of the robustness adapter [B,N,D]
-    da:Tensor, # What the accuracy adapter adds [B,N,D]
-    dr:Tensor, # What the robustness adapter adds [B,N,D]
-)->Tensor: # [B,T,D]
+def _fold(gate, z, a, r, da, dr):
     "The adapter-wise fusion as `(G V(da-dr) + sum of V(dr)) / N`"
-    g = ((self.q(z)*z.shape[-1]**-.5)@self.k(a-r).mT).sigmoid()
-    return (g@self.v(da-dr)+self.v(dr.sum(1, keepdim=True)))/da.shape[1]
+    g = ((gate.q(z)*z.shape[-1]**-.5)@gate.k(a-r).mT).sigmoid()
+    return (g@gate.v(da-dr)+gate.v(dr.sum(1, keepdim=True)))/da.shape[1]
 
 @patch
 def forward(self:Gate,
@@ -99,7 +92,7 @@ def forward(self:Gate,
     dr:Tensor, # What the robustness adapter adds [B,N,D]
 )->Tensor: # [B,T,D]
     "What goes to the tokens"
-    if self.folded: return self.fold(z, a, r, da, dr)
+    if self.folded: return _fold(self, z, a, r, da, dr)
     g,va,vr = self.weights(z, a, r),self.v(da),self.v(dr)
     if self.how=='diagonal': return g[:,0]*_rows(va, z.shape[1])+g[:,1]*_rows(vr, z.shape[1])
     return (g[:,0]@va+g[:,1]@vr)/{'adapter':da.shape[1], 'key':2, 'both':1}[self.how]

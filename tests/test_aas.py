@@ -139,6 +139,25 @@ def test_move():
     assert close(a.but(log=True).move(own, torch.tensor([[.5,.5]]), torch.tensor([[0.,-1.]])), torch.tensor([[.5,.5*math.exp(-.1)]]))
     assert close(a.but(step='raw', eta=1.).move(own, torch.tensor([[.5,.5]]), torch.tensor([[.1,0.]])), torch.tensor([[.6,.5]]))
 
+def test_move_by_hand():
+    a,own = AAS(PGD2, eta=.1),torch.ones(2)
+    s,g = torch.tensor([[.5,.25]]),torch.tensor([[1.,1.]]); u = torch.tensor([[2.,1.]])/5**.5
+    assert close(a.but(log=True).move(own, s, g), s*(.1*u).exp())                                      # d/d(log s) = s d/ds
+    assert close(a.but(blocks=0).move(own, s, torch.zeros(1,2)), torch.tensor([[.25,.25]]))            # a scale that does not move is not halved
+
+def test_defaults_are_those_of_the_notebook():
+    a = AAS(PGD2); assert (a.climb,a.ascent,a.sigma,a.reflect,a.step,a.eta,a.per,a.blocks,a.temperature,a.log,a.guard)==(eq3,10,.01,True,'norm',.02,'image',None,False,False,None)
+
+def test_raw_steps_of_a_batch_follow_the_mean():
+    m = build('vit'); a = AAS(PGD2, per='batch', step='raw', eta=.5, sigma=.1, ascent=0); own = torch.ones(3); s = a.scales(m, X).detach()[None].requires_grad_()
+    with attack_mode(m): g, = torch.autograd.grad(a.gain(m, X, None, None, own)[0](s).mean(), s)
+    assert close(a.but(ascent=1).scales(m, X), (s+.5*g)[0].detach().clamp(1e-7, 1), 1e-5) and g.abs().max()>1e-3
+
+def test_rows_of_a_scaled_model_take_their_logits_along():
+    m,s,t = build('vit'),torch.rand(5,3),torch.rand(5)+.5; z = ScaledModel(m, s, t)(X)
+    for i in ([1,3],[4]): assert close(ScaledModel(m, s, t).for_rows(torch.tensor(i))(X[i]), z[i], 1e-4)
+    assert close(ScaledModel(m, .5, t).for_rows(torch.tensor([2]))(X[2:3]), ScaledModel(m, .5, t)(X)[2:3], 1e-4)
+
 @pytest.mark.parametrize('kw', [{}, dict(log=True, eta=.1), dict(per='batch'), dict(climb=lpips_feats), dict(climb=ce), dict(climb=gama), dict(temperature=True), dict(climb=kl)], ids=lambda kw: ' '.join(f'{k}={getattr(v,"__name__",v)}' for k,v in kw.items()) or 'default')
 @pytest.mark.parametrize('k', ['vit','xcit'])
 def test_the_ascent_climbs(k, kw):
@@ -367,6 +386,11 @@ def test_a_scale_of_one_is_no_other_model():
     for _,r in t.iterrows(): assert r.clean==r.clean_scaled and r.plain==r.on_scaled==r.transferred==r.worst and r.twice<=r.plain
     assert t.attrs==dict(n=24, seed=0)
 
+def test_the_second_start_is_another_one():
+    m,x = build('vit'),torch.rand(40, 3, 32, 32, generator=torch.Generator().manual_seed(3)); y = predict(m, x); A = Scaled(PGD(.02, steps=1, alpha=.002), .5)
+    own = [predict(m, A.attack(m, x, y, seed=i))==y for i in (0,1)]; t = scale_report(m, (x,y), A).iloc[0]; assert not torch.equal(*own)
+    assert t.plain==pytest.approx(100*own[0].float().mean().item(), abs=1e-3) and t.twice==pytest.approx(100*(own[0]&own[1]).float().mean().item(), abs=1e-3)
+
 def test_scale_report_is_two_models():
     m,(x,y) = tv(),data(); A = AAS(PGD(.1, steps=2), eta=.2); t = scale_report(m, (x,y), A, bs=7, twice=False).iloc[0]; v = two_models(m, x, y, A)
     assert {k:round(o,3) for k,o in t.items()}=={k:round(100*o.float().mean().item(),3) for k,o in v.items()}
@@ -415,6 +439,16 @@ def test_a_phase_by_hand():
     l = learner([AdvTrain(P2), AASTrain(period=1, aas=AAS(FGSM(), eta=.1)), Look()]); l.fit(1, 1e-3)
     ref = AAS(FGSM(), eta=.1, per='batch').scales(got['m'], got['x'].as_subclass(torch.Tensor), seed=torch.initial_seed()%2**62)
     assert close(scales_of(l.model), ref, 1e-6)
+
+def test_each_phase_starts_elsewhere_and_knows_the_labels():
+    got = {}
+    class Look(Callback):
+        order = AASTrain.order-.1
+        def before_batch(self):
+            if self.training and self.epoch==1 and 'x' not in got: got.update(x=self.x.as_subclass(torch.Tensor).clone(), y=self.y.as_subclass(torch.Tensor).clone(), m=copy.deepcopy(self.model))
+    A = AAS(FGSM(), eta=.01, ascent=1, climb=ce, sigma=.2); l = learner([AASTrain(period=2, aas=A), Look()]); l.fit(2, 1e-3); seed = torch.initial_seed()%2**62
+    ref = [A.but(per='batch').scales(got['m'], got['x'], got['y'], seed=seed+i) for i in (0,1)]
+    assert close(scales_of(l.model), ref[1], 1e-6) and not close(ref[0], ref[1], 1e-3)
 
 def test_when_and_how_long():
     n = lambda **kw: (lambda l: (l.fit(3, 1e-3), l.aas_train.df.epoch.tolist() if len(l.aas_train.df) else [])[1])(learner([AASTrain(aas=AAS(FGSM(), ascent=1), **kw)]))

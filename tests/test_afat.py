@@ -1,8 +1,6 @@
 "AFAT: masks, alignment, the joint step by hand, precision, accumulation, composition, families, occlusion as an attack."
-import copy, math, os, pickle, subprocess, sys, warnings
+import copy, math, pickle, warnings
 from contextlib import nullcontext
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 import pytest, timm, torch, torch.nn.functional as F
 from torch import nn
 from fastai.vision.all import (Callback, CancelFitException, CrossEntropyLossFlat, CutMix, GradientAccumulation, GradientClip, LabelSmoothingCrossEntropyFlat, Learner, L, MixUp, Normalize, SGD, SaveModelCallback, accuracy, set_seed)
@@ -17,6 +15,7 @@ from robust_nbdev.datasets import fashion_mnist
 from robust_nbdev.evaluate import *
 from robust_nbdev.models import small_model
 from robust_nbdev.test_utils import *
+from two_processes import one_and_two
 
 def plain(x): return x.as_subclass(torch.Tensor)
 def learner(cbs=None, n=16, bs=16, **kw):
@@ -467,37 +466,16 @@ def test_show(monkeypatch):
 
 # --- two processes ----------------------------------------------------------------------------------------------------------
 
-SCRIPT = '''
-import os, sys, torch, torch.distributed as dist
-from contextlib import nullcontext
-from fastai.vision.all import *
-from fastai.distributed import *
-from robust_nbdev.all import *
-from robust_nbdev.test_utils import tiny_vit
-rank,world = int(os.environ.get('RANK',0)),int(os.environ.get('WORLD_SIZE',1))
-DistributedDL._broadcast = lambda self,t,rank: (lambda v: (dist.broadcast(v, rank), v.tolist())[1])(LongTensor(t))
-if world>1: dist.init_process_group('gloo')
-set_seed(0); x,y = torch.rand(32,1,28,28),torch.randint(0,4,(32,))
-joined = [r*16+i for t in range(0,16,8) for r in range(2) for i in range(t,t+8)]
-order = list(range(32)) if world>1 else joined
-split = lambda idx,bs: DataLoader([(x[i],y[i]) for i in idx], bs=bs, shuffle=False, device=torch.device('cpu'))
-learn = Learner(DataLoaders(split(order, 16//world), split(range(8), 8), device='cpu'), tiny_vit(num_classes=4), loss_func=CrossEntropyLossFlat(), opt_func=SGD, cbs=AFAT(occlude=.25, lam=1., corruption_lr=.1, length=None))
-with learn.distrib_ctx(sync_bn=False) if world>1 else nullcontext():
-    with learn.no_bar(), learn.no_logging(): learn.fit(2, 1e-2)
-torch.save([torch.cat([p.detach().flatten() for p in m.parameters()]) for m in (get_model(learn.model),learn.afat.corruption)], f'{sys.argv[1]}/{world}_{rank}.pth')
-if world>1: dist.destroy_process_group()
+JOB = '''
+def learner(dls): return Learner(dls, tiny_vit(num_classes=4), loss_func=CrossEntropyLossFlat(), opt_func=SGD, cbs=AFAT(occlude=.25, lam=1., corruption_lr=.1, length=None))
+fits = [lambda l: l.fit(2, 1e-2)]
+def keep(l): return [torch.cat([p.detach().flatten() for p in m.parameters()]) for m in (get_model(l.model),l.afat.corruption)]
 '''
 
 def test_two_processes_are_one(tmp_path):
     "Masks, alignment and ascent of two processes are those of one on the joined batch, and both have the same corruption model, to the bit"
     pytest.importorskip('accelerate')
-    (tmp_path/'s.py').write_text(SCRIPT)
-    env = {**os.environ, 'PYTHONPATH':os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get('PYTHONPATH','')]), 'CUDA_VISIBLE_DEVICES':'', 'ACCELERATE_USE_CPU':'true', 'OMP_NUM_THREADS':'1'}
-    def launch(cmd): return subprocess.run([sys.executable,*cmd,str(tmp_path/'s.py'),str(tmp_path)], capture_output=True, text=True, env=env, cwd=tmp_path, timeout=300)
-    with ThreadPoolExecutor() as ex: rs = list(ex.map(launch, ([],['-m','torch.distributed.run','--standalone','--nproc-per-node','2'])))
-    for r in rs: assert r.returncode==0, r.stderr[-3000:]
-    one,a,b = [torch.load(tmp_path/f) for f in ('1_0.pth','2_0.pth','2_1.pth')]
-    for o,p,q in zip(one,a,b): assert torch.equal(p, q) and torch.allclose(o, p, atol=1e-4)
+    for o,p,q in zip(*one_and_two(JOB, tmp_path)): assert torch.equal(p, q) and torch.allclose(o, p, atol=1e-4)
 
 # --- the paper's scale --------------------------------------------------------------------------------------------------------
 

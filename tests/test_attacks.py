@@ -11,7 +11,7 @@ from fastai.torch_core import TensorCategory
 from timm.layers import DropPath
 from robust_nbdev.core import *
 from robust_nbdev.attacks import *
-from robust_nbdev.evaluate import predict
+from robust_nbdev.evaluate import predict, robust_report
 from robust_nbdev.test_utils import *
 
 C = 4  # classes
@@ -682,3 +682,11 @@ def test_scripted_models_and_folded_pixels():
     m = torch.jit.script(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12,3)))
     assert PGD(.1, steps=2)(m, torch.rand(2,3,2,2), torch.tensor([0,1])).shape==(2,3,2,2)
     assert in_chans(timm.create_model('tresnet_m', num_classes=3)) is None
+
+def test_an_attack_without_a_step_says_so():
+    from dataclasses import dataclass
+    @dataclass(frozen=True, repr=False)
+    class Idle(Attack): steps:int = 2
+    m,x,y = tiny_vit(),torch.rand(2,1,28,28),torch.tensor([0,1])
+    for run in (lambda: Idle(.1)(m, x, y), lambda: robust_report(m, (x,y), [Idle(.1)])):
+        with pytest.raises(TypeError, match=r'Idle has no step of its own: give it update\('): run()

@@ -6,6 +6,7 @@ from fastai.vision.all import Learner, first, load_learner, torch
 from robust_nbdev.attacks import PGD
 from robust_nbdev.datasets import dataset, fashion_mnist, settings
 from robust_nbdev.evaluate import robust_report
+from robust_nbdev.vit import patch_grid
 from robust_nbdev.models import small_cards, small_dls, small_model
 from robust_nbdev import models as M
 
@@ -22,6 +23,19 @@ def test_file_fits_its_card(key):
     assert not m.training and sum(p.numel() for p in m.parameters())==card['params'] and all(p.dtype==torch.float32 for p in m.parameters())
     for o in 'recipe epochs seed command machine minutes clean clean_n pgd50 pgd50_n eps'.split(): assert card.get(o) is not None, o
     assert card['clean_n']==10000 and f'{key} --epochs {card["epochs"]}' in card['command']
+
+@pytest.mark.parametrize('key', KEYS)
+def test_what_weights_do_not_tell(key):
+    "A file fits a model with another number of heads and other statistics, which would answer otherwise"
+    m = load(key); net = m.model
+    assert {o.num_heads for o in net.modules() if hasattr(o,'num_heads')}=={4}
+    mean,std = dict(cifar10=((.4914,.4822,.4465),(.247,.2435,.2616)), fashion_mnist=((.286,),(.353,)))[M._cards()[key]['data']]
+    assert m.mean.flatten().tolist()==pytest.approx(mean) and m.std.flatten().tolist()==pytest.approx(std)
+    size = 32 if key.startswith('cifar10') else 28; assert patch_grid(m, torch.zeros(1,len(mean),size,size))==((size//7,)*2 if key.startswith('fashion_mnist_vit') else (size//4,)*2)
+
+def test_statistics_are_those_of_the_images():
+    x = torch.cat([b[0] for b in fashion_mnist(bs=500).train]); m = small_model(data='fashion_mnist', weights=False)
+    assert x.mean().item()==pytest.approx(m.mean.item(), abs=.005) and x.std().item()==pytest.approx(m.std.item(), abs=.005)
 
 def test_all_files_have_cards_and_are_small():
     fs = list(DATA.glob('*.safetensors'))
@@ -86,6 +100,10 @@ def test_small_dls_says_what_it_takes(capsys, monkeypatch, tmp_path):
     assert dls.train.n==64 and 'embedded' in capsys.readouterr().out
     dls = small_dls(settings('laptop'), n_train=64, n_valid=64, download=False)
     assert 'fashion_mnist' in dls.about and 'cifar10' in capsys.readouterr().out
+
+def test_small_images_keep_their_own_size(capsys):
+    "A profile for large images has a size, which is not theirs"
+    s = settings('smoke'); assert small_dls(type(s)({**s, 'size':64}), n_train=16, n_valid=16).one_batch()[0].shape[-1]==28
 
 def test_cards_table():
     df = small_cards()

@@ -190,6 +190,14 @@ def test_same_seed_same_tokens():
     for _ in range(2): l = learner(seed=3); l.fit(1, 1e-2); ws.append(tokens_of(l.model).weight.detach().clone())
     assert torch.equal(*ws)
 
+def test_schedule_of_the_weight():
+    "At weight 0 the loss is that of the clean half"
+    got = []
+    class Look(Callback):
+        order = 9
+        def after_loss(self): got.append((self.learn.loss.item(), 1-self.learn.robust_tokens.now[0].item(), 1-self.learn.robust_tokens.now[1].item())) if self.training else None
+    l = learner([Look()], rt=RobustTokens(FEAT2, adv_weight=warmup(1., pct=1.)), model=with_tokens()); tokens_of(l.model).weight.data.mul_(100); l.fit(1, 1e-3)
+    for k,(v,clean,adv) in enumerate(got): assert v==pytest.approx(clean+k/4*adv, abs=1e-5) and adv>1e-3
 def test_schedule_of_eps():
     seen = []
     l = learner([Callback(before_batch=lambda self: seen.append(self.learn.robust_tokens.scheduled().eps) if self.training else None)], rt=RobustTokens(PGD(.1, steps=1, loss=feat_cos), eps=warmup(.1, pct=1.)))
@@ -224,6 +232,9 @@ def test_axis_of_the_cosine(axis):
     v = FeatCos(axis)(f, f0); want = 1-torch.stack([F.cosine_similarity(a, b, dim=0 if axis==1 else 1).mean() for a,b in zip(f,f0)]).mean()
     assert torch.allclose(v, want) and FeatCos(axis, 'none')(f, f0).shape==(2,) and torch.allclose(FeatCos(axis,'sum')(f, f0), 2*v)
     g,g0 = torch.rand(3,6),torch.rand(3,6); assert torch.allclose(FeatCos(axis)(g, g0), 1-F.cosine_similarity(g, g0).mean())
+def test_the_loss_is_computed_in_float32():
+    f,f0 = torch.randn(2,5,7).bfloat16(),torch.randn(2,5,7).bfloat16(); v = FeatCos()(f, f0)
+    assert v.dtype==torch.float32 and torch.equal(v, FeatCos()(f.float(), f0.float()))
 def test_axis_reaches_the_attack():
     "An attack without a loss climbs the Learner's own cosine"
     for axis in (1,-1):
@@ -262,6 +273,11 @@ def test_token_attack_radius():
     for bits,more in (('floor',1),('inside',0),(None,0)):
         d = 255*(token_attack(m, steps=3, bits=bits)(m, x)-x).abs().amax((0,2,3)); assert (d<=l+more+1e-3).all() and d.min()>.5
     assert token_attack(m).std==pytest.approx((.229,.224,.225)) and token_attack(with_tokens()).std==(.5,)
+def test_token_attack_begins_with_noise_of_a_step():
+    "In each channel by its own deviation; with the authors' other settings"
+    assert (token_attack().mse,token_attack().bits,token_attack().noise)==(1.,'floor',None)
+    x = torch.full((1,2,100,100), .5); a = TokenAttack(.4, alpha=.05, std=(.2,.1)); std = lambda a: a.start(None, x, image_seed(x, 0))['d'].std((0,2,3)).tolist()
+    assert std(a)==pytest.approx([.05,.025], rel=.03) and std(a.but(noise=.1))==pytest.approx([.1,.05], rel=.03)
 def test_token_attack_does_not_depend_on_the_batch():
     m,x = rgb_vit(),images(4, 3); a = token_attack(m, steps=3)
     assert torch.allclose(a(m, x)[2:3], a(m, x[2:3]), atol=1.1/255) and ((a(m, x)[2:3]-a(m, x[2:3])).abs()<1e-6).float().mean()>.99
@@ -291,6 +307,10 @@ def test_save_and_load(tmp_path):
     with pytest.raises(ValueError, match='safetensors'): save_tokens(a, tmp_path/'t.pth')
     with pytest.raises(ValueError, match='extra tokens'): save_tokens(tiny_vit(), f)
 def _logits(m, x): t = tokens_of(m); t.out = 'logits'; z = m(x); t.out = 'cls_patch'; return z
+
+def test_what_the_model_returned_is_saved_with_the_tokens(tmp_path):
+    f = tmp_path/'t.safetensors'; save_tokens(with_tokens(out='tokens'), f)
+    assert tokens_of(load_tokens(tiny_vit(), f)).out=='tokens' and tokens_of(load_tokens(with_tokens(), f)).out=='cls_patch'      # what it does already counts more
 
 RELEASED = {'dinov2/small':384, 'dinov2/small_reg':384, 'dinov2/base':768, 'dinov2/base_reg':768, 'dinov2/large':1024, 'dinov2/large_reg':1024, 'dinov2/giant':1536, 'dinov2/giant_reg':1536,
     'deit3/base16':768, 'deit3/large16':1024, 'deit3/huge14':1280, 'openclip/base16':768, 'openclip/large14':1024, 'openclip/huge14':1280}
@@ -359,6 +379,10 @@ def test_surrogates():
     with no_tokens(m): f0 = m(x)
     assert torch.equal(WithoutTokens(m)(x), f0) and tokens_of(m).n==4
     r = RandomTokens(m, n=5); assert not torch.equal(r(x), r(x)) and tokens_of(m).n==4
+def test_random_tokens_look_like_tokens_and_differ_between_images():
+    m,seen = with_tokens(),[]; m.model.blocks[0].register_forward_pre_hook(lambda b, a: seen.append(tokens_of(m).weight))
+    RandomTokens(m, n=50)(images()); RandomTokens(m, 50, std=.1)(images())
+    for w,std in zip(seen, (.015,.1)): assert w.shape==(4,50,32) and w.std()==pytest.approx(std, rel=.05) and not torch.equal(w[0], w[1])
 def test_sets_draw_one_for_each_image():
     m = token_sets(tiny_vit(num_classes=4), 3, 4); x = images(1).expand(64,-1,-1,-1); assert tokens_of(m).weight.shape==(3,4,32)
     with torch.no_grad(): tokens_of(m).weight.mul_(100)
@@ -366,6 +390,8 @@ def test_sets_draw_one_for_each_image():
     l = learner(model=m); before = state(m); l.fit(1, 1e-2); assert changed(m, before)==['model.model.extra_tokens.weight']
     assert ((tokens_of(m).weight-before['model.model.extra_tokens.weight']).abs().amax((1,2))>0).all()
     with pytest.raises(ValueError, match='whole number'): token_sets(tiny_vit(), 0)
+def test_sets_begin_alike_and_small():
+    w = tokens_of(token_sets(tiny_vit(), 40, 8, std=.02)).weight; assert w.flatten(1).std(1).tolist()==pytest.approx([.02]*40, rel=.25) and len(w.flatten(1).unique(dim=0))==40
 def test_save_several_sets(tmp_path):
     m = token_sets(tiny_vit(num_classes=4), 3, 4); f = tmp_path/'s.safetensors'; save_tokens(m, f)
     b = token_sets(tiny_vit(num_classes=4), 3, 4); load_tokens(b, f); assert torch.equal(tokens_of(b).weight, tokens_of(m).weight)
@@ -400,6 +426,14 @@ def test_seg_probe():
     m = with_tokens(); p = SegProbe(m, 2); dls = seg_dls(); before = state(m); fit_head(p, dls, 10, 5e-2, bs=4); assert changed(m, before)==[]
     x,y = next(iter(dls.valid)); z = p(x); assert z.shape==(4,2,28,28) and miou(*iou_counts(z, y))>.5
     x_adv = PGD(.3, steps=3, loss=mask_ce(y))(p, x); assert seg_loss(p(x_adv), y)>seg_loss(z, y)
+def test_seg_probe_by_hand():
+    m = with_tokens(); p = SegProbe(m, 3).eval(); x = images(2); z = p.head(m(x)[:,1:].transpose(1,2).reshape(2,32,4,4))
+    assert torch.allclose(p(x), F.interpolate(z, (28,28), mode='bilinear'), atol=1e-5)
+def test_stored_features_are_those_of_evaluation():
+    "Whatever mode the probe is in, which it keeps"
+    import robust_nbdev.robust_tokens as R
+    m = with_tokens(proj_drop_rate=.5); p = LinearProbe(m, 4).train(); dls = synth_dls(16, bs=8); f,y = R._frozen_features(p, dls.valid)
+    assert p.training and m.training; p.eval(); x = torch.cat([b[0] for b in dls.valid]).as_subclass(torch.Tensor); assert torch.allclose(f, p.features(x), atol=1e-6)
 def test_seg_probe_keeps_its_batchnorm_under_attack():
     m = with_tokens(); p = SegProbe(m, 2).train(); x,y = next(iter(seg_dls().valid)); before = state(p)
     PGD(.1, steps=2, loss=mask_ce(y))(p, x); assert changed(p, before)==[] and p.training

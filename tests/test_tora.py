@@ -1,7 +1,5 @@
 "TORA-ViT: every line of what issue 10 must show, the gate by hand, the two phases, fastai's contract, files, and the model left as it was."
-import copy, math, os, pickle, subprocess, sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+import copy, math, pickle
 import pytest, timm, torch, torch.nn.functional as F
 from torch import nn
 from fastai.vision.all import Callback, CancelFitException, CrossEntropyLossFlat, CutMix, DataLoaders, GradientAccumulation, Learner, MixUp, accuracy, load_learner, set_seed
@@ -13,6 +11,7 @@ from robust_nbdev.evaluate import *
 from robust_nbdev.datasets import fashion_mnist
 from robust_nbdev.tora import *
 from robust_nbdev.test_utils import *
+from two_processes import one_and_two
 
 PGD1 = PGD(.1, steps=1)
 def images(n=4, c=1, size=28, seed=0): return (torch.rand(n, c, size, size, generator=torch.Generator().manual_seed(seed))*255).round()/255
@@ -334,37 +333,16 @@ def test_lam_moves_the_gate_the_right_way():
         out[lam] = [F.cross_entropy(m(v), y).item() for v in (x, PGD(.05, steps=3)(m, x, y))]
     assert out[1.][1]<out[0.][1] and out[0.][0]<out[1.][0], out
 
-SCRIPT = '''
-import os, sys, torch, torch.distributed as dist
-from contextlib import nullcontext
-from fastai.vision.all import *
-from fastai.distributed import *
-from robust_nbdev.all import *
-from robust_nbdev.test_utils import tiny_vit
-rank,world = int(os.environ.get('RANK',0)),int(os.environ.get('WORLD_SIZE',1))
-DistributedDL._broadcast = lambda self,t,rank: (lambda v: (dist.broadcast(v, rank), v.tolist())[1])(LongTensor(t))
-if world>1: dist.init_process_group('gloo')
-set_seed(0); x,y = torch.rand(32,1,28,28),torch.randint(0,4,(32,))
-joined = [r*16+i for t in range(0,16,8) for r in range(2) for i in range(t,t+8)]
-order = list(range(32)) if world>1 else joined
-split = lambda idx,bs: DataLoader([(x[i],y[i]) for i in idx], bs=bs, shuffle=False, device=torch.device('cpu'))
-learn = Learner(DataLoaders(split(order, 16//world), split(range(8), 8), device='cpu'), tora_vit(tiny_vit(num_classes=4), d=2), loss_func=CrossEntropyLossFlat(), opt_func=SGD, cbs=TORA(PGD(.05, steps=1)))
-for phase in ((2,0),(0,1)):
-    with learn.distrib_ctx(sync_bn=False) if world>1 else nullcontext():
-        with learn.no_bar(), learn.no_logging(): learn.fit_tora(*phase, lr=.1)
-torch.save({k:v.detach() for k,v in get_model(learn.model).named_parameters()}, f'{sys.argv[1]}/{world}_{rank}.pth')
-if world>1: dist.destroy_process_group()
+JOB = '''
+def learner(dls): return Learner(dls, tora_vit(tiny_vit(num_classes=4), d=2), loss_func=CrossEntropyLossFlat(), opt_func=SGD, cbs=TORA(PGD(.05, steps=1)))
+fits = [lambda l: l.fit_tora(1, 0, lr=.1), lambda l: l.fit_tora(0, 1, lr=.1)]
+def keep(l): return {k:v.detach() for k,v in get_model(l.model).named_parameters()}
 '''
 
 def test_two_processes_are_one(tmp_path):
     "Each step trains one head, and every process waits for the gradients of all: two processes train what one trains on the joined batch"
     pytest.importorskip('accelerate')
-    (tmp_path/'s.py').write_text(SCRIPT)
-    env = {**os.environ, 'PYTHONPATH':os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get('PYTHONPATH','')]), 'CUDA_VISIBLE_DEVICES':'', 'ACCELERATE_USE_CPU':'true', 'OMP_NUM_THREADS':'1'}
-    def launch(cmd): return subprocess.run([sys.executable,*cmd,str(tmp_path/'s.py'),str(tmp_path)], capture_output=True, text=True, env=env, cwd=tmp_path, timeout=300)
-    with ThreadPoolExecutor() as ex: rs = list(ex.map(launch, ([],['-m','torch.distributed.run','--standalone','--nproc-per-node','2'])))
-    for r in rs: assert r.returncode==0, r.stderr[-3000:]
-    one,a,b = [torch.load(tmp_path/f) for f in ('1_0.pth','2_0.pth','2_1.pth')]; start = dict(tora_vit(tiny_vit(num_classes=4), d=2).named_parameters())
+    one,a,b = one_and_two(JOB, tmp_path); start = dict(tora_vit(tiny_vit(num_classes=4), d=2).named_parameters())
     for k,v in one.items(): assert torch.equal(a[k], b[k]) and torch.allclose(v, a[k], atol=1e-4), k
     assert all(not torch.equal(one[f'model.tora.heads.{o}.bias'], start[f'model.tora.heads.{o}.bias']) for o in ('acc','rob'))
 
