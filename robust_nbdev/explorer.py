@@ -297,13 +297,13 @@ def class_attention(
     grid,p = patch_grid(model, x),prefix_tokens(m) if isinstance(m, VisionTransformer) else 1
     return (a[:,0] if p else a.mean(1))[:,p:p+math.prod(grid)].unflatten(1, grid).cpu()
 
-# %% ../nbs/07_explorer.ipynb #2dc82afe
-def _attacked(model, x, xa, y, gain):
+# %% ../nbs/07_explorer.ipynb #4306be1d
+def _attacked(model, x, xa, y):
     "For each image what there is to see of one model under attack"
     ps,att = _probs(model, xa),class_attention(model, xa) if isinstance(unwrap(model), _CLASS) else None
     d = (xa-x).as_subclass(Tensor)
     def one(i, vocab):
-        pics = {'attacked':xa[i], f'change, x{gain:.0f}':(15*(.5+gain*d[i]).clamp(0,1)).round()/15, **({} if att is None else {'attention':heat(att[i])})}
+        pics = {'attacked':xa[i], 'change, magnified':(15*(.5+d[i]/(2*d[i].abs().max().clamp(min=1e-12)))).round()/15, **({} if att is None else {'attention':heat(att[i])})}
         return {**pics, 'says':_verdict(ps[i], int(y[i]), vocab), 'largest change':f'{255*d[i].abs().max():.1f}/255', 'probabilities':chances(ps[i], int(y[i]), vocab)}
     return one
 
@@ -313,14 +313,13 @@ def attack_view(
     y:Tensor, # Labels [B]
     attack, # Any attack
     vocab=None, # Names of the classes
-    gain:float=4., # Magnifies the change, in the picture of it, which has 16 levels
     seed:int=0, # Of the attack
 )->list: # A `Scene` for each image
     "What an attack makes of images, and what models say to that: each model is attacked itself"
-    see = {k:_attacked(m, x, attack(m, x, y, seed=seed), y, gain) for k,m in _named(models).items()}
+    see = {k:_attacked(m, x, attack(m, x, y, seed=seed), y) for k,m in _named(models).items()}
     return [Scene({'image':{'clean':x[i], 'label':_name(int(y[i]), vocab), 'attack':repr(attack)}, **{k:f(i, vocab) for k,f in see.items()}}) for i in range_of(x)]
 
-# %% ../nbs/07_explorer.ipynb #0eeea252
+# %% ../nbs/07_explorer.ipynb #52929290
 def _pictured(x, y, vocab): return {f'{i+1}: {_name(int(y[i]), vocab)}':i for i in range_of(x)}
 
 def _per_image(view):
@@ -355,8 +354,7 @@ def explore_attack(
     seed:int=0, # Of the attacks
 )->Explorer: # `widget()` and `twin()`
     "Image, attack, eps and steps; the picture, the change, attention and probabilities"
-    gain = .5/max(max(eps), 1e-6)
-    made = lru_cache(512)(lambda attack: attack_view(models, x, y, attack, vocab, gain, seed))
+    made = lru_cache(512)(lambda attack: attack_view(models, x, y, attack, vocab, seed))
     show = lambda image, attack, eps, steps: made(_with(attack, eps=eps, steps=steps))[image]
     return Explorer(show, dict(image=_pictured(x, y, vocab), attack=_labelled(attacks), eps=list(eps), steps=list(steps)), dict(eps=list(eps)[len(eps)//2]))
 

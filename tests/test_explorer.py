@@ -170,7 +170,7 @@ def test_eps_moves_picture_and_numbers_and_stays_in_the_ball(nets, data):
     e = explore_attack(nets, x, y, eps=[0,.02,.1], steps=[3])
     got = [e(eps=o, attack=e.controls['attack']['PGD']) for o in (0,.02,.1)]
     for sc,eps in zip(got, (0,.02,.1)):
-        for k in nets: assert (sc[k]['attacked']-x[0]).abs().max()<=eps+1e-6 and sc[k]['attention'].shape==(3,4,4) and sc[k][f'change, x{.5/.1:g}'].shape==(1,28,28)
+        for k in nets: assert (sc[k]['attacked']-x[0]).abs().max()<=eps+1e-6 and sc[k]['attention'].shape==(3,4,4) and sc[k]['change, magnified'].shape==(1,28,28)
     assert torch.equal(got[0]['plain']['attacked'], x[0]) and got[0]['plain']['largest change']=='0.0/255'
     assert not torch.equal(got[1]['plain']['attacked'], got[2]['plain']['attacked']) and got[1]['plain']['probabilities']!=got[2]['plain']['probabilities']
     assert got[2]['plain']['largest change']=='25.5/255'
