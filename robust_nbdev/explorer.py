@@ -448,7 +448,7 @@ def token_view(
     def one(i): return {'says':_verdict(pa[i], int(y[i]), vocab), "cosine with the plain backbone's clean features":f'{cos[i]:.3f}', **means, 'probabilities':chances(pa[i], int(y[i]), vocab)}
     return [Scene({'image':{'clean':x[i], 'attacked':xa[i], 'label':_name(int(y[i]), vocab), 'attack':repr(attack)}, 'model':one(i)}) for i in range(min(shown, len(x)))]
 
-# %% ../nbs/07_explorer.ipynb #4fb29b57
+# %% ../nbs/07_explorer.ipynb #bba933a4
 def explore_tokens(
     probes, # Two classifiers, see `LinearProbe`: on features without tokens, and with
     x:Tensor, # Images [B,C,H,W] in [0,1]
@@ -460,7 +460,7 @@ def explore_tokens(
     seed:int=0, # Of the attack
 )->Explorer: # `widget()` and `twin()`
     "Tokens on and off, clean and attacked; the cosine of features, and the prediction"
-    if not isinstance(probes, (list,tuple)) or [isinstance(o, Probe) for o in probes]!=[True,True]: raise ValueError(f'explore_tokens needs two classifiers, such as `LinearProbe`, on features without tokens and with, got {[type(o).__name__ for o in L(probes)]}')
+    if not isinstance(probes, (list,tuple)) or [isinstance(o, Probe) for o in probes]!=[True,True]: raise ValueError(f'explore_tokens needs two classifiers, such as `LinearProbe`, on features without tokens and with, got {[type(o).__name__ for o in probes] if isinstance(probes, (list,tuple)) else type(probes).__name__}')
     check_attack(attack); (x,y),eps = _batch(x, y, vocab),_values(eps)
     made = lru_cache(64)(lambda eps, aware: attack.but(eps=eps)(probes[aware].model, x, None, seed=seed))
     show = _per_image(lambda eps, tokens, attacker: token_view(probes, x, y, attack.but(eps=eps), tokens, attacker, shown, vocab, seed, made(eps, attacker)))
