@@ -102,21 +102,22 @@ class Scene(dict):
         return ''.join(_slot(*p) if isinstance(p, tuple) else p for p in self.parts)
     def _repr_html_(self): return f'<div class="rx">{_CSS}{self.body()}</div>'
 
-# %% ../nbs/07_explorer.ipynb #a2d4a0b4
+# %% ../nbs/07_explorer.ipynb #6378813d
 _CSS = '''<style>
 .rx {border:1px solid #8886; border-radius:.4rem; padding:.6rem .8rem; margin:.5rem 0; font-size:.9rem; line-height:1.35; max-width:60rem}
-.rx-controls, .rx-panels {display:flex; flex-wrap:wrap; gap:.4rem 1.4rem}
-.rx-controls {padding-bottom:.5rem; margin-bottom:.6rem; border-bottom:1px solid #8886}
+.rx-controls {display:flex; flex-wrap:wrap; gap:.4rem 1.4rem; padding-bottom:.5rem; margin-bottom:.6rem; border-bottom:1px solid #8886}
 .rx-controls label {display:flex; align-items:center; gap:.4rem; max-width:100%}
 .rx-controls select, .rx-controls input {font:inherit; min-width:0; max-width:12rem}
 .rx-controls output {min-width:3.5rem; font-variant-numeric:tabular-nums}
 .rx-controls :focus-visible {outline:2px solid #2a76dd; outline-offset:2px}
-.rx-panel {flex:1 1 15rem; min-width:0}
+.rx-panels {display:grid; grid-template-columns:repeat(auto-fit, minmax(min(15rem,100%), 1fr)); gap:.6rem 1.4rem}
+.rx-panel {min-width:0}
+.rx-panel:first-child:nth-last-child(odd) {grid-column:1/-1}
 .rx-title {font-weight:bold; margin-bottom:.3rem}
 .rx figure {display:inline-block; vertical-align:top; width:var(--rx-size); margin:0 .4rem .4rem 0}
 .rx figcaption {font-size:.8rem; line-height:1.2; margin:0; text-align:left}
-.rx img {display:block; width:100%; height:auto; max-width:none; margin:0; image-rendering:pixelated}
-.rx-bars {display:grid; grid-template-columns:minmax(4rem,max-content) 1fr 2.8rem; gap:0 .5rem; align-items:center; font-variant-numeric:tabular-nums; margin-bottom:.3rem}
+.rx img {display:block; width:100%; height:auto; max-width:none; margin:0; outline:1px solid #8884; outline-offset:-1px; image-rendering:pixelated}
+.rx-bars {display:grid; grid-template-columns:fit-content(50%) minmax(3rem,1fr) 2.8rem; gap:0 .5rem; align-items:center; font-variant-numeric:tabular-nums; margin-bottom:.3rem}
 .rx-bars > span:nth-child(3n) {text-align:right}
 .rx-bars i {display:block; height:.75em; background:#2a76dd; min-width:1px}
 .rx-hist {display:flex; align-items:flex-end; gap:1px; height:4rem; border-bottom:1px solid #888}
@@ -392,7 +393,7 @@ def explore_attack(
     show = lambda image, attack, eps, steps: made(_with(attack, eps=eps, steps=steps))[image]
     return Explorer(show, dict(image=_pictured(x, y, vocab), attack=attacks, eps=eps, steps=steps), _middle(eps=eps))
 
-# %% ../nbs/07_explorer.ipynb #5548d2b4
+# %% ../nbs/07_explorer.ipynb #2470454f
 def corruption_view(
     models, # A model, or a dict of models by name
     x:Tensor, # Images [B,C,H,W] in [0,1]
@@ -406,7 +407,7 @@ def corruption_view(
     "One corruption at one severity: the picture, what models say, how many images they get right"
     xc = corrupt(x, kind, severity, seed) if severity else x
     ps = {k:_probs(m, xc) for k,m in _named(models).items()}
-    def model(p, i): return {'says':_verdict(p[i], int(y[i]), vocab), 'right':_share(p, y), 'probabilities':chances(p[i], int(y[i]), vocab)}
+    def model(p, i): return {'says':_verdict(p[i], int(y[i]), vocab), 'accuracy':_share(p, y), 'probabilities':chances(p[i], int(y[i]), vocab)}
     def image(i): return {'clean':x[i], 'corrupted':xc[i], 'label':_name(int(y[i]), vocab), 'root mean square change':f'{255*(xc[i]-x[i]).square().mean().sqrt():.1f}/255'}
     return [Scene({'image':image(i), **{k:model(p, i) for k,p in ps.items()}}) for i in range(min(shown, len(x)))]
 
@@ -427,7 +428,7 @@ def explore_corruption(
     show = _per_image(lambda corruption, severity: corruption_view(models, x, y, corruption, severity, shown, vocab, seed))
     return Explorer(show, dict(image=_pictured(x[:shown], y, vocab), corruption={k.replace('_',' '):k for k in kinds}, severity=severities), _middle(severity=severities))
 
-# %% ../nbs/07_explorer.ipynb #76968503
+# %% ../nbs/07_explorer.ipynb #fd6ec3be
 def token_view(
     probes, # Two classifiers, see `LinearProbe`: on features without tokens, and with
     x:Tensor, # Images [B,C,H,W] in [0,1]
@@ -444,7 +445,7 @@ def token_view(
     plain,victim = probes[0].model,probes[bool(tokens)]
     xa = attack(probes[bool(aware)].model, x, None, seed=seed) if x_adv is None else x_adv
     cos,pc,pa = feature_cosine(victim.model, x, xa, clean=plain),*[_probs(victim, o) for o in (x,xa)]
-    means = {'cosine, mean':f'{cos.mean():.3f} over {len(x)} images', 'right, clean':_share(pc, y), 'right, attacked':_share(pa, y)}
+    means = {'cosine, mean':f'{cos.mean():.3f} over {len(x)} images', 'accuracy, clean':_share(pc, y), 'accuracy, attacked':_share(pa, y)}
     def one(i): return {'says':_verdict(pa[i], int(y[i]), vocab), "cosine with the plain backbone's clean features":f'{cos[i]:.3f}', **means, 'probabilities':chances(pa[i], int(y[i]), vocab)}
     return [Scene({'image':{'clean':x[i], 'attacked':xa[i], 'label':_name(int(y[i]), vocab), 'attack':repr(attack)}, 'model':one(i)}) for i in range(min(shown, len(x)))]
 
@@ -466,7 +467,7 @@ def explore_tokens(
     show = _per_image(lambda eps, tokens, attacker: token_view(probes, x, y, attack.but(eps=eps), tokens, attacker, shown, vocab, seed, made(eps, attacker)))
     return Explorer(show, dict(image=_pictured(x[:shown], y, vocab), tokens=dict(off=False, on=True), eps=eps, attacker={'knows the backbone':False, 'knows the tokens too':True}), dict(tokens=True, **_middle(eps=eps)))
 
-# %% ../nbs/07_explorer.ipynb #f0825878
+# %% ../nbs/07_explorer.ipynb #b24081f8
 @contextmanager
 def _gates_kept(model):
     was = gates_of(model)
@@ -488,8 +489,8 @@ def lam_view(
     with _gates_kept(dial.model):
         m = dial(lam); xa = attack(m, x, y, seed=seed)
         ps,gs = [_probs(m, o) for o in (x,xa)],gate_pictures(m, x[:shown])[:,:,0]
-    def one(o, p, i): return {'picture':o[i], 'says':_verdict(p[i], int(y[i]), vocab), 'right':_share(p, y), 'probabilities':chances(p[i], int(y[i]), vocab)}
-    return [Scene({'clean':one(x, ps[0], i), f'attacked, {attack!r}':one(xa, ps[1], i), 'weight of the accuracy adapter, block by block':{f'block {b+1}':heat(g[i], -lim, lim, 'bwr') for b,g in enumerate(gs)}}) for i in range(min(shown, len(x)))]
+    def one(o, p, i): return {'picture':o[i], 'says':_verdict(p[i], int(y[i]), vocab), 'accuracy':_share(p, y), 'probabilities':chances(p[i], int(y[i]), vocab)}
+    return [Scene({'weight of the accuracy adapter, block by block':{f'block {b+1}':heat(g[i], -lim, lim, 'bwr') for b,g in enumerate(gs)}, 'clean':one(x, ps[0], i), f'attacked, {attack!r}':one(xa, ps[1], i)}) for i in range(min(shown, len(x)))]
 
 # %% ../nbs/07_explorer.ipynb #35cac07d
 def explore_lam(
@@ -510,7 +511,7 @@ def explore_lam(
     show = _per_image(lambda lam: lam_view(dial, x, y, attack, lam, max(lim, 1e-6), shown, vocab, seed))
     return Explorer(show, dict(image=_pictured(x[:shown], y, vocab), lam=lams))
 
-# %% ../nbs/07_explorer.ipynb #ab85040d
+# %% ../nbs/07_explorer.ipynb #343364c2
 def _moved(model, x, x2):
     "Alignment loss between images and what was made of them"
     with attack_mode(model), torch.no_grad(): f = block_outputs(model, torch.cat([x,x2]))[:len(patch_blocks(model))]
@@ -530,7 +531,7 @@ def mask_view(
     "Patches that a corruption model chooses, beside random ones"
     xs = {'learned patches':Occlusion(share=share, by=corruption, fill=fill)(model, x, y, seed=seed), 'random patches':Occlusion(share=share, fill=fill)(model, x, y, seed=seed)}
     ps,k = {o:_probs(model, v) for o,v in xs.items()},n_occluded(share, math.prod(corruption.grid))
-    means = {o:{'alignment loss':f'{_moved(model, x, v):.4f}', 'right':_share(ps[o], y)} for o,v in xs.items()}
+    means = {o:{'alignment loss':f'{_moved(model, x, v):.4f}', 'accuracy':_share(ps[o], y)} for o,v in xs.items()}
     def one(o, i): return {'picture':xs[o][i], 'says':_verdict(ps[o][i], int(y[i]), vocab), 'probability of the label':f'{ps[o][i,int(y[i])]:.2f}', **means[o]}
     return [Scene({'image':{'clean':x[i], 'label':_name(int(y[i]), vocab), 'patches covered':f'{k} of {math.prod(corruption.grid)}'}, **{o:one(o, i) for o in xs}}) for i in range(min(shown, len(x)))]
 

@@ -217,7 +217,7 @@ def test_corruption_explorer(nets, data):
     assert torch.equal(e(severity=0)['image']['corrupted'], x[0]) and list(e.controls['image'].values())==[0,1]
     sc = e(severity=4, corruption='gaussian_noise', image=1); xc = corrupt(x, 'gaussian_noise', 4, 3)
     assert torch.equal(sc['image']['corrupted'], xc[1])
-    for k,m in nets.items(): assert sc[k]['right']==f'{100*(predict(m, xc)==y).float().mean():.1f}% of 16 images'
+    for k,m in nets.items(): assert sc[k]['accuracy']==f'{100*(predict(m, xc)==y).float().mean():.1f}% of 16 images'
     with pytest.raises(ValueError, match="no corruption 'rain'"): corruption_view(nets, x, y, 'rain', 1)
     with pytest.raises(ValueError, match='severity must be'): corruption_view(nets, x, y, 'fog', 6)
 
@@ -235,7 +235,7 @@ def test_token_explorer_on_off_and_who_is_attacked(data):
     assert torch.equal(blind['image']['attacked'], a(off.model, x, seed=0)[0]) and torch.equal(aware['image']['attacked'], a(on.model, x, seed=0)[0])
     assert torch.equal(e(tokens=False, eps=.1)['image']['attacked'], blind['image']['attacked'])
     xa = a(off.model, x, seed=0)
-    assert blind['model']['right, attacked']==f'{100*(predict(on, xa)==y).float().mean():.1f}% of 16 images'
+    assert blind['model']['accuracy, attacked']==f'{100*(predict(on, xa)==y).float().mean():.1f}% of 16 images'
     assert blind['model'][key]==f'{feature_cosine(on.model, x, xa, clean=off.model)[0]:.3f}'
     assert state_of(on)==before
 
@@ -258,7 +258,7 @@ def test_lam_explorer_shows_the_gates_of_its_lam_and_gives_the_old_ones_back(dat
     title = 'weight of the accuracy adapter, block by block'
     assert len(got[.1][title])==6 and not torch.equal(got[.1][title]['block 3'], got[.9][title]['block 3'])
     m = d(.5); p = m(x).softmax(1)
-    assert got[.5]['clean']['probabilities']==chances(p[1], int(y[1])) and got[.5]['clean']['right']==f'{100*(p.argmax(1)==y).float().mean():.1f}% of 16 images'
+    assert got[.5]['clean']['probabilities']==chances(p[1], int(y[1])) and got[.5]['clean']['accuracy']==f'{100*(p.argmax(1)==y).float().mean():.1f}% of 16 images'
     xa = PGD(.05, steps=1)(m, x, y, seed=0); assert torch.equal(got[.5]['attacked, PGD(0.05, steps=1)']['picture'], xa[1])
     with pytest.raises(ValueError, match='lam must lie between'): lam_view(d, x, y, PGD(.05, steps=1), .95)
 
@@ -277,7 +277,7 @@ def test_mask_explorer_covers_what_the_corruption_model_chooses(nets, data):
     changed = (some['random patches']['picture']!=x[1]).view(1,4,7,4,7).any(4).any(2).sum()
     assert changed<=4 and float(some['random patches']['alignment loss'])>0
     x2 = Occlusion(share=.25, by=cs[5])(m, x, y, seed=2)
-    assert some['learned patches']['right']==f'{100*(predict(m, x2)==y).float().mean():.1f}% of 16 images' and state_of(m)==before
+    assert some['learned patches']['accuracy']==f'{100*(predict(m, x2)==y).float().mean():.1f}% of 16 images' and state_of(m)==before
 
 def test_scale_explorer_moves_the_histogram_and_counts_as_two_models_does(nets, data):
     x,y = data; a = PGD(.1, steps=2); m = nets['robust']; before = state_of(m)
