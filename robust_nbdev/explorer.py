@@ -275,10 +275,7 @@ class Explorer:
         from IPython.display import display
         display(self.widget())
 
-# %% ../nbs/07_explorer.ipynb #2b8009aa
-def _probs(model, x):
-    with attack_mode(model), torch.no_grad(): return check_logits(model(x.clone()), x, torch.zeros(len(x), device=x.device)).softmax(1).cpu()
-
+# %% ../nbs/07_explorer.ipynb #4fbe7091
 def _named(models):
     "Models by name"
     res = {str(k):m for k,m in models.items()} if isinstance(models, dict) else {'model':models}
@@ -299,6 +296,10 @@ def _values(v):
     "A list, from a list, a range, an array, a tensor, or one value"
     return [o.tolist() if hasattr(o,'tolist') else o for o in listify(v.tolist() if hasattr(v,'tolist') else v)]
 def _middle(**controls): return {k:v[len(v)//2] for k,v in controls.items() if v}
+
+# %% ../nbs/07_explorer.ipynb #60f420d8
+def _probs(model, x):
+    with attack_mode(model), torch.no_grad(): return check_logits(model(x.clone()), x, torch.zeros(len(x), device=x.device)).softmax(1).cpu()
 
 def _name(i, vocab): return str(i if vocab is None else vocab[i])
 
@@ -553,7 +554,7 @@ def explore_masks(
     show = _per_image(lambda steps, share: mask_view(model, x, y, corruptions[steps], share, shown, fill, vocab, seed))
     return Explorer(show, dict(image=_pictured(x[:shown], y, vocab), steps=list(corruptions), share=shares), dict(steps=list(corruptions)[-1], **_middle(share=shares)))
 
-# %% ../nbs/07_explorer.ipynb #bdf735eb
+# %% ../nbs/07_explorer.ipynb #0346f514
 def _log_hist(g, bins=30):
     "Counts of gaps on a logarithmic axis from 0.001 to 1000"
     return torch.histc(g.flatten().clamp(1e-3, 1e3).log10().cpu(), bins, -3, 3)
@@ -572,9 +573,9 @@ def scale_view(
     gaps = attn_gaps(ScaledModel(model, scale), x); last = len(gaps)-1
     blocks = sorted({0, last//2, last})
     says = dict(clean='clean', clean_scaled='clean, scaled model', plain='attacked', on_scaled='scaled model, attacked itself', transferred='attacked through the scaled model', worst='the stronger attack of the two')
-    hists = {f'gaps in block {b+1}, 0.001 to 1000':_log_hist(gaps[b]) for b in blocks}
+    hists = {f'gaps in block {b+1}, 0.001 to 1000, log scale':_log_hist(gaps[b]) for b in blocks}
     notes = {f'block {b+1}, median gap; over 17':f'{gaps[b].median():.3g}; {100*(gaps[b]>17).float().mean():.1f}%' for b in blocks}
-    return Scene({'numbers before the softmax':{**hists, **notes}, f'accuracy on {len(x)} images, {attack!r}':{'right':{t:v[k].float().mean().item() for k,t in says.items()}}})
+    return Scene({'numbers before the softmax':{**hists, **notes}, f'accuracy on {len(x)} images, {attack!r}':{'share of images that are right':{t:v[k].float().mean().item() for k,t in says.items()}}})
 
 # %% ../nbs/07_explorer.ipynb #4a8a2c53
 def explore_scales(
