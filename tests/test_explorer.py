@@ -342,6 +342,11 @@ LAM = lambda *a, **kw: explore_lam(cnn(), *a, PGD(.1), **kw)
 def test_mistakes_are_named_before_anything_is_shown(make, error, match):
     with pytest.raises(error, match=match): make()
 
+@pytest.mark.parametrize('make', [lambda *a: explore_attack(cnn(), *a), lambda *a: explore_corruption(cnn(), *a), lambda *a: explore_tokens(probes(), *a), lambda *a: explore_lam(dial(), *a, PGD(.1)), lambda *a: explore_masks(small_model('vit', data='fashion_mnist'), *a, {0:None}), lambda *a: explore_scales(cnn(), *a, PGD(.1))], ids=['attack','corruption','tokens','lam','masks','scales'])
+def test_every_explorer_looks_at_images_and_labels(make):
+    for x,y,match in ((x3, y3[:2], '3 images need 3 labels'), (x3*255, y3, 'images must lie in'), (x3[0], y3[:1], 'batch of images')):
+        with pytest.raises(ValueError, match=match): make(x, y)
+
 def test_one_value_arrays_and_tensors_do_for_a_control():
     e = explore_attack({1:cnn()}, x3, y3.tolist(), attacks=PGD(), eps=.1, steps=1)
     assert {k:list(v) for k,v in e.controls.items()}=={'image':['1: 0','2: 1','3: 2'], 'attack':['PGD'], 'eps':[.1], 'steps':[1]} and list(e())==['image','1']
