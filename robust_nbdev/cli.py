@@ -91,11 +91,11 @@ def demo_figure(
 
 # %% ../nbs/08_cli.ipynb #5bfc0148
 def number(
-    s:str, # `'0.1'` or `'8/255'`
+    s:str, # `'0.1'`, `'8/255'` or `'0.5/255'`
 )->float: # Its value
     "A number, or a fraction as papers write it"
     from fractions import Fraction
-    try: return float(Fraction(s))
+    try: return float(reduce(operator.truediv, map(Fraction, s.split('/'))))
     except ZeroDivisionError: raise ValueError(f'{s} divides by zero') from None
 
 def demo_settings(

@@ -21,8 +21,8 @@ def eps_str(
     eps:float, # Radius in pixel units of [0,1]
 )->str: # `'8/255'` where that is exact, else a short decimal
     "Write `eps` the way papers do"
-    n = round(float(eps)*255)
-    return f'{n}/255' if n and abs(eps*255-n)<1e-5 and f'{eps:.3g}'!=f'{eps:.9g}' else f'{eps:.6g}'
+    n = round(float(eps)*255, 2)
+    return f'{n:.10g}/255' if n and abs(eps*255-n)<1e-5 and f'{eps:.3g}'!=f'{eps:.9g}' else f'{eps:.6g}'
 
 # %% ../nbs/00_core.ipynb #21cbc6f1
 _GOLD,_M1,_M2 = -7046029254386353131,-4658895280553007687,-7723592293110705685  # splitmix64's constants as signed int64

@@ -53,11 +53,11 @@ def heat(
     v = ((t.detach().cpu().float()-lo)/(hi-lo)).clamp(0,1)
     return torch.as_tensor(matplotlib.colormaps[cmap](v.numpy())[...,:3]).permute(2,0,1).float()
 
-# %% ../nbs/07_explorer.ipynb #ee302e50
+# %% ../nbs/07_explorer.ipynb #08ff8a6d
 def _text(v): return ('text', v if isinstance(v, str) else f'{v:.3g}')
 def _pic(name, v): return ['<figure>', ('src',png64(v),name), f'<figcaption>{html.escape(name)}</figcaption></figure>']
 def _bars(name, v):
-    rows = [o for k,p in v.items() for o in ('<span>', _text(k), '</span>', ('width',round(100*float(p))), '<span>', _text(f'{100*float(p):.0f}%'), '</span>')]
+    rows = [o for k,p in v.items() for o in ('<span>', _text(str(k)), '</span>', ('width',round(100*float(p)) if p==p else 0), '<span>', _text(f'{100*float(p):.0f}%'), '</span>')]
     return [f'<div>{html.escape(name)}</div><div class="rx-bars">', *rows, '</div>']
 def _hist(name, v):
     return [f'<div class="rx-hist" role="img" aria-label="histogram, {html.escape(name)}">', *[('height',round(100*float(o))) for o in v/v.max().clamp(min=1e-12)], f'</div><div>{html.escape(name)}</div>']
@@ -70,18 +70,25 @@ def _item(name, v):
     if isinstance(v, (str,Number)): return _note(name, v)
     raise TypeError(f'{name!r} is shown as a picture (tensor [C,H,W]), a histogram (tensor [n]), bars (a dict of shares) or a text, got {type(v).__name__}'+(f' of shape {list(v.shape)}' if isinstance(v, Tensor) else ''))
 
-# %% ../nbs/07_explorer.ipynb #cd451e95
+# %% ../nbs/07_explorer.ipynb #19287d25
 def _slot(kind, v, alt=''):
     if kind=='src': return f'<img data-slot="src" alt="{html.escape(alt)}" src="data:image/png;base64,{v}">'
     return f'<span data-slot="text">{html.escape(v)}</span>' if kind=='text' else f'<i data-slot="{kind}" style="{kind}:{v}%"></i>'
+
+def _scene(v):
+    "What `show` has returned, as a scene"
+    if not isinstance(v, dict): raise TypeError(f'show(**state) must return a scene, {{panel: {{name: value}}}}, got {type(v).__name__}')
+    return v if isinstance(v, Scene) else Scene(v)
 
 class Scene(dict):
     "What one state shows, `{panel: {name: value}}`: pictures [C,H,W], histograms [n], bars (a dict of shares), texts and numbers"
     @property
     def parts(self):
         "HTML, and between it the slots `(kind, value, ...)`"
-        res = ['<div class="rx-panels">']
+        size = max([88,*[v.shape[-1] for items in self.values() if isinstance(items, dict) for v in items.values() if isinstance(v, Tensor) and v.ndim==3]])
+        res = [f'<div class="rx-panels" style="--rx-size:{min(size, 224)}px">']
         for title,items in self.items():
+            if not isinstance(items, dict): raise TypeError(f'a scene is {{panel: {{name: value}}}}, and its panel {title!r} is {items!r}')
             res += [f'<div class="rx-panel" role="group" aria-label="{html.escape(title)}"><div class="rx-title">{html.escape(title)}</div>']
             res += [p for k,v in items.items() for p in _item(k, v)]+['</div>']
         return res+['</div>']
@@ -95,27 +102,29 @@ class Scene(dict):
         return ''.join(_slot(*p) if isinstance(p, tuple) else p for p in self.parts)
     def _repr_html_(self): return f'<div class="rx">{_CSS}{self.body()}</div>'
 
-# %% ../nbs/07_explorer.ipynb #8492c81c
+# %% ../nbs/07_explorer.ipynb #6378813d
 _CSS = '''<style>
 .rx {border:1px solid #8886; border-radius:.4rem; padding:.6rem .8rem; margin:.5rem 0; font-size:.9rem; line-height:1.35; max-width:60rem}
-.rx-controls, .rx-panels {display:flex; flex-wrap:wrap; gap:.4rem 1.4rem}
-.rx-controls {padding-bottom:.5rem; margin-bottom:.6rem; border-bottom:1px solid #8886}
+.rx-controls {display:flex; flex-wrap:wrap; gap:.4rem 1.4rem; padding-bottom:.5rem; margin-bottom:.6rem; border-bottom:1px solid #8886}
 .rx-controls label {display:flex; align-items:center; gap:.4rem; max-width:100%}
 .rx-controls select, .rx-controls input {font:inherit; min-width:0; max-width:12rem}
 .rx-controls output {min-width:3.5rem; font-variant-numeric:tabular-nums}
-.rx-panel {flex:1 1 15rem; min-width:0}
+.rx-controls :focus-visible {outline:2px solid #2a76dd; outline-offset:2px}
+.rx-panels {display:grid; grid-template-columns:repeat(auto-fit, minmax(min(15rem,100%), 1fr)); gap:.6rem 1.4rem}
+.rx-panel {min-width:0}
+.rx-panel:first-child:nth-last-child(odd) {grid-column:1/-1}
 .rx-title {font-weight:bold; margin-bottom:.3rem}
-.rx figure {display:inline-block; vertical-align:top; width:88px; margin:0 .4rem .4rem 0}
+.rx figure {display:inline-block; vertical-align:top; width:var(--rx-size); margin:0 .4rem .4rem 0}
 .rx figcaption {font-size:.8rem; line-height:1.2; margin:0; text-align:left}
-.rx img {display:block; width:88px; height:88px; max-width:none; margin:0; image-rendering:pixelated}
-.rx-bars {display:grid; grid-template-columns:minmax(4rem,max-content) 1fr 2.8rem; gap:0 .5rem; align-items:center; font-variant-numeric:tabular-nums; margin-bottom:.3rem}
+.rx img {display:block; width:100%; height:auto; max-width:none; margin:0; outline:1px solid #8884; outline-offset:-1px; image-rendering:pixelated}
+.rx-bars {display:grid; grid-template-columns:fit-content(50%) minmax(3rem,1fr) 2.8rem; gap:0 .5rem; align-items:center; font-variant-numeric:tabular-nums; margin-bottom:.3rem}
 .rx-bars > span:nth-child(3n) {text-align:right}
 .rx-bars i {display:block; height:.75em; background:#2a76dd; min-width:1px}
 .rx-hist {display:flex; align-items:flex-end; gap:1px; height:4rem; border-bottom:1px solid #888}
 .rx-hist i {flex:1; background:#2a76dd; min-width:1px}
 </style>'''
 
-# %% ../nbs/07_explorer.ipynb #468815c3
+# %% ../nbs/07_explorer.ipynb #28c5a153
 def _options(name, vals):
     "(is it a menu?, labels, values)"
     menu = isinstance(vals, dict)
@@ -123,12 +132,12 @@ def _options(name, vals):
     labels,vals = (list(vals),list(vals.values())) if menu else (None,list(vals))
     if not vals: raise ValueError(f'control {name!r} has no values')
     menu = menu or not all(isinstance(o, Number) and not isinstance(o, bool) for o in vals)
-    say = lambda o: str(o) if menu else (eps_str(o) if o else '0') if name=='eps' else f'{o:g}'
+    say = lambda o: str(o) if menu else eps_str(o) if name=='eps' else f'{o:g}'
     return menu,[str(o) for o in labels] if labels else [say(o) for o in vals],vals
 
 def _grid(controls):
     "The controls by name, as `_options`"
-    if not controls: raise ValueError("an explorer needs controls, such as dict(eps=[0,4/255,8/255])")
+    if not isinstance(controls, dict) or not controls: raise ValueError(f'an explorer needs controls, such as dict(eps=[0,4/255,8/255]), got {controls!r}')
     return {k:_options(k, v) for k,v in controls.items()}
 
 def _begin(grid, start):
@@ -136,14 +145,14 @@ def _begin(grid, start):
     if bad := set(start or {})-set(grid): raise ValueError(f'start names {sorted(bad)}, the controls are {list(grid)}')
     return {k:vals.index(start[k]) if start and k in start and start[k] in vals else 0 for k,(_,_,vals) in grid.items()}
 
-# %% ../nbs/07_explorer.ipynb #b9ef7fdc
+# %% ../nbs/07_explorer.ipynb #2d21488a
 def _control(name, menu, labels, at):
     "A labelled control that the keyboard reaches; its value is a position"
     n,name = html.escape(name),name
     if menu:
         opts = ''.join(f'<option value="{i}"{" selected" if i==at else ""}>{html.escape(o)}</option>' for i,o in enumerate(labels))
         return f'<label>{n} <select data-control>{opts}</select></label>'
-    return f'<label>{n} <input data-control type="range" min="0" max="{len(labels)-1}" step="1" value="{at}" aria-valuetext="{html.escape(labels[at])}"><output>{html.escape(labels[at])}</output></label>'
+    return f'<label>{n} <input data-control type="range" min="0" max="{len(labels)-1}" step="1" value="{at}" aria-valuetext="{html.escape(labels[at])}"><output aria-hidden="true">{html.escape(labels[at])}</output></label>'
 
 _JS = '''(() => {
   const D = DATA;
@@ -191,7 +200,7 @@ def _pack(scenes):
     states = [[put(i, row[i]) for i in moves] for row in rows]
     return dict(slots=moves, states=states, pictures=list(pools['src']), texts=list(pools['text']))
 
-# %% ../nbs/07_explorer.ipynb #1a45000a
+# %% ../nbs/07_explorer.ipynb #3d809041
 def _fits(scene, first, state):
     same = [[p if isinstance(p, str) else p[0] for p in o.parts] for o in (scene,first)]
     if same[0]!=same[1]: raise ValueError(f'the state {state} shows other things than the first one: panels, names and numbers of bars must be the same in all states')
@@ -206,7 +215,7 @@ def static_twin(
     grid = _grid(controls); n = math.prod(len(v) for _,_,v in grid.values())
     if n>most: raise ValueError(f'{n} states are too many (most={most}): give fewer values')
     states = [dict(zip(grid, o)) for o in itertools.product(*[v for _,_,v in grid.values()])]
-    scenes = [Scene(show(**o)) for o in states]
+    scenes = [_scene(show(**o)) for o in states]
     for sc,o in zip(scenes, states): _fits(sc, scenes[0], o)
     at = _begin(grid, start)
     data = json.dumps(dict(labels=[l for _,l,_ in grid.values()], **_pack([o.slots for o in scenes])), separators=(',',':')).replace('<','\\u003c')
@@ -215,7 +224,7 @@ def static_twin(
     top = ''.join(_control(k, m, l, at[k]) for k,(m,l,_) in grid.items())
     return Twin(f'<div class="rx" data-twin="{key}">{_CSS}<div class="rx-controls">{top}</div>{now.body()}</div><script>{_JS.replace("KEY",key).replace("DATA",data)}</script>')
 
-# %% ../nbs/07_explorer.ipynb #d073e9c1
+# %% ../nbs/07_explorer.ipynb #d58f5163
 def live_widget(
     show, # `show(**state)` returns a `Scene`
     controls:dict, # As for `static_twin`
@@ -226,7 +235,9 @@ def live_widget(
     except ImportError as e: raise ImportError('a live explorer needs ipywidgets: pip install ipywidgets (the static twin, .twin(), works without)') from e
     grid,scene = _grid(controls),w.HTML(); at = _begin(grid, start)
     made = {k:(w.Dropdown if menu else w.SelectionSlider)(options=list(zip(labels,vals)), index=at[k], description=k, **({} if menu else dict(continuous_update=False))) for k,(menu,labels,vals) in grid.items()}
-    def draw(*_): scene.value = Scene(show(**{k:c.value for k,c in made.items()}))._repr_html_()
+    def draw(*_):
+        try: scene.value = _scene(show(**{k:c.value for k,c in made.items()}))._repr_html_()
+        except Exception as e: scene.value = f'<div class="rx">{html.escape(f"{type(e).__name__}: {e}")}</div>'; raise
     for c in made.values(): c.observe(draw, 'value')
     draw()
     box = w.VBox([w.Box(list(made.values()), layout=dict(flex_flow='row wrap')),scene])
@@ -264,11 +275,32 @@ class Explorer:
         from IPython.display import display
         display(self.widget())
 
-# %% ../nbs/07_explorer.ipynb #cdb24495
+# %% ../nbs/07_explorer.ipynb #4fbe7091
+def _named(models):
+    "Models by name"
+    res = {str(k):m for k,m in models.items()} if isinstance(models, dict) else {'model':models}
+    for m in res.values(): check_call(m, None, False)
+    if not res or not all(map(callable, res.values())): raise TypeError(f'give a model, or a dict of models by name, got {models if isinstance(models, dict) else type(models).__name__}')
+    return res
+
+def _batch(x, y, vocab):
+    "Images and labels that fit together, and a name for each label"
+    x = check_images(x)
+    if x.ndim!=4: raise ValueError(f'an explorer takes a batch of images [B,C,H,W], got shape {list(x.shape)}: x[None] is a batch of one')
+    y = check_labels(y, x)
+    if y.ndim>1: raise TypeError(f'an explorer takes class numbers [B], got shape {list(y.shape)}: y.argmax(1) makes them')
+    if vocab is not None and y.max()>=len(vocab): raise ValueError(f'there is a label {y.max()}, and vocab names {len(vocab)} classes')
+    return x,y
+
+def _values(v):
+    "A list, from a list, a range, an array, a tensor, or one value"
+    return [o.tolist() if hasattr(o,'tolist') else o for o in listify(v.tolist() if hasattr(v,'tolist') else v)]
+def _middle(**controls): return {k:v[len(v)//2] for k,v in controls.items() if v}
+
+# %% ../nbs/07_explorer.ipynb #60f420d8
 def _probs(model, x):
     with attack_mode(model), torch.no_grad(): return check_logits(model(x.clone()), x, torch.zeros(len(x), device=x.device)).softmax(1).cpu()
 
-def _named(models): return models if isinstance(models, dict) else {'model':models}
 def _name(i, vocab): return str(i if vocab is None else vocab[i])
 
 def chances(
@@ -278,6 +310,7 @@ def chances(
     most:int=10, # Of more classes than that, the likeliest are shown
 )->dict: # Shares by name, for bars
     "Probabilities by class"
+    if vocab is not None and len(vocab)<len(p): raise ValueError(f'vocab names {len(vocab)} classes, the model has {len(p)}')
     top = range(len(p)) if len(p)<=most else p.topk(most).indices.tolist()
     return {_name(i, vocab)+' (label)'*(i==label):p[i].item() for i in top}
 
@@ -297,13 +330,13 @@ def class_attention(
     grid,p = patch_grid(model, x),prefix_tokens(m) if isinstance(m, VisionTransformer) else 1
     return (a[:,0] if p else a.mean(1))[:,p:p+math.prod(grid)].unflatten(1, grid).cpu()
 
-# %% ../nbs/07_explorer.ipynb #2dc82afe
-def _attacked(model, x, xa, y, gain):
+# %% ../nbs/07_explorer.ipynb #4306be1d
+def _attacked(model, x, xa, y):
     "For each image what there is to see of one model under attack"
     ps,att = _probs(model, xa),class_attention(model, xa) if isinstance(unwrap(model), _CLASS) else None
     d = (xa-x).as_subclass(Tensor)
     def one(i, vocab):
-        pics = {'attacked':xa[i], f'change, x{gain:.0f}':(15*(.5+gain*d[i]).clamp(0,1)).round()/15, **({} if att is None else {'attention':heat(att[i])})}
+        pics = {'attacked':xa[i], 'change, magnified':(15*(.5+d[i]/(2*d[i].abs().max().clamp(min=1e-12)))).round()/15, **({} if att is None else {'attention':heat(att[i])})}
         return {**pics, 'says':_verdict(ps[i], int(y[i]), vocab), 'largest change':f'{255*d[i].abs().max():.1f}/255', 'probabilities':chances(ps[i], int(y[i]), vocab)}
     return one
 
@@ -313,14 +346,13 @@ def attack_view(
     y:Tensor, # Labels [B]
     attack, # Any attack
     vocab=None, # Names of the classes
-    gain:float=4., # Magnifies the change, in the picture of it, which has 16 levels
     seed:int=0, # Of the attack
 )->list: # A `Scene` for each image
     "What an attack makes of images, and what models say to that: each model is attacked itself"
-    see = {k:_attacked(m, x, attack(m, x, y, seed=seed), y, gain) for k,m in _named(models).items()}
+    see = {k:_attacked(m, x, attack(m, x, y, seed=seed), y) for k,m in _named(models).items()}
     return [Scene({'image':{'clean':x[i], 'label':_name(int(y[i]), vocab), 'attack':repr(attack)}, **{k:f(i, vocab) for k,f in see.items()}}) for i in range_of(x)]
 
-# %% ../nbs/07_explorer.ipynb #0eeea252
+# %% ../nbs/07_explorer.ipynb #0550a215
 def _pictured(x, y, vocab): return {f'{i+1}: {_name(int(y[i]), vocab)}':i for i in range_of(x)}
 
 def _per_image(view):
@@ -338,6 +370,7 @@ def _with(attack, **kw):
 
 def _labelled(attacks):
     "Attacks by a short name, or by all of it where names repeat"
+    attacks = listify(attacks)
     for a in attacks:
         check_attack(a)
         if not isinstance(a, Value) or 'eps' not in _settable(a): raise TypeError(f'{a!r} has no eps that a slider could move')
@@ -355,12 +388,13 @@ def explore_attack(
     seed:int=0, # Of the attacks
 )->Explorer: # `widget()` and `twin()`
     "Image, attack, eps and steps; the picture, the change, attention and probabilities"
-    gain = .5/max(max(eps), 1e-6)
-    made = lru_cache(512)(lambda attack: attack_view(models, x, y, attack, vocab, gain, seed))
+    models,(x,y),eps,steps,attacks = _named(models),_batch(x, y, vocab),_values(eps),_values(steps),_labelled(attacks)
+    for a,e,k in itertools.product(attacks.values(), eps, steps): _with(a, eps=e, steps=k)     # a radius or a number of steps that no attack takes
+    made = lru_cache(512)(lambda attack: attack_view(models, x, y, attack, vocab, seed))
     show = lambda image, attack, eps, steps: made(_with(attack, eps=eps, steps=steps))[image]
-    return Explorer(show, dict(image=_pictured(x, y, vocab), attack=_labelled(attacks), eps=list(eps), steps=list(steps)), dict(eps=list(eps)[len(eps)//2]))
+    return Explorer(show, dict(image=_pictured(x, y, vocab), attack=attacks, eps=eps, steps=steps), _middle(eps=eps))
 
-# %% ../nbs/07_explorer.ipynb #f0fb1cf5
+# %% ../nbs/07_explorer.ipynb #2470454f
 def corruption_view(
     models, # A model, or a dict of models by name
     x:Tensor, # Images [B,C,H,W] in [0,1]
@@ -374,7 +408,7 @@ def corruption_view(
     "One corruption at one severity: the picture, what models say, how many images they get right"
     xc = corrupt(x, kind, severity, seed) if severity else x
     ps = {k:_probs(m, xc) for k,m in _named(models).items()}
-    def model(p, i): return {'says':_verdict(p[i], int(y[i]), vocab), 'right':_share(p, y), 'probabilities':chances(p[i], int(y[i]), vocab)}
+    def model(p, i): return {'says':_verdict(p[i], int(y[i]), vocab), 'accuracy':_share(p, y), 'probabilities':chances(p[i], int(y[i]), vocab)}
     def image(i): return {'clean':x[i], 'corrupted':xc[i], 'label':_name(int(y[i]), vocab), 'root mean square change':f'{255*(xc[i]-x[i]).square().mean().sqrt():.1f}/255'}
     return [Scene({'image':image(i), **{k:model(p, i) for k,p in ps.items()}}) for i in range(min(shown, len(x)))]
 
@@ -389,10 +423,13 @@ def explore_corruption(
     seed:int=0, # Of random corruptions
 )->Explorer: # `widget()` and `twin()`
     "Image, corruption, severity; the picture, probabilities, and the accuracy on all images"
+    models,(x,y),kinds,severities = _named(models),_batch(x, y, vocab),_values(kinds),_values(severities)
+    if bad := [o for o in kinds if o not in CORRUPTIONS+EXTRA_CORRUPTIONS]: raise ValueError(f'no corruption {bad}, there are: {", ".join(CORRUPTIONS+EXTRA_CORRUPTIONS)}')
+    if bad := [o for o in severities if o not in range(6)]: raise ValueError(f'severities are whole numbers from 0 (none) to 5, got {bad}')
     show = _per_image(lambda corruption, severity: corruption_view(models, x, y, corruption, severity, shown, vocab, seed))
-    return Explorer(show, dict(image=_pictured(x[:shown], y, vocab), corruption={k.replace('_',' '):k for k in kinds}, severity=list(severities)), dict(severity=list(severities)[len(severities)//2]))
+    return Explorer(show, dict(image=_pictured(x[:shown], y, vocab), corruption={k.replace('_',' '):k for k in kinds}, severity=severities), _middle(severity=severities))
 
-# %% ../nbs/07_explorer.ipynb #76968503
+# %% ../nbs/07_explorer.ipynb #fd6ec3be
 def token_view(
     probes, # Two classifiers, see `LinearProbe`: on features without tokens, and with
     x:Tensor, # Images [B,C,H,W] in [0,1]
@@ -409,11 +446,11 @@ def token_view(
     plain,victim = probes[0].model,probes[bool(tokens)]
     xa = attack(probes[bool(aware)].model, x, None, seed=seed) if x_adv is None else x_adv
     cos,pc,pa = feature_cosine(victim.model, x, xa, clean=plain),*[_probs(victim, o) for o in (x,xa)]
-    means = {'cosine, mean':f'{cos.mean():.3f} over {len(x)} images', 'right, clean':_share(pc, y), 'right, attacked':_share(pa, y)}
+    means = {'cosine, mean':f'{cos.mean():.3f} over {len(x)} images', 'accuracy, clean':_share(pc, y), 'accuracy, attacked':_share(pa, y)}
     def one(i): return {'says':_verdict(pa[i], int(y[i]), vocab), "cosine with the plain backbone's clean features":f'{cos[i]:.3f}', **means, 'probabilities':chances(pa[i], int(y[i]), vocab)}
     return [Scene({'image':{'clean':x[i], 'attacked':xa[i], 'label':_name(int(y[i]), vocab), 'attack':repr(attack)}, 'model':one(i)}) for i in range(min(shown, len(x)))]
 
-# %% ../nbs/07_explorer.ipynb #64ca697d
+# %% ../nbs/07_explorer.ipynb #bba933a4
 def explore_tokens(
     probes, # Two classifiers, see `LinearProbe`: on features without tokens, and with
     x:Tensor, # Images [B,C,H,W] in [0,1]
@@ -425,12 +462,13 @@ def explore_tokens(
     seed:int=0, # Of the attack
 )->Explorer: # `widget()` and `twin()`
     "Tokens on and off, clean and attacked; the cosine of features, and the prediction"
-    if len(probes)!=2: raise ValueError(f'explore_tokens needs two classifiers, on features without tokens and with, got {len(probes)}')
+    if not isinstance(probes, (list,tuple)) or [isinstance(o, Probe) for o in probes]!=[True,True]: raise ValueError(f'explore_tokens needs two classifiers, such as `LinearProbe`, on features without tokens and with, got {[type(o).__name__ for o in probes] if isinstance(probes, (list,tuple)) else type(probes).__name__}')
+    check_attack(attack); (x,y),eps = _batch(x, y, vocab),_values(eps)
     made = lru_cache(64)(lambda eps, aware: attack.but(eps=eps)(probes[aware].model, x, None, seed=seed))
     show = _per_image(lambda eps, tokens, attacker: token_view(probes, x, y, attack.but(eps=eps), tokens, attacker, shown, vocab, seed, made(eps, attacker)))
-    return Explorer(show, dict(image=_pictured(x[:shown], y, vocab), tokens=dict(off=False, on=True), eps=list(eps), attacker={'knows the backbone':False, 'knows the tokens too':True}), dict(tokens=True, eps=eps[len(eps)//2]))
+    return Explorer(show, dict(image=_pictured(x[:shown], y, vocab), tokens=dict(off=False, on=True), eps=eps, attacker={'knows the backbone':False, 'knows the tokens too':True}), dict(tokens=True, **_middle(eps=eps)))
 
-# %% ../nbs/07_explorer.ipynb #f0825878
+# %% ../nbs/07_explorer.ipynb #b24081f8
 @contextmanager
 def _gates_kept(model):
     was = gates_of(model)
@@ -452,10 +490,10 @@ def lam_view(
     with _gates_kept(dial.model):
         m = dial(lam); xa = attack(m, x, y, seed=seed)
         ps,gs = [_probs(m, o) for o in (x,xa)],gate_pictures(m, x[:shown])[:,:,0]
-    def one(o, p, i): return {'picture':o[i], 'says':_verdict(p[i], int(y[i]), vocab), 'right':_share(p, y), 'probabilities':chances(p[i], int(y[i]), vocab)}
-    return [Scene({'clean':one(x, ps[0], i), f'attacked, {attack!r}':one(xa, ps[1], i), 'weight of the accuracy adapter, block by block':{f'block {b+1}':heat(g[i], -lim, lim, 'bwr') for b,g in enumerate(gs)}}) for i in range(min(shown, len(x)))]
+    def one(o, p, i): return {'picture':o[i], 'says':_verdict(p[i], int(y[i]), vocab), 'accuracy':_share(p, y), 'probabilities':chances(p[i], int(y[i]), vocab)}
+    return [Scene({'weight of the accuracy adapter, block by block':{f'block {b+1}':heat(g[i], -lim, lim, 'bwr') for b,g in enumerate(gs)}, 'clean':one(x, ps[0], i), f'attacked, {attack!r}':one(xa, ps[1], i)}) for i in range(min(shown, len(x)))]
 
-# %% ../nbs/07_explorer.ipynb #e5f7baad
+# %% ../nbs/07_explorer.ipynb #35cac07d
 def explore_lam(
     dial:GateDial, # Gates for a few lam
     x:Tensor, # Images [B,C,H,W] in [0,1]
@@ -467,13 +505,14 @@ def explore_lam(
     seed:int=0, # Of the attack
 )->Explorer: # `widget()` and `twin()`
     "lam; predictions and accuracy on clean and attacked images, and the gates"
-    ends = list(dial.gates)
-    lams = [round(float(o),4) for o in (np.linspace(ends[0], ends[-1], 9) if lams is None else lams)]
+    if not isinstance(dial, GateDial): raise TypeError(f'explore_lam needs a GateDial, GateDial(model, {{lam: gates_of(model), ...}}), got {type(dial).__name__}')
+    check_attack(attack); (x,y),ends = _batch(x, y, vocab),list(dial.gates)
+    lams = [round(float(o),4) for o in (np.linspace(ends[0], ends[-1], 9) if lams is None else _values(lams))]
     with _gates_kept(dial.model): lim = max(gate_pictures(dial(o), x[:shown])[:,:,0].abs().max().item() for o in ends)
     show = _per_image(lambda lam: lam_view(dial, x, y, attack, lam, max(lim, 1e-6), shown, vocab, seed))
     return Explorer(show, dict(image=_pictured(x[:shown], y, vocab), lam=lams))
 
-# %% ../nbs/07_explorer.ipynb #ab85040d
+# %% ../nbs/07_explorer.ipynb #343364c2
 def _moved(model, x, x2):
     "Alignment loss between images and what was made of them"
     with attack_mode(model), torch.no_grad(): f = block_outputs(model, torch.cat([x,x2]))[:len(patch_blocks(model))]
@@ -493,11 +532,11 @@ def mask_view(
     "Patches that a corruption model chooses, beside random ones"
     xs = {'learned patches':Occlusion(share=share, by=corruption, fill=fill)(model, x, y, seed=seed), 'random patches':Occlusion(share=share, fill=fill)(model, x, y, seed=seed)}
     ps,k = {o:_probs(model, v) for o,v in xs.items()},n_occluded(share, math.prod(corruption.grid))
-    means = {o:{'alignment loss':f'{_moved(model, x, v):.4f}', 'right':_share(ps[o], y)} for o,v in xs.items()}
+    means = {o:{'alignment loss':f'{_moved(model, x, v):.4f}', 'accuracy':_share(ps[o], y)} for o,v in xs.items()}
     def one(o, i): return {'picture':xs[o][i], 'says':_verdict(ps[o][i], int(y[i]), vocab), 'probability of the label':f'{ps[o][i,int(y[i])]:.2f}', **means[o]}
     return [Scene({'image':{'clean':x[i], 'label':_name(int(y[i]), vocab), 'patches covered':f'{k} of {math.prod(corruption.grid)}'}, **{o:one(o, i) for o in xs}}) for i in range(min(shown, len(x)))]
 
-# %% ../nbs/07_explorer.ipynb #1840fe48
+# %% ../nbs/07_explorer.ipynb #d4728d81
 def explore_masks(
     model:nn.Module, # A timm transformer, maybe inside `Normalized`
     x:Tensor, # Images [B,C,H,W] in [0,1]
@@ -510,8 +549,10 @@ def explore_masks(
     seed:int=0, # Of random patches and noise
 )->Explorer: # `widget()` and `twin()`
     "Steps of the corruption model and share of patches; the masks, and how far features and accuracy move"
+    if not isinstance(corruptions, dict) or not corruptions: raise TypeError(f'explore_masks needs corruption models by the number of steps they have trained, {{0: occlusion_for(model, x), ...}}, got {corruptions!r}')
+    (x,y),shares = _batch(x, y, vocab),_values(shares)
     show = _per_image(lambda steps, share: mask_view(model, x, y, corruptions[steps], share, shown, fill, vocab, seed))
-    return Explorer(show, dict(image=_pictured(x[:shown], y, vocab), steps=list(corruptions), share=list(shares)), dict(steps=list(corruptions)[-1], share=list(shares)[len(shares)//2]))
+    return Explorer(show, dict(image=_pictured(x[:shown], y, vocab), steps=list(corruptions), share=shares), dict(steps=list(corruptions)[-1], **_middle(share=shares)))
 
 # %% ../nbs/07_explorer.ipynb #bdf735eb
 def _log_hist(g, bins=30):
@@ -536,7 +577,7 @@ def scale_view(
     notes = {f'block {b+1}, median gap; over 17':f'{gaps[b].median():.3g}; {100*(gaps[b]>17).float().mean():.1f}%' for b in blocks}
     return Scene({'numbers before the softmax':{**hists, **notes}, f'accuracy on {len(x)} images, {attack!r}':{'right':{t:v[k].float().mean().item() for k,t in says.items()}}})
 
-# %% ../nbs/07_explorer.ipynb #f1a388fc
+# %% ../nbs/07_explorer.ipynb #4a8a2c53
 def explore_scales(
     models, # A model, or a dict of models by name
     x:Tensor, # Images [B,C,H,W] in [0,1]
@@ -546,7 +587,7 @@ def explore_scales(
     seed:int=0, # Of the attack
 )->Explorer: # `widget()` and `twin()`
     "One scale for all blocks; gaps before the softmax, and accuracies of the model and of the scaled model"
-    models = _named(models)
+    check_attack(attack); models,(x,y),scales = _named(models),_batch(x, y, None),_values(scales)
     plain = lru_cache(None)(lambda k: attack(models[k], x, y, seed=seed))
     show = lru_cache(512)(lambda model, scale: scale_view(models[model], x, y, attack, scale, plain(model), seed))
-    return Explorer(show, dict(model=list(models), scale=list(scales)), dict(model=list(models)[-1], scale=1. if 1 in scales else list(scales)[0]))
+    return Explorer(show, dict(model=list(models), scale=scales), dict(model=list(models)[-1], scale=1. if 1 in scales else first(scales)))

@@ -113,6 +113,11 @@ def test_eps_and_norm_of_the_command_line():
     assert parse_attacks('fgsm,PGD(2/255),PGD(steps=2),pgd_l2', .1)==[FGSM(.1), PGD(2/255), PGD(.1, steps=2), PGD(.5, norm='L2')]
     assert parse_attacks('fgsm,pgd_linf,PGD(norm="Linf")', 1., 'L2')==[FGSM(1., norm='L2'), PGD(8/255), PGD(8/255)]
 
+@pytest.mark.parametrize('eps', [8/255, .5/255, 12.75/255, .1, 1/3000, 2.5*8/255/7])
+def test_a_printed_eps_can_be_typed(eps): assert number(core.eps_str(eps))==pytest.approx(eps, rel=1e-4)
+@pytest.mark.parametrize('s,v', [('0.1',.1), ('8/255',8/255), (' 0.5/255',.5/255), ('1/2/5',.1), ('1e-3',1e-3)])
+def test_numbers_and_fractions(s, v): assert number(s)==v
+
 @pytest.mark.parametrize('text,says', [('pgdd','there are: clean, '), ('pgd20_nope','losses ce, margin, cw'), ('PGD(8)','8/255'), ('PGD(step=3)','steps'), ('fgsm5','FGSM'), ('PGD(steps=1.5)','1.5'), ('PGDD(1)','APGD'), ('','expected'), ('fgsm pgd','cannot be read'),
     ('PGD(8/0)','divides by zero'), ('3','expected an attack'), ('"PGD"','expected an attack'), ('__import__("os").system("x")','neither'), ('PGD(eps=open("x"))','open'), ('[x for x in y]','neither'), ('PGD(2**9)','neither'), ('lambda: 1','neither'), ('PGD(loss=os)','os'),
     ('fgsm)','cannot be read'), ('fgsm],[pgd','list of attacks'), ('('*3000,'cannot be read'), ('pgd_l7','norm'), ('a'*2000,'no attack'), ('PGD(**{})','neither'), ('\x00','cannot be read'), ('PGD("a"*9)','neither')])

@@ -1,9 +1,10 @@
 "Explorers: the functions that make scenes, widgets without a front end, and static twins, also in a browser where there is one."
-import base64, html, io, json, re, shutil, subprocess, sys
+import base64, html, io, json, os, re, select, shutil, subprocess, sys
 from pathlib import Path
 import numpy as np, pytest, torch
 from PIL import Image
 from torch import nn
+from torchvision.transforms import Normalize as TVNormalize
 
 from robust_nbdev.core import *
 from robust_nbdev.vit import *
@@ -94,7 +95,7 @@ def test_too_many_states_and_unknown_starts_are_refused_before_anything_is_compu
     with pytest.raises(ValueError, match="start names \\['x'\\]"): Explorer(never, dict(t=[0]), dict(x=1))
 
 def test_numbers_are_sliders_and_the_rest_are_menus():
-    assert _options('eps', [0,8/255,.1])==(False, ['0','8/255','0.1'], [0,8/255,.1]) and _options('lam', np.array([.1,.5]))[1]==['0.1','0.5']
+    assert _options('eps', [0,.5/255,8/255,.1])==(False, ['0','0.5/255','8/255','0.1'], [0,.5/255,8/255,.1]) and _options('lam', np.array([.1,.5]))[1]==['0.1','0.5']
     assert _options('on', [True,False])[0] and _options('k', ['a','b'])[0] and _options('k', {'a':1})==(True, ['a'], [1])
 
 def test_names_are_escaped_in_controls_and_data():
@@ -170,7 +171,7 @@ def test_eps_moves_picture_and_numbers_and_stays_in_the_ball(nets, data):
     e = explore_attack(nets, x, y, eps=[0,.02,.1], steps=[3])
     got = [e(eps=o, attack=e.controls['attack']['PGD']) for o in (0,.02,.1)]
     for sc,eps in zip(got, (0,.02,.1)):
-        for k in nets: assert (sc[k]['attacked']-x[0]).abs().max()<=eps+1e-6 and sc[k]['attention'].shape==(3,4,4) and sc[k][f'change, x{.5/.1:g}'].shape==(1,28,28)
+        for k in nets: assert (sc[k]['attacked']-x[0]).abs().max()<=eps+1e-6 and sc[k]['attention'].shape==(3,4,4) and sc[k]['change, magnified'].shape==(1,28,28)
     assert torch.equal(got[0]['plain']['attacked'], x[0]) and got[0]['plain']['largest change']=='0.0/255'
     assert not torch.equal(got[1]['plain']['attacked'], got[2]['plain']['attacked']) and got[1]['plain']['probabilities']!=got[2]['plain']['probabilities']
     assert got[2]['plain']['largest change']=='25.5/255'
@@ -216,7 +217,7 @@ def test_corruption_explorer(nets, data):
     assert torch.equal(e(severity=0)['image']['corrupted'], x[0]) and list(e.controls['image'].values())==[0,1]
     sc = e(severity=4, corruption='gaussian_noise', image=1); xc = corrupt(x, 'gaussian_noise', 4, 3)
     assert torch.equal(sc['image']['corrupted'], xc[1])
-    for k,m in nets.items(): assert sc[k]['right']==f'{100*(predict(m, xc)==y).float().mean():.1f}% of 16 images'
+    for k,m in nets.items(): assert sc[k]['accuracy']==f'{100*(predict(m, xc)==y).float().mean():.1f}% of 16 images'
     with pytest.raises(ValueError, match="no corruption 'rain'"): corruption_view(nets, x, y, 'rain', 1)
     with pytest.raises(ValueError, match='severity must be'): corruption_view(nets, x, y, 'fog', 6)
 
@@ -234,7 +235,7 @@ def test_token_explorer_on_off_and_who_is_attacked(data):
     assert torch.equal(blind['image']['attacked'], a(off.model, x, seed=0)[0]) and torch.equal(aware['image']['attacked'], a(on.model, x, seed=0)[0])
     assert torch.equal(e(tokens=False, eps=.1)['image']['attacked'], blind['image']['attacked'])
     xa = a(off.model, x, seed=0)
-    assert blind['model']['right, attacked']==f'{100*(predict(on, xa)==y).float().mean():.1f}% of 16 images'
+    assert blind['model']['accuracy, attacked']==f'{100*(predict(on, xa)==y).float().mean():.1f}% of 16 images'
     assert blind['model'][key]==f'{feature_cosine(on.model, x, xa, clean=off.model)[0]:.3f}'
     assert state_of(on)==before
 
@@ -257,7 +258,7 @@ def test_lam_explorer_shows_the_gates_of_its_lam_and_gives_the_old_ones_back(dat
     title = 'weight of the accuracy adapter, block by block'
     assert len(got[.1][title])==6 and not torch.equal(got[.1][title]['block 3'], got[.9][title]['block 3'])
     m = d(.5); p = m(x).softmax(1)
-    assert got[.5]['clean']['probabilities']==chances(p[1], int(y[1])) and got[.5]['clean']['right']==f'{100*(p.argmax(1)==y).float().mean():.1f}% of 16 images'
+    assert got[.5]['clean']['probabilities']==chances(p[1], int(y[1])) and got[.5]['clean']['accuracy']==f'{100*(p.argmax(1)==y).float().mean():.1f}% of 16 images'
     xa = PGD(.05, steps=1)(m, x, y, seed=0); assert torch.equal(got[.5]['attacked, PGD(0.05, steps=1)']['picture'], xa[1])
     with pytest.raises(ValueError, match='lam must lie between'): lam_view(d, x, y, PGD(.05, steps=1), .95)
 
@@ -276,7 +277,7 @@ def test_mask_explorer_covers_what_the_corruption_model_chooses(nets, data):
     changed = (some['random patches']['picture']!=x[1]).view(1,4,7,4,7).any(4).any(2).sum()
     assert changed<=4 and float(some['random patches']['alignment loss'])>0
     x2 = Occlusion(share=.25, by=cs[5])(m, x, y, seed=2)
-    assert some['learned patches']['right']==f'{100*(predict(m, x2)==y).float().mean():.1f}% of 16 images' and state_of(m)==before
+    assert some['learned patches']['accuracy']==f'{100*(predict(m, x2)==y).float().mean():.1f}% of 16 images' and state_of(m)==before
 
 def test_scale_explorer_moves_the_histogram_and_counts_as_two_models_does(nets, data):
     x,y = data; a = PGD(.1, steps=2); m = nets['robust']; before = state_of(m)
@@ -303,6 +304,71 @@ def test_every_explorer_has_a_widget_and_a_twin(nets, data):
         (explore_lam(dial(), x, y, FGSM(.05), lams=[.1,.9]),'lam',.9), (explore_masks(m, x, y, {0:occlusion_for(m, x, 0)}, shares=[0,.5]),'share',0), (explore_scales(nets, x, y, FGSM(.05), scales=[.5,1.]),'scale',.5)):
         w = e.widget(); before = w.scene.value; w.controls[k].value = v
         assert w.scene.value!=before and len(e.twin())>2000
+
+# --- as users call them -----------------------------------------------------------------------------------------------------------
+
+def cnn(c=1, n=5): torch.manual_seed(0); return nn.Sequential(nn.Conv2d(c,4,3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(.5), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4,n)).train()
+x3,y3 = images(3),torch.arange(3)
+
+def drive(e):
+    "Every value of every control of the live widget, once; the scenes"
+    w = e.widget(); got = [w.scene.value]
+    for c in w.controls.values():
+        for o in c.options: c.value = o[1]; got.append(w.scene.value)
+    return got
+
+@pytest.mark.parametrize('make', [lambda: (cnn(), x3), lambda: (cnn(), x3[:1]), lambda: (nn.Sequential(TVNormalize([.5]*3, [.5]*3), tiny_vit(size=32, patch=8, in_chans=3)).train(), images(2, 3, 32))], ids=['grey, train mode','batch of one','Normalize inside'])
+def test_own_models_stay_as_they_are(make):
+    pytest.importorskip('ipywidgets')
+    m,x = make(); y = torch.arange(len(x)); before,weights = state_of(m),{k:v.clone() for k,v in m.state_dict().items()}
+    for e in (explore_attack(m, x, y, eps=[0,.1], steps=[1]), explore_corruption(m, x, y, ['fog','contrast'], [0,5])): assert len(set(drive(e)))>=3 and len(e.twin())
+    assert state_of(m)==before and all(torch.equal(v, weights[k]) for k,v in m.state_dict().items()) and all(p.grad is None for p in m.parameters())
+
+LAM = lambda *a, **kw: explore_lam(cnn(), *a, PGD(.1), **kw)
+@pytest.mark.parametrize('make,error,match', [
+    (lambda: explore_attack(cnn(), x3[0], 0), ValueError, r'batch of images \[B,C,H,W\], got shape \[1, 28, 28\]: x\[None\]'),
+    (lambda: explore_attack(cnn(), x3, y3[:2]), ValueError, '3 images need 3 labels'), (lambda: explore_attack(cnn(), x3, y3.float()), TypeError, 'use y.long'),
+    (lambda: explore_attack(cnn(), x3, torch.eye(3)), TypeError, r'class numbers \[B\]'), (lambda: explore_attack(cnn(), x3, y3, vocab=['a','b']), ValueError, 'label 2, and vocab names 2'),
+    (lambda: explore_attack(cnn(), x3[:1], [0], vocab=['a','b'])(), ValueError, 'names 2 classes, the model has 5'), (lambda: explore_attack(cnn(), x3, y3+9)(), ValueError, 'do not fit a model with 5'),
+    (lambda: explore_attack(cnn(), (x3*255).byte(), y3), TypeError, 'floating point'), (lambda: explore_attack(cnn(), x3*4-2, y3), ValueError, 'images must lie in'),
+    (lambda: explore_attack(cnn(), x3, y3, eps=[0,8]), ValueError, 'write 8/255'), (lambda: explore_attack(cnn(), x3, y3, steps=[-1]), ValueError, 'steps must be'),
+    (lambda: explore_attack(cnn(), x3, y3, eps=[]), ValueError, "'eps' has no values"), (lambda: explore_attack([cnn()], x3, y3), TypeError, 'dict of models by name, got list'),
+    (lambda: explore_attack({}, x3, y3), TypeError, 'dict of models by name, got {}'), (lambda: explore_attack(x3, x3, y3), TypeError, 'is the model'), (lambda: explore_corruption(synth_learner(), x3, y3), TypeError, 'give learn.model'),
+    (lambda: explore_corruption(cnn(), x3, y3, ['fog','rain']), ValueError, "no corruption .'rain'., there are: gaussian_noise"), (lambda: explore_corruption(cnn(), x3, y3, severities=[0,6]), ValueError, r'from 0 \(none\) to 5, got .6'),
+    (lambda: explore_tokens(cnn(), x3, y3), ValueError, "two classifiers, such as `LinearProbe`.*got Sequential"), (lambda: explore_tokens((cnn(),cnn()), x3, y3), ValueError, 'two classifiers'),
+    (lambda: LAM(x3, y3), TypeError, 'needs a GateDial'), (lambda: explore_masks(cnn(), x3, y3, {}), TypeError, 'corruption models by the number of steps'), (lambda: explore_masks(cnn(), x3, y3, [1]), TypeError, 'corruption models by'),
+    (lambda: explore_scales(cnn(), x3, y3, None), TypeError, 'expected an attack'), (lambda: explore_scales(cnn(), x3, y3, PGD(.1))(), TypeError, 'timm families'),
+    (lambda: static_twin(lambda a: 3, dict(a=[1,2])), TypeError, r'must return a scene.*got int'), (lambda: Explorer(lambda a: {'v':a}, dict(a=[1,2])).twin(), TypeError, "its panel 'v' is 1"), (lambda: static_twin(grey, [1,2]), ValueError, 'needs controls')])
+def test_mistakes_are_named_before_anything_is_shown(make, error, match):
+    with pytest.raises(error, match=match): make()
+
+@pytest.mark.parametrize('make', [lambda *a: explore_attack(cnn(), *a), lambda *a: explore_corruption(cnn(), *a), lambda *a: explore_tokens(probes(), *a), lambda *a: explore_lam(dial(), *a, PGD(.1)), lambda *a: explore_masks(small_model('vit', data='fashion_mnist'), *a, {0:None}), lambda *a: explore_scales(cnn(), *a, PGD(.1))], ids=['attack','corruption','tokens','lam','masks','scales'])
+def test_every_explorer_looks_at_images_and_labels(make):
+    for x,y,match in ((x3, y3[:2], '3 images need 3 labels'), (x3*255, y3, 'images must lie in'), (x3[0], y3[:1], 'batch of images')):
+        with pytest.raises(ValueError, match=match): make(x, y)
+
+def test_one_value_arrays_and_tensors_do_for_a_control():
+    e = explore_attack({1:cnn()}, x3, y3.tolist(), attacks=PGD(), eps=.1, steps=1)
+    assert {k:list(v) for k,v in e.controls.items()}=={'image':['1: 0','2: 1','3: 2'], 'attack':['PGD'], 'eps':[.1], 'steps':[1]} and list(e())==['image','1']
+    for kw in (dict(eps=torch.tensor([.25,.5]), steps=torch.tensor([1,2])), dict(eps=np.array([.25,.5]), steps=np.array([1,2])), dict(eps=(o/4 for o in (1,2)), steps=range(1,3))):
+        e = explore_attack(cnn(), x3, y3, PGD(), **kw); assert e.controls['eps']==[.25,.5] and e.controls['steps']==[1,2] and e(eps=.5, steps=2)
+    assert list(explore_corruption(cnn(), x3, y3, 'fog', 3).controls['corruption'])==['fog']
+
+def test_an_error_stands_where_the_scene_stood_and_goes():
+    pytest.importorskip('ipywidgets')
+    def show(t):
+        if t: raise ValueError('no <such> state')
+        return grey(0.)
+    w = live_widget(show, dict(t=[0,1])); good = w.scene.value
+    with pytest.raises(ValueError, match='such'): w.controls['t'].value = 1
+    assert w.scene.value=='<div class="rx">ValueError: no &lt;such&gt; state</div>'
+    w.controls['t'].value = 0; assert w.scene.value==good
+
+def test_bars_of_a_broken_model_say_nan(): assert [p[1] for p in Scene({'p':{'bars':{'a':float('nan'), 1:.5}}}).slots]==['a',0,'nan%','1',50,'50%']
+
+@pytest.mark.parametrize('w,size', [(28,88),(160,160),(640,224)])
+def test_pictures_are_shown_at_a_size_where_pixels_can_be_seen(w, size):
+    t = Scene({'p':{'photo':torch.zeros(1,w//2,w), 'map':torch.zeros(1,7,14)}}).body(); assert f'--rx-size:{size}px' in t
 
 # --- in a browser ---------------------------------------------------------------------------------------------------------------
 
@@ -349,3 +415,94 @@ def test_twin_fits_a_phone(nets, data, tmp_path, width):
     e = explore_attack(nets, data[0][:1], data[1][:1], eps=[0,.1], steps=[1], vocab=[f'a long name {i}' for i in range(10)])
     got = in_browser(tmp_path, f'<div style="width:{width}px">{e.twin()}</div>', 'const r = document.querySelector("[data-twin]"); return [r.scrollWidth, r.clientWidth, r.offsetWidth, r.querySelector("img").offsetWidth, getComputedStyle(r.querySelector("img")).imageRendering];')
     assert got[0]<=got[1] and got[2]<=width and got[3]>=80 and got[4]=='pixelated'
+
+class Tab:
+    "A page in Chromium with a hand on mouse and keyboard, over DevTools' pipe"
+    def __init__(self, url, tmp, width=1200, dark=False):
+        (r,self.w),(self.r,w) = os.pipe(),os.pipe()
+        cmd = [CHROME,'--headless','--no-sandbox','--disable-gpu','--disable-quic','--no-first-run','--disable-background-networking','--disable-component-update','--disable-sync','--remote-debugging-pipe',f'--user-data-dir={tmp}','about:blank']
+        self.p = subprocess.Popen(['bash','-c','r=$1 w=$2; shift 2; exec "$@" 3<&$r 4>&$w','bash',str(r),str(w),*cmd], pass_fds=(r,w), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        os.close(r); os.close(w)
+        self.n,self.buf,self.session = 0,b'',None
+        target = self.do('Target.createTarget', url='about:blank')['targetId']
+        self.session = self.do('Target.attachToTarget', targetId=target, flatten=True)['sessionId']
+        self.do('Emulation.setDeviceMetricsOverride', width=width, height=900, deviceScaleFactor=1, mobile=False)
+        self.do('Emulation.setEmulatedMedia', features=[dict(name='prefers-color-scheme', value='dark' if dark else 'light')])
+        self.do('Page.enable'); self.do('Page.navigate', url=url); self.until('Page.loadEventFired')
+    def _read(self):
+        while b'\0' not in self.buf:
+            if not select.select([self.r], [], [], 60)[0]: raise TimeoutError('the browser does not answer')
+            got = os.read(self.r, 1<<20)
+            if not got: raise EOFError('the browser has gone')
+            self.buf += got
+        m,_,self.buf = self.buf.partition(b'\0')
+        return json.loads(m)
+    def do(self, method, **params):
+        self.n += 1; os.write(self.w, json.dumps(dict(id=self.n, method=method, params=params, **({'sessionId':self.session} if self.session else {}))).encode()+b'\0')
+        while (m:=self._read()).get('id')!=self.n: pass
+        assert 'error' not in m, m
+        return m['result']
+    def until(self, event):
+        while self._read().get('method')!=event: pass
+    def js(self, code):
+        r = self.do('Runtime.evaluate', expression=code, returnByValue=True)
+        assert 'exceptionDetails' not in r, r
+        return r['result'].get('value')
+    def key(self, key):
+        code = dict(ArrowRight=39, ArrowLeft=37, ArrowDown=40, ArrowUp=38, Tab=9, Home=36, End=35)[key]
+        for t in ('rawKeyDown','keyUp'): self.do('Input.dispatchKeyEvent', type=t, key=key, code=key, windowsVirtualKeyCode=code)
+    def press(self, x, y):
+        for t in ('mouseMoved','mousePressed','mouseReleased'): self.do('Input.dispatchMouseEvent', type=t, x=x, y=y, button='left' if t!='mouseMoved' else 'none', clickCount=1)
+    def close(self):
+        self.p.kill(); self.p.wait()
+        for f in (self.r,self.w): os.close(f)
+
+def saved_twins():
+    "The explorers on the page, as the notebook has saved them"
+    cells = json.loads((Path(__file__).resolve().parents[1]/'nbs/07_explorer.ipynb').read_text())['cells']
+    return [t for c in cells for o in c.get('outputs', []) for t in [''.join(o.get('data', {}).get('text/html', ''))] if 'data-twin' in t]
+
+HANDS = SEE+'''
+    window.root = i => document.querySelectorAll("[data-twin]")[i];
+    window.state = i => ({seen: see(root(i)), kinds: [...root(i).querySelectorAll("[data-slot]")].map(e => e.dataset.slot), at: [...root(i).querySelectorAll("[data-control]")].map(e => e.value), said: [...root(i).querySelectorAll("input")].map(e => [e.getAttribute("aria-valuetext"), e.nextElementSibling.textContent])});
+    window.sliders = i => [...root(i).querySelectorAll("input")].map(e => e.closest("label").firstChild.textContent.trim());
+    window.bounds = (i, k) => { const e = root(i).querySelectorAll("input")[k]; e.scrollIntoView({block: "center"}); const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; };
+    window.ring = () => { const s = getComputedStyle(document.activeElement); return [document.activeElement.dataset.control !== undefined, s.outlineStyle, parseFloat(s.outlineWidth)]; };'''
+
+@browser
+def test_mouse_and_keys_move_every_slider_of_the_page(tmp_path):
+    "On the twins that the notebook has saved: what a slider says, pictures and numbers follow a press and an arrow, and come back"
+    twins = saved_twins(); assert len(twins)>=8
+    (tmp_path/'page.html').write_text('<!doctype html><html lang="en"><meta charset="utf-8"><body>'+''.join(twins)+'</body></html>')
+    tab = Tab((tmp_path/'page.html').as_uri(), tmp_path/'profile')
+    try:
+        tab.js(HANDS); names = [tab.js(f'sliders({i})') for i in range(len(twins))]; moved = {}
+        assert {'eps','steps','severity','lam','share','scale','mix'}<={n for o in names for n in o}
+        for i,o in enumerate(names):
+            for k,name in enumerate(o):
+                b = tab.js(f'bounds({i},{k})')
+                tab.press(b[0]+2, b[1]+b[3]/2); low = tab.js(f'state({i})')
+                tab.press(b[0]+b[2]-2, b[1]+b[3]/2); high = tab.js(f'state({i})')
+                assert low['at']!=high['at'] and low['said'][k]!=high['said'][k] and high['said'][k][0]==high['said'][k][1], (i, name)
+                ctrl,style,width = tab.js('ring()'); assert ctrl, (i, name)
+                tab.key('ArrowLeft'); back = tab.js(f'state({i})'); assert back['at']!=high['at']
+                assert tab.js('ring()')[1]=='solid' and tab.js('ring()')[2]>=2, (i, name)          # a key has made the focus visible
+                tab.key('Home'); assert tab.js(f'state({i})')==low
+                tab.key('ArrowRight'); assert tab.js(f'state({i})')['at']!=low['at']
+                tab.key('End'); assert tab.js(f'state({i})')==high
+                moved.setdefault(name, []).append({kind for kind,a,z in zip(low['kinds'], low['seen'], high['seen']) if a!=z})
+        assert all(o>={'src','text'} for o in moved['eps']+moved['severity']+moved['lam']+moved['share']) and all('height' in o for o in moved['scale']), moved
+    finally: tab.close()
+
+@browser
+def test_tab_reaches_the_controls_in_order_and_each_has_a_name(tmp_path):
+    t = static_twin(lambda kind, t: grey(t), dict(kind=['a','b'], t=[0.,.5,1.]))
+    (tmp_path/'page.html').write_text(f'<!doctype html><html lang="en"><meta charset="utf-8"><body>{t}</body></html>')
+    tab = Tab((tmp_path/'page.html').as_uri(), tmp_path/'profile')
+    try:
+        tags = []
+        for _ in range(2): tab.key('Tab'); tags.append(tab.js('document.activeElement.tagName'))
+        assert tags==['SELECT','INPUT']
+        ax = [n for n in tab.do('Accessibility.getFullAXTree')['nodes'] if n.get('role',{}).get('value') in ('combobox','slider')]
+        assert [n['name']['value'] for n in ax]==['kind','t'] and next(p['value']['value'] for p in ax[1]['properties'] if p['name']=='valuetext')=='0'
+    finally: tab.close()
