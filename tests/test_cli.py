@@ -92,7 +92,7 @@ def test_number_of_images_is_the_one_measured(tmp_path):
 # --- robust-eval: attacks as text
 
 from robust_nbdev.attacks import *
-from robust_nbdev.core import Normalized, unwrap
+from robust_nbdev.core import Normalized, eps_str, unwrap
 from robust_nbdev import attacks as attacks_module, cli, datasets
 from robust_nbdev.cli import *
 from robust_nbdev.evaluate import robust_report
@@ -114,7 +114,7 @@ def test_eps_and_norm_of_the_command_line():
     assert parse_attacks('fgsm,pgd_linf,PGD(norm="Linf")', 1., 'L2')==[FGSM(1., norm='L2'), PGD(8/255), PGD(8/255)]
 
 @pytest.mark.parametrize('eps', [8/255, .5/255, 12.75/255, .1, 1/3000, 2.5*8/255/7])
-def test_a_printed_eps_can_be_typed(eps): assert number(core.eps_str(eps))==pytest.approx(eps, rel=1e-4)
+def test_a_printed_eps_can_be_typed(eps): assert number(eps_str(eps))==pytest.approx(eps, rel=1e-4)
 @pytest.mark.parametrize('s,v', [('0.1',.1), ('8/255',8/255), (' 0.5/255',.5/255), ('1/2/5',.1), ('1e-3',1e-3)])
 def test_numbers_and_fractions(s, v): assert number(s)==v
 
