@@ -554,7 +554,7 @@ def explore_masks(
     show = _per_image(lambda steps, share: mask_view(model, x, y, corruptions[steps], share, shown, fill, vocab, seed))
     return Explorer(show, dict(image=_pictured(x[:shown], y, vocab), steps=list(corruptions), share=shares), dict(steps=list(corruptions)[-1], **_middle(share=shares)))
 
-# %% ../nbs/07_explorer.ipynb #bdf735eb
+# %% ../nbs/07_explorer.ipynb #8b5bf38c
 def _log_hist(g, bins=30):
     "Counts of gaps on a logarithmic axis from 0.001 to 1000"
     return torch.histc(g.flatten().clamp(1e-3, 1e3).log10().cpu(), bins, -3, 3)
@@ -573,9 +573,9 @@ def scale_view(
     gaps = attn_gaps(ScaledModel(model, scale), x); last = len(gaps)-1
     blocks = sorted({0, last//2, last})
     says = dict(clean='clean', clean_scaled='clean, scaled model', plain='attacked', on_scaled='scaled model, attacked itself', transferred='attacked through the scaled model', worst='the stronger attack of the two')
-    hists = {f'gaps in block {b+1}, 0.001 to 1000':_log_hist(gaps[b]) for b in blocks}
+    hists = {f'gaps in block {b+1}, 0.001 to 1000, log scale':_log_hist(gaps[b]) for b in blocks}
     notes = {f'block {b+1}, median gap; over 17':f'{gaps[b].median():.3g}; {100*(gaps[b]>17).float().mean():.1f}%' for b in blocks}
-    return Scene({'numbers before the softmax':{**hists, **notes}, f'accuracy on {len(x)} images, {attack!r}':{'right':{t:v[k].float().mean().item() for k,t in says.items()}}})
+    return Scene({'numbers before the softmax':{**hists, **notes}, f'accuracy on {len(x)} images, {attack!r}':{'share of images that are right':{t:v[k].float().mean().item() for k,t in says.items()}}})
 
 # %% ../nbs/07_explorer.ipynb #4a8a2c53
 def explore_scales(

@@ -283,11 +283,11 @@ def test_scale_explorer_moves_the_histogram_and_counts_as_two_models_does(nets, 
     x,y = data; a = PGD(.1, steps=2); m = nets['robust']; before = state_of(m)
     e = explore_scales(nets, x, y, a, scales=[.1,1.,10.])
     assert e.first==dict(model='robust', scale=1.)
-    hs = [e(scale=o)['numbers before the softmax']['gaps in block 1, 0.001 to 1000'] for o in (.1,1.,10.)]
+    hs = [e(scale=o)['numbers before the softmax']['gaps in block 1, 0.001 to 1000, log scale'] for o in (.1,1.,10.)]
     mean = [(h*torch.linspace(-2.9,2.9,30)).sum()/h.sum() for h in hs]
     assert mean[0]+.8<mean[1]<mean[2]-.8 and hs[0].sum()==hs[1].sum()          # in block 1 by exactly one decade, but for what the ends of the axis hold
     v = two_models(m, x, y, Scaled(a, .1))
-    got = e(scale=.1)[f'accuracy on 16 images, {a!r}']['right']
+    got = e(scale=.1)[f'accuracy on 16 images, {a!r}']['share of images that are right']
     assert got['the stronger attack of the two']==v['worst'].float().mean() and got['scaled model, attacked itself']==v['on_scaled'].float().mean() and state_of(m)==before
 
 def test_plain_attack_is_made_once_for_all_scales(nets, data):
