@@ -381,6 +381,18 @@ def test_two_models_by_hand():
     x,y = planted_images(8); w = two_models(planted_vit(8), x, y, AAS(PL)); assert w['plain'].all() and not w['worst'].any() and not w['transferred'].any()
     assert torch.equal(v['on_scaled'], ok(victim,X)&ok(victim,xs)) and torch.equal(v['transferred'], ok(m,X)&ok(m,xs)) and torch.equal(v['worst'], v['plain']&v['transferred'])
 
+def test_two_models_judge_what_only_one_of_them_gets_right():
+    "Labels that are right for the scaled model alone, and images that only an attack makes right: wrong stays wrong"
+    m = build('vit'); x = torch.rand(24, 3, 32, 32, generator=torch.Generator().manual_seed(4)); A = AAS(PGD2.but(eps=.02), eta=.3); ok = lambda f,o: predict(f, o)==y
+    victim = A.scaled(m, x); y = predict(victim, x); only = predict(m, x)!=y; assert only.any() and not only.all()
+    v = two_models(m, x, y, A); xs = A.craft(victim, x, y, 0)
+    assert torch.equal(v['on_scaled'], ok(victim,xs)) and (~v['on_scaled'][only]).any() and torch.equal(v['transferred'], ok(m,x)&ok(m,xs)) and not v['transferred'][only].any()
+    y = predict(m, x.flip(0)); w = two_models(m, x, y, A, x_plain=x.flip(0), victim=victim); assert not ok(m,x).all() and torch.equal(w['plain'], ok(m,x)) and (w['worst']<=w['clean']).all()
+
+def test_image_by_image_means_the_same_seed_for_each():
+    m,sq = build('vit'),Square(.05, queries=5); y = predict(m, X); victim = AAS(sq).scaled(m, X); by = lambda seed: AAS(sq).craft(victim, X, y, seed)
+    assert torch.equal(by(7), torch.cat([sq(victim.for_rows([i]), X[i:i+1], y[i:i+1], seed=7) for i in range(5)])) and not torch.equal(by(7), by(0))
+
 def test_a_scale_of_one_is_no_other_model():
     m = tv(); d = data(); t = scale_report(m, d, {'one':Scaled(PGD(.1, steps=2), 1.), 'none':AAS(PGD(.1, steps=2), sigma=0., ascent=0)}, bs=7)
     for _,r in t.iterrows(): assert r.clean==r.clean_scaled and r.plain==r.on_scaled==r.transferred==r.worst and r.twice<=r.plain
@@ -449,6 +461,13 @@ def test_each_phase_starts_elsewhere_and_knows_the_labels():
     A = AAS(FGSM(), eta=.01, ascent=1, climb=ce, sigma=.2); l = learner([AASTrain(period=2, aas=A), Look()]); l.fit(2, 1e-3); seed = torch.initial_seed()%2**62
     ref = [A.but(per='batch').scales(got['m'], got['x'], got['y'], seed=seed+i) for i in (0,1)]
     assert close(scales_of(l.model), ref[1], 1e-6) and not close(ref[0], ref[1], 1e-3)
+
+def test_scales_are_found_on_the_images_as_they_are(monkeypatch):
+    "Mixed ones under MixUp, never attacked ones"
+    seen,real = [],AAS.scales
+    monkeypatch.setattr(AAS, 'scales', lambda self, m, x, *a, **k: seen.append(x.as_subclass(torch.Tensor).clone()) or real(self, m, x, *a, **k))
+    l = learner([AdvTrain(P2), AASTrain(period=1, aas=AAS(FGSM(), ascent=1))]); l.fit(1, 1e-3); own = [o.as_subclass(torch.Tensor) for o,_ in l.dls.train_ds]
+    assert len(seen)==1 and all(any(torch.equal(a, b) for b in own) for a in seen[0])
 
 def test_when_and_how_long():
     n = lambda **kw: (lambda l: (l.fit(3, 1e-3), l.aas_train.df.epoch.tolist() if len(l.aas_train.df) else [])[1])(learner([AASTrain(aas=AAS(FGSM(), ascent=1), **kw)]))

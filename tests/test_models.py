@@ -31,7 +31,7 @@ def test_what_weights_do_not_tell(key):
     assert {o.num_heads for o in net.modules() if hasattr(o,'num_heads')}=={4}
     mean,std = dict(cifar10=((.4914,.4822,.4465),(.247,.2435,.2616)), fashion_mnist=((.286,),(.353,)))[M._cards()[key]['data']]
     assert m.mean.flatten().tolist()==pytest.approx(mean) and m.std.flatten().tolist()==pytest.approx(std)
-    size = 32 if key.startswith('cifar10') else 28; assert patch_grid(m, torch.zeros(1,len(mean),size,size))==((size//7,)*2 if key.startswith('fashion_mnist_vit') else (size//4,)*2)
+    size = 32 if key.startswith('cifar10') else 28; assert tuple(net.patch_embed.img_size)==(size,size) and patch_grid(m, torch.zeros(1,len(mean),size,size))==((size//7,)*2 if key.startswith('fashion_mnist_vit') else (size//4,)*2)
 
 def test_statistics_are_those_of_the_images():
     x = torch.cat([b[0] for b in fashion_mnist(bs=500).train]); m = small_model(data='fashion_mnist', weights=False)

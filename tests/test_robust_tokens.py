@@ -278,6 +278,10 @@ def test_token_attack_begins_with_noise_of_a_step():
     assert (token_attack().mse,token_attack().bits,token_attack().noise)==(1.,'floor',None)
     x = torch.full((1,2,100,100), .5); a = TokenAttack(.4, alpha=.05, std=(.2,.1)); std = lambda a: a.start(None, x, image_seed(x, 0))['d'].std((0,2,3)).tolist()
     assert std(a)==pytest.approx([.05,.025], rel=.03) and std(a.but(noise=.1))==pytest.approx([.1,.05], rel=.03)
+def test_token_attack_keeps_every_grey_level_that_it_does_not_move():
+    x = (torch.arange(256)/255).view(1,1,16,16).repeat_interleave(2,2).repeat_interleave(2,3)[...,:28,:28]; x = torch.cat([x, x.flip(2,3), (torch.arange(784)%256/255).view(1,1,28,28)])
+    assert len(x.unique())==256
+    for bits in ('floor','inside'): assert ((token_attack(with_tokens(), steps=0, noise=0., bits=bits)(with_tokens(), x)-x).abs()<1e-6).all()
 def test_token_attack_does_not_depend_on_the_batch():
     m,x = rgb_vit(),images(4, 3); a = token_attack(m, steps=3)
     assert torch.allclose(a(m, x)[2:3], a(m, x[2:3]), atol=1.1/255) and ((a(m, x)[2:3]-a(m, x[2:3])).abs()<1e-6).float().mean()>.99
