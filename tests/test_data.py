@@ -264,6 +264,9 @@ def test_every_kind_of_file_becomes_rgb(tmp_path):
     im = Image.fromarray(img(1, 20, 30))
     for i,(m,f) in enumerate([('L','png'),('I;16','png'),('P','png'),('RGBA','png'),('LA','png'),('CMYK','jpg'),('RGB','JPG'),('RGB','JPEG'),('1','png')]*2):
         d = tmp_path/'ab'[i%2]; d.mkdir(exist_ok=True); (Image.fromarray(np.asarray(im.convert('L')).astype(np.uint16)*257) if m=='I;16' else im.convert(m)).save(d/f'{i}.{f}')
+    grey = np.asarray(im.convert('L'))
+    deep = Image.fromarray(grey.astype(np.uint16)*257)
+    assert deep.mode.startswith('I;16') and (np.asarray(open_image(deep, 'L'))==grey).all() and (np.asarray(open_image(tmp_path/'b'/'1.png', 'L'))==grey).all()
     for size in (16,80):
         dls = image_dls(tmp_path, size=size, n_valid=9, bs=4, num_workers=0, item_tfms=None, batch_tfms=None)
         x = xs(dls.valid)
