@@ -148,12 +148,15 @@ def balanced(
     y, # Class numbers, int [N]
     n:int=None, # How many; default: all
     seed:int=42, # Decides which
+    spare:bool=False, # Take more than half of a class only when no other class has half of its items left?
 )->np.ndarray: # Sorted positions, int [n]
     "Positions of `n` items, the same number from each class as far as they last; raises ValueError if there are fewer than `n`"
     if n is None: return np.arange(len(y))
     if not 1<=n<=len(y): raise ValueError(f'{n} images asked for, {len(y)} exist')
     p = np.random.default_rng(seed).permutation(len(y))
-    rank = pd.Series(y[p]).groupby(y[p]).cumcount().to_numpy()
+    groups = pd.Series(y[p]).groupby(y[p])
+    rank,size = groups.cumcount().to_numpy(),groups.transform('size').to_numpy()
+    if spare: rank = np.where(2*(rank+1)<=size, rank, 2*len(y)+rank-size)
     return np.sort(p[np.argsort(rank, kind='stable')[:n]])
 
 # %% ../nbs/00b_data.ipynb #f8e498d6
@@ -170,24 +173,37 @@ def choose_images(
     if ev is None or (valid!='only' and 'train' not in src.splits): raise ValueError(f"valid={valid!r} does not go with this dataset, {src}: 'holdout' needs only train, 'only' takes any")
     y = src.labels(ev)
     n = ifnone(n_valid, max(1, len(y)//10)) if valid=='holdout' else n_valid
-    out = balanced(y, n, seed)
+    out = balanced(y, n, seed, spare=valid=='holdout')
+    if valid=='holdout' and len(out)==len(y): raise ValueError(f'{n} of {len(y)} images held out leave none to train on: give a smaller n_valid')
     if valid=='holdout' and (np.diff(y)>=0).all(): out = np.random.default_rng(seed).permutation(out)  # class by class: the first few would be of one class
     if valid=='only': return [(ev,out),(ev,out)]
     rest = np.setdiff1d(np.arange(len(y)), out) if valid=='holdout' else np.arange(len(src.labels('train')))
     return [('train', rest[balanced(src.labels('train')[rest], n_train, seed)]), (ev,out)]
 
 # %% ../nbs/00b_data.ipynb #3ccf8532
+def _decode(o):
+    "The PIL image in a file or in bytes; raises OSError that says which file it was"
+    try:
+        with Image.open(io.BytesIO(o) if isinstance(o, bytes) else o) as im: im.load(); return im
+    except FileNotFoundError: raise
+    except (OSError,SyntaxError,ValueError) as e:
+        raise OSError(f'{f"{len(o)} bytes" if isinstance(o, bytes) else o} cannot be read as an image ({e}). verify_images(get_image_files(folder)) lists all such files: remove or replace them') from e
+
+def _bits8(o):
+    "Grey of 16 bits as grey of 8, where PIL would turn all above 255 into white"
+    return Image.fromarray((np.asarray(o)/257).round().astype(np.uint8)) if o.mode.startswith('I;16') else o
+
 def open_image(
     o, # A path, encoded bytes, a PIL image, uint8 pixels as PIL has them ([H,W] or [H,W,3]), or a uint8 tensor [C,H,W]
     mode:str='RGB', # `'RGB'`, or `'L'` for grey
 )->PILImage: # `PILImageBW` if grey; a copy, `o` stays as it was
-    "A PIL image from any form in which an image is handed over"
+    "A PIL image from any form in which an image is handed over; raises OSError for a file that is broken"
     if isinstance(o, (Tensor,np.ndarray)):
         if o.dtype not in (torch.uint8,np.uint8): raise TypeError(f'pixels must be uint8 from 0 to 255, got {o.dtype}: floats would be rounded here, pass them to the model itself')
         o = np.asarray(o.permute(1,2,0) if isinstance(o, Tensor) and o.ndim==3 else o)
         o = Image.fromarray(np.ascontiguousarray(o[...,0] if o.shape[2:]==(1,) else o))
-    elif not isinstance(o, Image.Image): o = Image.open(io.BytesIO(o) if isinstance(o, bytes) else o)
-    return (PILImageBW if mode=='L' else PILImage)(o.convert(mode))
+    elif not isinstance(o, Image.Image): o = _decode(o)
+    return (PILImageBW if mode=='L' else PILImage)(_bits8(o).convert(mode))
 
 # %% ../nbs/00b_data.ipynb #20445248
 _GIVEN = (Path,str,bytes,Image.Image,np.ndarray,Tensor)

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np, pytest, torch, timm
 import pyarrow as pa, pyarrow.parquet as pq
 from fastai.vision.all import (aug_transforms, CrossEntropyLossFlat, Image, Learner, Normalize, Resize, TensorCategory, TensorImageBW, TensorMask, accuracy,
-                               fastai_cfg, load_learner, nn)
+                               fastai_cfg, get_image_files, load_learner, nn, verify_images)
 from robust_nbdev.core import Normalized
 from robust_nbdev.datasets import *
 import robust_nbdev.datasets as D
@@ -233,6 +233,45 @@ def test_held_out_images_do_not_come_class_by_class(tmp_path):
     held = {o.numpy().tobytes() for o in xs(a.valid)}
     assert len(held)==30 and not held&{o.numpy().tobytes() for o in xs(image_dls(tmp_path, bs=30, n_valid=30, batch_tfms=None).train)}
     assert not torch.equal(xs(a.valid), xs(image_dls(tmp_path, bs=4, n_valid=30, seed=1).valid))
+
+def test_a_rare_class_is_not_held_out_whole():
+    "Drawn evenly, the two images of a class of two were both held out, and the model never saw one"
+    y = np.repeat([0,1,2,3], [300,200,2,1])
+    for n in (4, 50, 200, 400, 500):
+        for seed in range(3):
+            (_,tr),(_,va) = choose_images(ImageSource(dict(train=(y,y)), list('abcd')), 'holdout', n_valid=n, seed=seed)
+            assert len(va)==n and not set(tr)&set(va) and set(y[tr])>={0,1}
+            if n<=400: assert set(y[tr])=={0,1,2,3} and np.bincount(y[va], minlength=4)[2:].tolist()==[1,0]
+    same = np.repeat(range(4), 50)
+    for n in (1, 7, 100, 150, 199): assert (balanced(same, n)==balanced(same, n, spare=True)).all()      # nothing changes where classes are alike
+    with pytest.raises(ValueError, match='503 of 503 images held out leave none'): choose_images(ImageSource(dict(train=(y,y)), list('abcd')), 'holdout', n_valid=503)
+
+@pytest.mark.parametrize('size', [16,80])
+def test_a_broken_file_is_named(tmp_path, size):
+    for i in range(8): d = tmp_path/'ab'[i%2]; d.mkdir(exist_ok=True); Image.fromarray(img(i, 90, 90)).save(d/f'{i}.jpg')
+    (tmp_path/'a'/'.DS_Store').write_bytes(b'x')                                                        # passed over
+    assert len(image_dls(tmp_path, size=size, num_workers=0).train_ds)==7
+    whole = (tmp_path/'a'/'0.jpg').read_bytes()
+    for bad in (b'not an image', b'', whole[:len(whole)//2]):
+        (tmp_path/'a'/'0.jpg').write_bytes(bad)
+        with pytest.raises(OSError, match=r'0\.jpg cannot be read as an image .*verify_images'):
+            dls = image_dls(tmp_path, size=size, n_valid=4, bs=2, num_workers=0)
+            xs(dls.train), xs(dls.valid)
+        assert [o.name for o in verify_images(get_image_files(tmp_path))]==['0.jpg']
+
+def test_every_kind_of_file_becomes_rgb(tmp_path):
+    "Grey, 16 bits, palette, transparent, CMYK, upper-case extensions"
+    im = Image.fromarray(img(1, 20, 30))
+    for i,(m,f) in enumerate([('L','png'),('I;16','png'),('P','png'),('RGBA','png'),('LA','png'),('CMYK','jpg'),('RGB','JPG'),('RGB','JPEG'),('1','png')]*2):
+        d = tmp_path/'ab'[i%2]; d.mkdir(exist_ok=True); (Image.fromarray(np.asarray(im.convert('L')).astype(np.uint16)*257) if m=='I;16' else im.convert(m)).save(d/f'{i}.{f}')
+    grey = np.asarray(im.convert('L'))
+    deep = Image.fromarray(grey.astype(np.uint16)*257)
+    assert deep.mode.startswith('I;16') and (np.asarray(open_image(deep, 'L'))==grey).all() and (np.asarray(open_image(tmp_path/'b'/'1.png', 'L'))==grey).all()
+    for size in (16,80):
+        dls = image_dls(tmp_path, size=size, n_valid=9, bs=4, num_workers=0, item_tfms=None, batch_tfms=None)
+        x = xs(dls.valid)
+        assert x.shape==(9,3,size,size) and 0<=x.min()<x.max()<=1
+        assert (x.flatten(1).std(1)>.02).all(), x.flatten(1).mean(1)
 
 def test_sizes_that_differ_are_told(folders):
     for i,(w,h) in enumerate(((80,60), (40,50))): Image.fromarray(img(i, h, w)).save(folders/'train'/'a'/f'x{i}.png')
