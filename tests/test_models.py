@@ -1,10 +1,11 @@
 "Small pretrained models: files, cards, errors, what they can do"
 import copy, hashlib, json, subprocess, sys
 from pathlib import Path
-import pytest
-from fastai.vision.all import Learner, first, load_learner, torch
+import numpy as np, pytest
+from fastai.vision.all import Image, Learner, accuracy, first, load_learner, torch
+from robust_nbdev.adv_train import AdvTrain
 from robust_nbdev.attacks import PGD
-from robust_nbdev.datasets import dataset, fashion_mnist, settings
+from robust_nbdev.datasets import dataset, fashion_mnist, image_dls, settings
 from robust_nbdev.evaluate import robust_report
 from robust_nbdev.vit import patch_grid
 from robust_nbdev.models import small_cards, small_dls, small_model
@@ -146,3 +147,18 @@ def test_names_of_checkpoints_are_checked_before_any_is_trained(tmp_path, monkey
     t,got = tool(),[]; monkeypatch.setattr(t, 'train', lambda *args: got.append(args))
     with pytest.raises(SystemExit, match='nope'): t.main('fashion_mnist_vit,nope', out=tmp_path)
     assert not got
+
+def test_a_new_head_for_own_images(tmp_path):
+    "A robust checkpoint, fine-tuned on a folder of photos, exported, loaded, attacked, as in the tutorial"
+    for i in range(24): d = tmp_path/'imgs'/'abc'[i%3]; d.mkdir(parents=True, exist_ok=True); Image.fromarray(np.full((40,50,3), 80*(i%3)+i, np.uint8)).save(d/f'{i}.png')
+    dls = image_dls(tmp_path/'imgs', n_valid=6, size=32, bs=6)
+    m = small_model('vit', robust=True); body = m.model.blocks[0].attn.qkv.weight.detach().clone()
+    m.model.reset_classifier(dls.c)
+    learn = Learner(dls, m, metrics=accuracy, path=tmp_path, cbs=AdvTrain(PGD(8/255, steps=1)))
+    with learn.no_bar(), learn.no_logging(): learn.fit_adv(1, 1e-3)
+    assert m.model.head.weight.shape==(3,96) and not torch.equal(m.model.blocks[0].attn.qkv.weight, body)
+    rep = learn.robust_report([PGD(8/255, steps=2)], progress=False)
+    learn.export('m.pkl'); loaded = load_learner(tmp_path/'m.pkl')
+    again = loaded.robust_report([PGD(8/255, steps=2)], dl=dls.valid, progress=False)
+    assert again.df.accuracy.tolist()==rep.df.accuracy.tolist()
+    with loaded.no_bar(): assert loaded.predict(tmp_path/'imgs'/'a'/'0.png')[0] in 'abc'
