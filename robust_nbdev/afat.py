@@ -290,6 +290,7 @@ def after_cancel_epoch(self:AFAT):
     "Take back `before_epoch`"
     self.learn.__dict__.pop('all_batches', None)
 
+# %% ../nbs/05_afat.ipynb #b67ac9f1
 @patch
 def before_train(self:AFAT):
     "Refuse what cannot be aligned: models whose blocks cannot be read, and callbacks that make a joint batch of their own"
@@ -302,6 +303,7 @@ def before_train(self:AFAT):
     if self.epoch==0 and not hasattr(self.learn,'lr_finder'): self.rows = []
     self.total,self.n = 0.,0
 
+# %% ../nbs/05_afat.ipynb #b67ac9f3
 @patch
 def before_batch(self:AFAT):
     "Add the occluded images to the batch"
