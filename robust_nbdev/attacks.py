@@ -231,6 +231,11 @@ class Value:
     )->'Value': # Of the same type; fields are checked again
         "A copy with some fields changed"
         return replace(self, **kw)
+    def at_eps(self,
+        eps:float, # Radius in pixel units of [0,1]
+    )->'Value': # Of the same type
+        "A copy for another radius, such as curves and schedules need; what was given in units of the radius moves with it"
+        return self.but(eps=eps)
     @property
     def name(self):
         "What columns and rows of tables are called"
@@ -279,6 +284,14 @@ class Attack(Value):
     )->'Attack': # Each step costs `n` times as much
         "A copy whose gradients are the mean of `n` draws of a random model"
         return self.but(draws=n)
+
+# %% ../nbs/01_attacks.ipynb #02b6b6ed
+@patch
+def at_eps(self:Attack, eps):
+    alpha = next((self.alpha for f in fields(self) if f.name=='alpha' and f.init), None)
+    if alpha is None: return self.but(eps=eps)
+    if self.eps==0: raise ValueError(f'{self} has a step for a ball of radius 0, which cannot be scaled to eps={eps_str(eps)}: leave alpha out')
+    return self.but(eps=eps, alpha=min(alpha*float(eps)/self.eps, self.ball.largest))
 
 # %% ../nbs/01_attacks.ipynb #4f38d977
 def _reference(loss, model, x, y, target):

@@ -6,8 +6,8 @@ Docs: https://robust-nbdev.github.io/robust_nbdev/core.html.md"""
 
 # %% auto #0
 __all__ = ['eps_str', 'mix64', 'image_seed', 'uniform', 'per_image', 'Ball', 'Linf', 'L2', 'threat_model', 'Wrapper', 'unwrap',
-           'in_chans', 'Normalized', 'Logits', 'attack_mode', 'check_images', 'check_labels', 'check_logits',
-           'check_dls', 'AdvCallback']
+           'in_chans', 'Normalized', 'Logits', 'attack_mode', 'outputs', 'check_images', 'check_labels', 'check_logits',
+           'check_dls', 'Epochs', 'refuse_second', 'AdvCallback']
 
 # %% ../nbs/00_core.ipynb #d29588c3
 from contextlib import contextmanager, nullcontext
@@ -246,6 +246,14 @@ def attack_mode(
         for o,t in modes: o.training = t
         for p,g in grads: p.requires_grad_(g)
 
+# %% ../nbs/00_core.ipynb #2448d329
+def outputs(
+    model, # Takes images [B,C,H,W]
+    x:Tensor, # Images [B,C,H,W]; not changed, whatever the model does to its input
+): # Whatever the model returns
+    "What the model returns for a copy of `x`"
+    return model(x.clone())
+
 # %% ../nbs/00_core.ipynb #8b8ef42e
 def check_images(
     x:Tensor, # Images [B,C,H,W]
@@ -300,10 +308,59 @@ def check_dls(
     if any(isinstance(t, Normalize) for t in getattr(getattr(dl,'after_batch',None),'fs',[])):
         raise ValueError('the DataLoader ends with Normalize, so images are not in [0,1] and eps has no meaning: remove it (vision_learner: normalize=False) and wrap the model, Normalized(model, mean, std)')
 
+# %% ../nbs/00_core.ipynb #e1b9b1b2
+class Epochs:
+    "The number of the epoch in a Learner's life, whatever fits it was trained in"
+    def __init__(self): self.before,self.epoch,self.open = 0,-1,False
+    def begin(self,
+        epoch:int, # Number of the epoch in its fit, from 0
+    ):
+        "An epoch begins; saying so twice changes nothing"
+        if self.open and epoch==self.epoch: return
+        if epoch<=self.epoch: self.before += self.epoch if self.open else self.epoch+1
+        self.epoch,self.open = epoch,True
+    def end(self):
+        "The epoch is complete"
+        self.open = False
+    @property
+    def now(self):
+        "Epochs before this one"
+        return self.before+self.epoch
+
+# %% ../nbs/00_core.ipynb #5f9eaceb
+def refuse_second(
+    cb:Callback, # Is in a Learner
+    kind:type=None, # Class of which there may be only one; default: that of `cb`
+):
+    "Raises ValueError if the Learner has another callback of this kind"
+    kind = kind or type(cb)
+    two = [c for c in cb.learn.cbs if isinstance(c, kind)]
+    if len(two)<2: return
+    raise ValueError(f'the Learner has two {kind.__name__} callbacks, {two[0]!r} and {two[1]!r}, which would act twice: '
+        f'remove one, learn.remove_cb({type(two[1]).__name__})')
+
 # %% ../nbs/00_core.ipynb #ada0ef78
 class AdvCallback(Callback):
     "Base of the callbacks that attack training batches"
     order,run_valid = MixUp.order+1,False
+    def __call__(self, event_name): # `before_fit`, `before_train`, ...
+        "Count the epochs and refuse a second copy; then do what the subclass does at this event"
+        if event_name in ('before_train','before_validate'): self.only_one()
+        if event_name=='before_train' and not hasattr(self.learn,'lr_finder'): self.epochs.begin(self.epoch)
+        try: return super().__call__(event_name)
+        finally:
+            if event_name=='after_train': self.epochs.end()
+    def only_one(self):
+        "Raises ValueError if the Learner has a second copy; a subclass may widen or lift this"
+        refuse_second(self)
+    @property
+    def epochs(self)->Epochs: # One for all callbacks of the Learner
+        "The epochs of the Learner's life"
+        return self.learn.__dict__.setdefault('epochs_lived', Epochs())
+    @property
+    def epoch_seed(self)->int: # Below 2**63
+        "For random numbers of this epoch: torch's own seed, plus the epochs of the Learner's life"
+        return torch.initial_seed()%2**62+max(self.epochs.now, 0)
     def before_train(self):
         "Refuse a DataLoader that normalises"
         check_dls(self.dl)

@@ -48,21 +48,6 @@ def test_first_cell_is_the_title_with_its_sentence(nb):
 def test_cells_that_need_a_gpu_are_flagged(nb):
     assert [c['id'] for c in code_cells(nb) if re.search(r"\.cuda\(|device=['\"]cuda|\.to\(['\"]cuda", src(c)) and not flag(c,'gpu','eval: false','export')]==[]
 
-def functions(mod):
-    for o in ast.walk(ast.parse(mod.read_text())):
-        if isinstance(o, (ast.FunctionDef,ast.AsyncFunctionDef)): yield o
-
-def body_lines(f, text):
-    "Lines of code below the signature, without docstring and blank lines"
-    body = f.body[1:] if ast.get_docstring(f) is not None else f.body
-    if not body: return 0
-    return sum(bool(l.strip()) and not l.strip().startswith('#') for l in text[body[0].lineno-1:f.end_lineno])
-
-@mods
-def test_functions_are_short(mod):
-    text = mod.read_text().splitlines()
-    assert [(f.name,n) for f in functions(mod) if (n:=body_lines(f, text))>20]==[]
-
 @mods
 def test_no_assert_in_library_code(mod):
     assert [o.lineno for o in ast.walk(ast.parse(mod.read_text())) if isinstance(o, ast.Assert)]==[]
