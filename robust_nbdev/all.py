@@ -9,6 +9,7 @@ from .rvt_fan import *
 from .attacks import *
 from .adv_train import *
 from .evaluate import *
+from .compare import *
 from .corruptions import *
 from .robust_tokens import *
 from .tora import *
