@@ -87,6 +87,17 @@ def test_no_machine_path_in_any_file():
         bad += [f'{f.relative_to(ROOT)}:{i}: {l.strip()[:90]}' for i,l in enumerate(text.splitlines(),1) if pat.search(l) and 'image/png' not in l and len(l)<2000]
     assert bad==[]
 
+def test_no_address_of_ours_is_named_before_it_is_set():
+    "Whoever registers a name that our texts link to owns what readers install; `[project.urls]` says where the project is hosted, if it is"
+    urls = re.search(r'^\[project\.urls\]', (ROOT/'pyproject.toml').read_text(), re.M)
+    ours,bad = re.compile(r'https?://[\w.-]*(robust-nbdev|robust_nbdev)|github\.com/[\w-]+/robust[-_]nbdev|pip install [\'"]?robust-nbdev', re.I),[]
+    for f in tracked():
+        if urls or f.name=='test_style.py': continue
+        try: text = f.read_text()
+        except UnicodeDecodeError: continue
+        bad += [f'{f.relative_to(ROOT)}:{i}: {m[0]}' for i,l in enumerate(text.splitlines(),1) for m in ours.finditer(l)]
+    assert bad==[]
+
 def test_no_stray_files():
     names = [f.relative_to(ROOT).as_posix() for f in tracked()]
     assert [n for n in names if re.search(r'\.(pth|pkl|tmp|orig|rej|log|pyc)$|(^|/)(_proc|_docs|build|dist|__pycache__|models)/|\.ipynb_checkpoints', n)]==[]
