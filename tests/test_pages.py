@@ -91,25 +91,26 @@ def test_each_paper_says_attack_radius_images_seed():
 
 def papers_table(name): return first(t for c in load(name) for o in c.get('outputs', []) for t in [''.join(o.get('data',{}).get('text/markdown',''))] if t.startswith('| paper and notebook'))
 
-def test_index_shows_the_table_of_the_results(): assert papers_table('index')==papers_table('results')
+def test_index_shows_the_table_of_the_results_but_for_the_verdicts():
+    short = [r.strip('|').split(' | ') for r in papers_table('index').splitlines()]
+    whole = [r.strip('|').split(' | ') for r in papers_table('results').splitlines()]
+    assert [[o.strip(' |') for o in r[:3]] for r in short if len(r)>1]==[[o.strip(' |') for o in r[:3]] for r in whole if len(r)>1]
 
 def test_readme_has_a_row_for_each_paper():
     readme = (ROOT/'README.md').read_text()
     rows = [r for r in readme.splitlines() if re.match(r'\| \[.*20\d\d', r)]
-    assert len(rows)==5 and all(len(r.strip('|').split(' | '))==4 and ' F (' in r and re.search(r'\d+ of \d+ claims hold; .*: (holds|does not hold|not decided|not testable)', r) for r in rows)
-    for p,r in zip(PAPERS, rows): assert f'/{p[3:]}.html)' in r and f'/{p[3:]}.html#' in r, r
+    assert len(rows)==5 and all(len(r.strip('|').split(' | '))==3 and ' F (' in r for r in rows)
+    for p,r in zip(PAPERS, rows): assert f'(nbs/{p}.ipynb)' in r, r
 
-def test_readme_counts_the_claims_that_hold():
-    readme = (ROOT/'README.md').read_text()
-    for p,(k,n) in zip(PAPERS, re.findall(r'(\d+) of (\d+) claims', readme)):
-        rows, = claims_in(load(p))
-        assert (int(k),int(n))==(sum(r[3].startswith('holds') for r in rows), len(rows))
+def test_readme_is_markdown_and_short():
+    lines = (ROOT/'README.md').read_text().splitlines()
+    assert len(lines)<=170 and not any(re.match(r'\s*</?(t[rhd]|table|p|div)\b', l) for l in lines)
 
 def test_readme_has_one_picture_one_short_example_and_the_commands():
     t = (ROOT/'README.md').read_text()
     pics = re.findall(r'!\[[^\]]*\]\(([^)\s]+)', t)
     assert len(pics)==1 and (ROOT/pics[0]).stat().st_size<250e3
-    shown = t[t.index('## In your own code'):t.index('On photographs')]
+    shown = t[t.index('## In your own code'):t.index('With images of your own')]
     lines = [l for b in re.findall(r'^``` python\n(.*?)^```', shown, re.S|re.M) for l in b.splitlines() if l.strip()]
     assert 5<=len(lines)<=12 and 'AdvTrain' in '\n'.join(lines); ast.parse('\n'.join(lines))
     assert all(o in t for o in ('pip install -e . && robust-demo', "pip install -e '.[dev]' && pytest", 'robust-eval --model', '## For developers'))
