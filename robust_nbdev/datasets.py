@@ -18,6 +18,7 @@ from importlib.resources import files
 from types import SimpleNamespace
 from urllib.request import Request, urlopen
 from fastai.vision.all import *
+from timm.data.transforms_factory import transforms_imagenet_eval
 from .core import *
 
 # %% ../nbs/00b_data.ipynb #48d96ed5
@@ -243,6 +244,8 @@ class ClassNumber(DisplayedTransform):
         return TensorCategory(torch.from_numpy(a))
 
 # %% ../nbs/00b_data.ipynb #69a6e513
+_INTERP = ('bilinear','bicubic','lanczos','nearest')
+
 def _hw(size): return size if size is None else (size,size) if isinstance(size, int) else tuple(size)
 
 class CenterFit(DisplayedTransform):
@@ -251,17 +254,30 @@ class CenterFit(DisplayedTransform):
     def __init__(self,
         size, # Height and width of the result, or one number for both
         pct:float=1., # Share of the shorter side that is kept; 0.875 is the custom for ImageNet
+        interp:str='bilinear', # How to resize: `'bilinear'`, `'bicubic'`, `'lanczos'` or `'nearest'`, timm's `interpolation`
+        crop_mode:str='center', # `'center'`: the middle; `'squash'`: the whole image, its proportions changed
     ):
         super().__init__()
-        self.size,self.pct = _hw(size),pct
+        if not 0<pct<=1: raise ValueError(f'pct is a share, above 0 and at most 1, got {pct}')
+        if interp not in _INTERP: raise ValueError(f'interp must be one of {", ".join(_INTERP)}, got {interp!r}')
+        if crop_mode not in ('center','squash'):
+            raise ValueError(f"crop_mode must be 'center' or 'squash', got {crop_mode!r}: borders need a colour, which is not known here")
+        self.size,self.pct,self.interp,self.crop_mode = _hw(size),pct,interp,crop_mode
     def encodes(self, o:Image.Image): # An image
-        "Resize the shorter side, then crop the middle"
+        "Resize, then crop the middle"
         h,w = self.size
         if o.size==(w,h): return o
+        interp = 'nearest' if isinstance(o, PILMask) else self.interp
+        if (self.interp,self.crop_mode)==('bilinear','center'): return type(o)(self._middle(o, interp))
+        fit = transforms_imagenet_eval(self.size, self.pct, self.crop_mode, interpolation=interp).transforms[:2]
+        return type(o)(fit[1](fit[0](o)))
+    def _middle(self, o, interp):
+        "The shorter side resized, the middle cropped"
+        h,w = self.size
         s = max(w/o.width, h/o.height)/self.pct
         W,H = max(w, round(o.width*s)),max(h, round(o.height*s))
         l,t = (W-w)//2,(H-h)//2
-        return type(o)(o.resize((W,H), Image.NEAREST if isinstance(o, PILMask) else Image.BILINEAR).crop((l,t,l+w,t+h)))
+        return o.resize((W,H), Image.NEAREST if interp=='nearest' else Image.BILINEAR).crop((l,t,l+w,t+h))
 
 # %% ../nbs/00b_data.ipynb #828bf954
 class CropFlip(RandTransform):
@@ -326,12 +342,13 @@ def to_ram(
     mode:str='RGB', # `'RGB'` or `'L'`
     size=None, # (height, width); None: images keep their size, and come back as they are
     most:int=2**30, # Bytes; what is larger stays as it is
+    fit:CenterFit=None, # How images come to this size; None: `CenterFit(size)`
 )->np.ndarray: # uint8 [N,H,W] or [N,H,W,3]; or `x` itself
     "Small images decoded once and for all"
     c = () if mode=='L' else (3,)
     if size is None or max(size)>64 or len(x)*np.prod(size+c)>most: return x
     if isinstance(x, np.ndarray) and x.shape[1:]==size+c: return x
-    fit = CenterFit(size)
+    fit = fit or CenterFit(size)
     res = np.empty((len(x),*size,*c), np.uint8)
     for i,o in enumerate(x): res[i] = fit(open_image(o, mode))
     return res
@@ -341,15 +358,16 @@ def _auto(o):
     if isinstance(o, str) and o!='auto': raise ValueError(f"transforms are 'auto', None, or a list of them, got {o!r}")
     return isinstance(o, str)
 
-def _tfms(item, batch, mode, size, pct):
+def _tfms(item, batch, mode, fit):
     "`'auto'` turned into transforms, and what always comes with them"
+    size = fit and fit.size
     big = size is not None and max(size)>64
     if _auto(item): item = [RandomResizedCrop(size, min_scale=.35, split_idx=0)] if big and mode=='RGB' else []
     own = not _auto(batch) and batch
     if _auto(batch): batch = [CropFlip(0 if big or not size else min(size)//8)] if mode=='RGB' else []
     item,batch = L(item),L(batch)
     check_dls(SimpleNamespace(after_batch=Pipeline(item+batch)))
-    if size is not None: item += CenterFit(size, pct)
+    if fit: item += fit
     if own: batch += ClampImage()
     return item+ToTensor, batch+(IntToFloatTensor if not any(isinstance(o, IntToFloatTensor) for o in batch) else None)
 
@@ -385,6 +403,11 @@ def _one_size(*parts):
         with Image.open(io.BytesIO(o) if isinstance(o, bytes) else o) as im: got.setdefault(im.size, o)
     if len(got)>1: raise ValueError(f'the images have several sizes, among them {" and ".join(f"{w}x{h}" for w,h in list(got)[:2])}, and a batch needs one: give size=, for instance size={min(min(o) for o in got)}')
 
+def _cut(fit):
+    "How images are cut to size, where that is not the plain way"
+    if fit is None or (fit.pct,fit.interp,fit.crop_mode)==(1,'bilinear','center'): return ''
+    return f', cut to {fit.size[0]}x{fit.size[1]} (pct {fit.pct:g}, {fit.interp}, {fit.crop_mode})'
+
 def _about(src, picks, valid, seed, name):
     n = [(len(i),len(src.labels(k)),k) for k,i in picks]
     held = ' (held out)' if valid=='holdout' else ' (for both)' if valid=='only' else ''
@@ -403,6 +426,8 @@ def image_dls(
     item_tfms='auto', # As in fastai; `'auto'`: colour images above 64 pixels get a random crop; None: no augmentation
     batch_tfms='auto', # As in fastai; `'auto'`: colour images are flipped, up to 64 pixels shifted too; None: no augmentation
     pct:float=None, # Share of the shorter side that validation images keep when cut to `size`; default: 0.875 above 64 pixels, else 1
+    interp:str='bilinear', # How images are resized, see `CenterFit`
+    crop_mode:str='center', # What is cut away, see `CenterFit`
     num_workers:int=None, # Default: 0 for images in memory, else fastai's
     device=None, # Default: a GPU where there is one
     name:str='', # What to call the dataset; also picks among the files of a folder
@@ -415,13 +440,14 @@ def image_dls(
     if size is None and (item_tfms is None or _auto(item_tfms)): _one_size(*[x for x,_ in parts])
     fixed = src.lut is None and (item_tfms is None or _auto(item_tfms))  # nothing but `size` changes an image before it is in a batch
     if size is None and fixed and isinstance(parts[0][0], np.ndarray): size = parts[0][0].shape[1:3]
-    if fixed: parts = [(to_ram(x, mode, size),y) for x,y in parts]
+    fit = size and CenterFit(size, ifnone(pct, .875 if max(size)>64 and src.lut is None else 1.), interp, crop_mode)
+    if fixed: parts = [(to_ram(x, mode, size, fit=fit),y) for x,y in parts]
     ds = _datasets(*parts, src, mode)
     whole = fixed and isinstance(ds.tls[0].items, np.ndarray) and ds.tls[0].items.shape[1:3]==size
-    items,batches = _tfms(item_tfms, batch_tfms, mode, size, ifnone(pct, .875 if size and max(size)>64 and src.lut is None else 1.))
+    items,batches = _tfms(item_tfms, batch_tfms, mode, fit)
     if src.lut is not None: items += AddMaskCodes(src.vocab)
     dls = ds.dataloaders(bs=bs, dl_type=BatchDL, after_item=items, after_batch=batches, num_workers=ifnone(num_workers, 0 if whole else None), device=device, drop_last=len(parts[0][0])>=bs)
-    dls.train.rng,dls.about = random.Random(seed),_about(src, picks, valid, seed, name)
+    dls.train.rng,dls.about = random.Random(seed),_about(src, picks, valid, seed, name)+_cut(fit)
     return dls
 
 # %% ../nbs/00b_data.ipynb #dab2accd
