@@ -186,8 +186,8 @@ def whole(
     least:int=1, # The smallest that makes sense
 )->int: # `n`
     "`n`, if it is a whole number of at least `least`; raises ValueError"
-    if isinstance(n, (bool,np.bool_)) or not hasattr(n,'__index__') or n<least:
-        raise ValueError(f'{name} must be a whole number of at least {least}, got {n!r}')
+    if isinstance(n, (bool,np.bool_)) or not hasattr(n,'__index__'): raise ValueError(f'{name} must be a whole number, got {n!r}')
+    if n<least: raise ValueError(f'{name} must be at least {least}, got {n!r}')
     return int(n)
 
 def balanced(
