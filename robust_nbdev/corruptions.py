@@ -18,6 +18,7 @@ from PIL import Image
 from scipy import ndimage
 from scipy.stats import poisson
 from timm.data import ImageNetInfo
+from timm.utils.misc import natural_key
 from .core import *
 from .datasets import *
 from .evaluate import *
@@ -44,6 +45,12 @@ def size_table(
 )->int: # 32, 64 or 224
     "The published size whose severities fit images of this size: the one whose ratio to the shorter side is nearest to one"
     return min((32,64,224), key=lambda t: abs(np.log(min(x.shape[-2:])/t)))
+
+def _size_doubt(x, table, tables):
+    "A line for images [B,C,H,W] whose size is far from that of their settings, else nothing"
+    side = min(x.shape[-2:]); t = ifnone(table, min(tables, key=lambda t: abs(np.log(side/t))))
+    if max(side/t, t/side)<1.25: return []
+    return [f'images of {side} pixels under the settings for {t} pixels, whose lengths in pixels are not scaled: compare with images of {side} pixels only']
 
 def _bits(x): return (x*255).round()/255
 
@@ -310,7 +317,11 @@ def _jpeg_compression(x, c, seed): return _each(x, lambda o: _jpeg(o, c))
 
 # %% ../nbs/01c_corruptions.ipynb #5777098a
 def _check_severity(s):
-    if not hasattr(s,'__index__') or s not in range(1,6): raise ValueError(f'severity must be a whole number from 1 to 5, got {s!r}')
+    if isinstance(s, bool) or not hasattr(s,'__index__') or s not in range(1,6): raise ValueError(f'severity must be a whole number from 1 to 5, got {s!r}')
+
+def _check_seed(s):
+    if isinstance(s, Tensor) and s.ndim: return          # one per image, checked by `image_seed`
+    if isinstance(s, bool) or not hasattr(s,'__index__'): raise ValueError(f'seed must be a whole number, or an int64 tensor [B], got {s!r}')
 
 def _check_kind(x, name, severity, table):
     "Images [B,1 or 3,H,W] on 256 levels; raises ValueError for what cannot be corrupted"
@@ -331,6 +342,7 @@ def corrupt(
 )->Tensor: # Same shape and type, in [0,1], on the 256 levels of an 8-bit file
     "Images under a corruption; the same image and seed give the same pixels whatever the batch"
     given = _check_kind(x, name, severity, table)
+    _check_seed(seed)
     x,kind = _bits(given.float()).contiguous(),_KINDS[name]
     seeds = mix64(image_seed(x, seed)+1+sorted(_KINDS).index(name))
     with torch.autocast(x.device.type, enabled=False): x = kind.f(x, kind.levels[ifnone(table, size_table(x))][severity-1], seeds)
@@ -449,6 +461,7 @@ def perturb(
     if name not in _MOVES: raise ValueError(f'no perturbation {name!r}, there are: {", ".join(PERTURBATIONS)}')
     if table not in (None,32,224): raise ValueError(f'table must be 32, 224 or None, got {table!r}')
     given = _check_kind(x, 'fog', 1, None)
+    _check_seed(seed)
     x,move = _bits(given.float()).contiguous(),_MOVES[name]
     table = ifnone(table, 32 if min(x.shape[-2:])<85 else 224)
     seeds = mix64(image_seed(x, seed)-1-PERTURBATIONS.index(name))
@@ -526,27 +539,30 @@ class CifarC:
     "CIFAR-10-C or CIFAR-100-C: a file per corruption, the test images at severity 1, then again at 2, ... 5"
     def __init__(self,
         path, # Folder with `labels.npy`, `fog.npy`, ...
-        n:int=None, # Images of each severity, from the start; None: all
+        n:int=None, # Images of each severity, from the start (from files that come class by class: balanced, mixed); None: all
     ):
         self.path = _folder(path, 'labels.npy and a file per corruption')
         if not (self.path/'labels.npy').is_file(): raise FileNotFoundError(f'{self.path} holds no labels.npy: give the folder CIFAR-10-C itself')
         self.y = np.load(self.path/'labels.npy')
         five = self.y.reshape(5, -1) if self.y.ndim==1 and len(self.y)%5==0 else None
         if five is None or (five!=five[0]).any(): raise ValueError(f'{self.path}/labels.npy must hold the same labels five times, once per severity; it has shape {list(self.y.shape)}')
-        self.y,self.n,self.name = five[0],ifnone(n, five.shape[1]),self.path.name
-        if not 0<self.n<=five.shape[1]: raise ValueError(f'asked for n={n} images, each severity has {five.shape[1]}')
+        self.n,self.name = five.shape[1] if n is None else whole(n),self.path.name
+        if self.n>five.shape[1]: raise ValueError(f'asked for n={n} images, each severity has {five.shape[1]}')
+        self.rows,self.at = five.shape[1],slice(self.n)
+        if class_sorted(five[0]): self.at = np.random.default_rng(42).permutation(balanced(five[0], self.n))
+        self.y = five[0][self.at].astype(np.int64)
     def pick(self,
         name:str, # Corruption
         severity:int, # 1 to 5
     )->tuple: # (images [n,3,H,W] in [0,1], labels [n])
         "The images of one severity"
         _check_severity(severity)
-        f,m = self.path/f'{name}.npy',len(self.y)
+        f,m = self.path/f'{name}.npy',self.rows
         if not f.is_file(): raise FileNotFoundError(f'{f} is missing; there are: {", ".join(sorted(o.stem for o in self.path.glob("*.npy") if o.stem!="labels"))}')
         a = np.load(f, mmap_mode='r')
         if a.dtype!=np.uint8 or a.ndim!=4 or len(a)!=5*m: raise ValueError(f'{f} must hold uint8 images [{5*m},H,W,3], five times as many as there are labels; got {a.dtype} {list(a.shape)}')
-        x = torch.from_numpy(a[(severity-1)*m:(severity-1)*m+self.n]).permute(0,3,1,2)
-        return x.float()/255,torch.from_numpy(self.y[:self.n].astype(np.int64))
+        x = torch.from_numpy(a[(severity-1)*m:severity*m][self.at]).permute(0,3,1,2)
+        return x.float()/255,torch.from_numpy(self.y)
     def __repr__(self): return f'{self.name}, {self.n} images per severity'
 
 # %% ../nbs/01c_corruptions.ipynb #d7b1cec2
@@ -561,16 +577,24 @@ def class_folders(
     "The class folders in the order of their classes: numbers by value, other names by the alphabet"
     names = [d.name for d in _folder(path, 'a folder per class').iterdir() if d.is_dir() and d.name[0]!='.']
     if not names: raise FileNotFoundError(f'{path} holds no class folders')
-    return sorted(names, key=lambda o: (0,int(o),'') if o.isdigit() else (1,0,o))
+    return by_value(names)
+
+def _outputs(checked, names):
+    "Class folders that are numbers, as the outputs of these numbers"
+    bad = [o for o in checked if not o.isdecimal()]
+    if bad: raise ValueError(f'the class folder {bad[0]!r} is no number of an output: give classes=, the names in the order of its outputs')
+    return torch.tensor([int(o) for o in names])
 
 def class_positions(
     names, # Names of class folders
     classes=None, # Names of all the model's classes, in the order of its outputs; None: those of ImageNet, or the numbers themselves
 )->Tensor: # [len(names)] int64
     "Which of the model's outputs stands for each folder; raises ValueError for an unknown one"
-    if classes is None and all(o.isdigit() for o in names): return torch.tensor([int(o) for o in names])
-    o2i = {o:i for i,o in enumerate(ifnone(classes, imagenet_classes()))}
-    gone = [o for o in names if o not in o2i]
+    if classes is None and numeric(names): return _outputs(by_value(names), names)
+    classes = list(ifnone(classes, imagenet_classes()))
+    o2i = {o:i for i,o in enumerate(classes)}
+    gone,twice = [o for o in names if o not in o2i],[o for o in names if classes.count(o)>1]
+    if twice: raise ValueError(f'{twice[0]!r} is the name of several outputs: give classes= with names that differ')
     if gone: raise ValueError(f'{len(gone)} of {len(names)} class folders are unknown to the model, among them {gone[:3]}: give classes=, the names in the order of its outputs')
     return torch.tensor([o2i[o] for o in names])
 
@@ -583,8 +607,8 @@ def wnid_images(
     pct:float=.875, # Share of the shorter side to keep; 1 for images that are cut already
     n:int=None, # How many images, balanced over classes; None: all
     bs:int=64, # Batch size
-    **kw # For `image_dls`
-)->TfmdDL: # In a fixed order, images in [0,1]
+    **kw # For `image_dls`: `interp`, `crop_mode`, ...
+)->TfmdDL: # Images in [0,1], in a mixed order that is always the same; `.about` says which and how they are cut
     "Images in folders named after their class, with the labels that a model's outputs have"
     path,names = Path(path).expanduser(),class_folders(path)
     at,vocab = class_positions(names, classes),ifnone(classes, imagenet_classes())
@@ -593,11 +617,14 @@ def wnid_images(
     if int(at.max())>=len(vocab): raise ValueError(f'{path}: folder {int(at.max())} does not fit {len(vocab)} classes: give classes=')
     y = np.repeat(np.arange(len(names)) if subset else at.numpy(), [len(f) for f in files])
     src = ImageSource(dict(test=([o for f in files for o in f], y)), names if subset else list(vocab))
-    return image_dls(src, valid='only', n_train=1, n_valid=n, size=size, pct=pct, bs=bs, item_tfms=None, batch_tfms=None, **kw).valid
+    kw = merge(dict(name=path.name), kw)
+    dls = image_dls(src, valid='only', n_train=1, n_valid=n, size=size, pct=pct, bs=bs, item_tfms=None, batch_tfms=None, **kw)
+    dls.valid.about = dls.about
+    return dls.valid
 
 # %% ../nbs/01c_corruptions.ipynb #d3b1f10b
 class ImageNetC:
-    "ImageNet-C: folders corruption/severity/class; images are cut to their middle 224 pixels, never resized"
+    "ImageNet-C: folders corruption/severity/class; images are cut to their middle 224 pixels, and not resized unless `size` says so"
     def __init__(self,
         path, # Folder with `fog/3/n01440764/*.JPEG`; the download's `noise`, `blur`, ... may stand between
         classes=None, # Names of the model's classes; None: ImageNet's
@@ -619,9 +646,11 @@ class CifarP:
     "CIFAR-10-P or CIFAR-100-P: a file of image sequences per perturbation"
     def __init__(self,
         path, # Folder with `tilt.npy`, ...
-        n:int=None, # Sequences, from the start; None: all
+        n:int=None, # Sequences, from the start (there are no labels; CIFAR's test images are mixed); None: all
         bs:int=8, # Sequences per batch
-    ): self.path,self.n,self.bs,self.name = _folder(path, 'a file per perturbation'),n,bs,Path(path).name
+    ):
+        self.path,self.bs,self.name = _folder(path, 'a file per perturbation'),bs,Path(path).name
+        self.n = n if n is None else whole(n)
     def pick(self,
         name:str, # Perturbation, see `PERTURBATIONS`
     )->Iterator: # Of tensors [B,T,3,H,W] in [0,1]
@@ -630,6 +659,7 @@ class CifarP:
         if not f.is_file(): raise FileNotFoundError(f'{f} is missing')
         a = np.load(f, mmap_mode='r')
         if a.dtype!=np.uint8 or a.ndim!=5: raise ValueError(f'{f} must hold uint8 sequences [N,T,H,W,3], got {a.dtype} {list(a.shape)}')
+        if len(a)<(self.n or 0): raise ValueError(f'asked for n={self.n} sequences, {f} has {len(a)}')
         for o in np.array_split(a[:self.n], range(self.bs, len(a[:self.n]), self.bs)): yield torch.from_numpy(np.ascontiguousarray(o)).permute(0,1,4,2,3)/255
 
 # %% ../nbs/01c_corruptions.ipynb #e2128a78
@@ -638,7 +668,9 @@ def read_video(
 )->Tensor: # [T,3,H,W] in [0,1]
     "All frames, in order; raises ImportError without OpenCV, ValueError for an unreadable file"
     path = Path(path)
-    if path.is_dir(): return torch.stack([torch.from_numpy(np.array(open_image(f))).permute(2,0,1) for f in sorted(get_image_files(path), key=lambda f: [int(o) if o.isdigit() else o for o in re.split(r'(\d+)', f.name)])])/255
+    if path.is_dir():
+        frames = sorted(get_image_files(path), key=lambda f: natural_key(f.name))
+        return torch.stack([torch.from_numpy(np.array(open_image(f))).permute(2,0,1) for f in frames])/255
     try: import cv2
     except ImportError as e: raise ImportError("reading videos needs OpenCV: pip install 'robust-nbdev[corruptions]'") from e
     v,out = cv2.VideoCapture(str(path)),[]
@@ -652,14 +684,18 @@ class ImageNetP:
     def __init__(self,
         path, # Folder with `tilt/n01440764/*.mp4`
         n:int=None, # Sequences of each perturbation, evenly spread over the files; None: all
-    ): self.path,self.n,self.name = _folder(path, 'a folder per perturbation'),n,'ImageNet-P'
+    ):
+        self.path,self.name = _folder(path, 'a folder per perturbation'),'ImageNet-P'
+        self.n = n if n is None else whole(n)
     def pick(self,
         name:str, # Perturbation, see `PERTURBATIONS`
     )->Iterator: # Of tensors [1,T,3,H,W] in [0,1]
         "Batches of one perturbation"
-        fs = sorted(o for d in (self.path/name, *self.path.glob(f'*/{name}')) for o in d.glob('*/*') if o.suffix in ('.mp4','.avi') or o.is_dir())
+        fs = [o for d in (self.path/name, *self.path.glob(f'*/{name}')) for o in d.glob('*/*') if o.suffix in ('.mp4','.avi') or o.is_dir()]
+        fs = sorted(fs, key=lambda f: natural_key(str(f)))
         if not fs: raise FileNotFoundError(f'{self.path} holds no videos of {name}')
-        for i in np.linspace(0, len(fs)-1, min(ifnone(self.n, len(fs)), len(fs))).round().astype(int): yield read_video(fs[i])[None]
+        if len(fs)<(self.n or 0): raise ValueError(f'asked for n={self.n} sequences, {self.path} has {len(fs)} of {name}')
+        for i in np.linspace(0, len(fs)-1, ifnone(self.n, len(fs))).round().astype(int): yield read_video(fs[i])[None]
 
 # %% ../nbs/01c_corruptions.ipynb #9f7d6bd0
 class SubsetLogits(Wrapper):
@@ -684,18 +720,21 @@ def subset_report(
     model, # Takes images [B,3,H,W] in [0,1], returns logits over `classes`
     path, # Folder of ImageNet-A, ImageNet-R or the like
     classes=None, # Names of the model's classes in the order of its outputs; None: ImageNet's
-    **kw # For `wnid_images`: `size`, `n`, `bs`, ...
-)->pd.DataFrame: # A row per protocol: accuracy between 0 and 1 with its 95% interval, n, and how many classes could be said
+    **kw # For `wnid_images`: `size`, `n`, `bs`, ...; `pct`, `interp`, `crop_mode`: as the model's timm configuration has them, see `timm_fit`
+)->pd.DataFrame: # A row per protocol: accuracy between 0 and 1 with its 95% interval, n, and how many classes could be said; `.attrs['images']` says how they were cut
     "Accuracy on images of some of the classes, under both protocols"
     at,full = class_positions(class_folders(path), classes),len(ifnone(classes, imagenet_classes()))
     ok,dev = {'subset':[], 'all':[]},next((p.device for p in model.parameters()), None)
-    for _,x,y in eval_batches(wnid_images(path, subset=True, classes=classes, **kw), device=dev):
-        with attack_mode(model), torch.no_grad(): z = check_logits(model(x), x)
+    dl = wnid_images(path, subset=True, classes=classes, **merge(timm_fit(model, kw.get('size', 224)), kw))
+    for _,x,y in eval_batches(dl, device=dev):
+        with attack_mode(model), torch.no_grad(): z = check_logits(outputs(model, x), x)
         if z.shape[1]!=full: raise ValueError(f'the model has {z.shape[1]} outputs, the list of classes {full}: give classes=, the names in the order of its outputs')
         said = ~z.isnan().any(1).cpu()      # an answer that is not a number is wrong
         ok['subset'].append((z[:,at.to(z.device)].argmax(1)==y).cpu()&said); ok['all'].append((z.argmax(1).cpu()==at[y.cpu()])&said)
     rows = [dict(protocol=k, accuracy=torch.cat(v).float().mean().item(), interval=interval(torch.cat(v).sum(), len(torch.cat(v))), n=len(torch.cat(v)), classes=len(at) if k=='subset' else full) for k,v in ok.items()]
-    return pd.DataFrame(rows).set_index('protocol')
+    df = pd.DataFrame(rows).set_index('protocol')
+    df.attrs['images'] = dl.about
+    return df
 
 # %% ../nbs/01c_corruptions.ipynb #a9c2fcee
 class CorruptionReport(Report):
