@@ -50,7 +50,8 @@ def _size_doubt(x, table, tables):
     "A line for images [B,C,H,W] whose size is far from that of their settings, else nothing"
     side = min(x.shape[-2:]); t = ifnone(table, min(tables, key=lambda t: abs(np.log(side/t))))
     if max(side/t, t/side)<1.25: return []
-    return [f'images of {side} pixels under the settings for {t} pixels, whose lengths in pixels are not scaled: compare with images of {side} pixels only']
+    return [f'images of {side} pixels under the settings for {t} pixels, whose lengths in pixels are not scaled: '
+        f'compare with images of {side} pixels only']
 
 def _bits(x): return (x*255).round()/255
 
@@ -624,7 +625,7 @@ def wnid_images(
 
 # %% ../nbs/01c_corruptions.ipynb #d3b1f10b
 class ImageNetC:
-    "ImageNet-C: folders corruption/severity/class; images are cut to their middle 224 pixels, and not resized unless `size` says so"
+    "ImageNet-C: folders corruption/severity/class; images of 224 pixels, cut already, which stay as they are"
     def __init__(self,
         path, # Folder with `fog/3/n01440764/*.JPEG`; the download's `noise`, `blur`, ... may stand between
         classes=None, # Names of the model's classes; None: ImageNet's
@@ -826,7 +827,10 @@ class Corrupted:
         bs:int=64, # Batch size, where `data` are tensors
         table:int=None, # See `corrupt`
         device=None, # Where to work; None: where the images are
-    ): store_attr(); self.name = 'corrupted here'
+    ):
+        _check_seed(seed)
+        n = n if n is None else whole(n)
+        store_attr(); self.name = 'corrupted here'
     def clean(self)->Iterator: # Of (positions, images, labels)
         "Batches of the clean images"
         return eval_batches(self.data, self.n, self.bs, self.device)
@@ -838,50 +842,116 @@ class Corrupted:
         for _,x,y in self.clean(): yield corrupt(check_images(x), name, severity, self.seed, self.table),y
 
 # %% ../nbs/01c_corruptions.ipynb #4376b7f2
+def _keys(i, x, y):
+    "A hash per image, from its pixels, its label and its position"
+    return mix64(image_seed(x)+mix64(y+1)).cpu()*mix64(i.cpu())
+
+def _hex(keys): return f'{int(keys.sum())%2**64:016x}'
+
+def _logits(model, x):
+    "Outputs [B,C] for images [B,C,H,W], in evaluation mode"
+    with attack_mode(model), torch.no_grad(): z = outputs(model, check_images(x, model))
+    return check_logits(z, x, torch.zeros(len(x))).as_subclass(Tensor)
+
 def _judge_all(model, data, bs, dev):
-    "Per image: right or wrong, class, label; and a hash of the images and labels"
-    got,key = [],0
+    "Per image: right or wrong, class, label; hashes of all and of the first 16 images; the first batch and its outputs"
+    got,begin = [],None
     for i,x,y in eval_batches(data, None, bs, dev):
-        p = predict(model, check_images(x, model))
-        got.append([o.cpu() for o in (p==y, p, y)])
-        key += int((mix64(image_seed(x)+mix64(y+1)).cpu()*mix64(i)).sum())
+        z = _logits(model, x)
+        p = z.argmax(1).masked_fill(z.isnan().any(1), -1)
+        begin = begin or (x,z)
+        got.append([o.cpu() for o in (p==y, p, y, _keys(i, x, y))])
     if not got: raise ValueError('there are no images to evaluate: the data is empty')
-    return [torch.cat(o).numpy() for o in zip(*got)],f'{key%2**64:016x}'
+    ok,pred,y,keys = [torch.cat(o) for o in zip(*got)]
+    res = SimpleNamespace(ok=ok.numpy(), pred=pred.numpy(), y=y.numpy(), images=_hex(keys), first=_hex(keys[:16]))
+    res.x,res.z = begin
+    return res
 
-def _line(name, severity, ok, seed, t):
-    lo,hi = interval(ok.sum(), len(ok))
-    return dict(corruption=name, severity=severity, accuracy=round(float(ok.mean()),6), low=lo, high=hi, n=len(ok), seed=seed, seconds=round(time.time()-t,2))
+def _line(name, severity, judged, seed, t):
+    ok = judged.ok; lo,hi = interval(ok.sum(), len(ok))
+    return dict(corruption=name, severity=severity, accuracy=round(float(ok.mean()),6), low=lo, high=hi, n=len(ok), seed=seed,
+        seconds=round(time.time()-t,2), first=judged.first)
 
-def _add(rep, name, severity, ok, pred, t):
-    rep.rows.append(_line(name, severity, ok, rep.meta['seed'], t))
+def _add(rep, name, severity, judged, t):
+    "A row, and its verdicts and predictions"
+    rep.rows.append(_line(name, severity, judged, rep.meta['seed'], t))
     key = f'{name} {severity}' if severity else name
-    rep.verdicts[key],rep.preds[key] = ok,pred.astype(np.int32)
+    rep.verdicts[key],rep.preds[key] = judged.ok,judged.pred.astype(np.int32)
+    if not np.array_equal(judged.y, rep.preds['label']): rep.meta.setdefault('moved', []).append(key)
 
 # %% ../nbs/01c_corruptions.ipynb #63648dc3
 _same_run = ('fingerprint','images','data','n','seed','table')
 
-def _open_report(model, src, first, name, sev, seed, table, bs, dev, out, overwrite):
-    "A report with its first row, or the one in `out` if it was begun on the same model, images and settings"
-    t = time.time(); (ok,pred,y),key = _judge_all(model, first, bs, dev)
+def _model_meta(model, z):
+    "What tells a model from another one: its name, its weights, its code, and its outputs for the first batch"
     net = type(unwrap(model)).__name__ if isinstance(model, nn.Module) else getattr(model,'__name__','model')
-    meta = dict(title=f'Accuracy of {net} under common corruptions ({src.name}), n={len(ok)}, seed={seed}', model=net, fingerprint=fingerprint(model), images=key, data=src.name, n=len(ok), seed=seed, table=table, device=str(dev), torch=torch.__version__)
-    rep = CorruptionReport(meta, preds={'label':y})
-    _add(rep, name, sev, ok, pred, t)
-    if out is None or overwrite or not (Path(out)/'report.json').exists(): return rep
+    return dict(model=net, fingerprint=fingerprint(model), code=identity(model, data=False), outputs=sketch(z))
+
+def _fresh_report(model, src, begin, seed, table, dev):
+    "A report with its first row; `begin`: (what was judged, corruption, severity, when it began)"
+    judged,name,sev,t = begin
+    n,about = len(judged.ok),_model_meta(model, judged.z)
+    title = f'Accuracy of {about["model"]} under common corruptions ({src.name}), n={n}, seed={seed}'
+    doubts = _size_doubt(judged.x, table, (32,64,224)) if isinstance(src, Corrupted) else []
+    meta = dict(images=judged.images, data=src.name, n=n, seed=seed, table=table, device=str(dev), torch=torch.__version__, doubts=doubts)
+    rep = CorruptionReport(dict(title=title, **about, **meta), preds={'label':judged.y})
+    _add(rep, name, sev, judged, t)
+    return rep
+
+# %% ../nbs/01c_corruptions.ipynb #77032574
+def _saved(new, out):
+    "The report in `out`, if its rows are what would be measured now, else None; raises ValueError for one of another run"
     old = CorruptionReport.load(out)
-    diff = [k for k in _same_run if old.meta.get(k)!=meta[k]]
-    if not meta['fingerprint']: diff.append('the model, a plain function, which cannot be recognised')
+    diff = [k for k in _same_run if old.meta.get(k)!=new.meta[k]]
+    if not new.meta['fingerprint']: diff.append('the model, a plain function, which cannot be recognised')
     if diff: raise ValueError(f'{out} holds a report that differs in {", ".join(diff)}: choose another folder, or overwrite=True')
-    old.warnings = []
-    return old
+    changed = []
+    if not new.meta['code'] or old.meta.get('code')!=new.meta['code']: changed.append('its code')
+    if not alike(old.meta.get('outputs'), new.meta['outputs']): changed.append('its outputs')
+    old.warnings,old.meta['doubts'] = [],new.meta['doubts']
+    if not changed: return old
+    warnings.warn(f'{out}: all rows are measured again, since the model has the weights that it had, '
+        f'but {" and ".join(changed)} changed or cannot be compared')
+
+def _first_key(batches, bs, dev):
+    "The hash of the first 16 images"
+    keys = []
+    for b in eval_batches(batches, None, bs, dev):
+        keys.append(_keys(*b))
+        if sum(map(len, keys))>=16: break
+    return _hex(torch.cat(keys)[:16])
+
+def _as_saved(rep, name, sev, batches, bs, dev):
+    "Is the row in the report, and made of the images that it would be made of now?"
+    if f'{name} {sev}' not in rep.verdicts: return False
+    row = first(r for r in rep.rows if (r['corruption'],r['severity'])==(name,sev))
+    if row.get('first')==_first_key(batches(), bs, dev): return True
+    warnings.warn(f'{name} {sev} is measured again: its images are not those of the saved row')
+    rep.rows.remove(row); rep.verdicts.pop(f'{name} {sev}'); rep.preds.pop(f'{name} {sev}')
+    return False
 
 def _doubts(rep, model):
-    says = [f'{rep.meta["n"]} images only: differences of a few points mean nothing'] if rep.meta['n']<1000 else []
-    if isinstance(model, nn.Module) and model.training: says.append('the model was in training mode; it was evaluated in evaluation mode')
-    if (bad:=sum(int((p==-1).sum()) for p in rep.preds.values())): says.append(f'{bad} answers were not a number, which count as wrong')
-    return says
+    few = f'{rep.meta["n"]} images only: differences of a few points mean nothing'
+    says = [few] if rep.meta['n']<1000 else []
+    if isinstance(model, nn.Module) and model.training:
+        says.append('the model was in training mode; it was evaluated in evaluation mode')
+    bad,moved = sum(int((p==-1).sum()) for p in rep.preds.values()),rep.meta.get('moved')
+    if bad: says.append(f'{bad} answers were not a number, which count as wrong')
+    if moved:
+        says.append(f'{", ".join(moved[:3])}: other labels than in the first row, so verdicts per image are not of the same images')
+    return says+rep.meta.get('doubts', [])
 
 # %% ../nbs/01c_corruptions.ipynb #f333b595
+def _todo(corruptions, severities, seed, table):
+    "Pairs of corruption and severity; raises ValueError for what cannot be measured, and warns of scores that cannot be made"
+    todo = [(c,o) for c in L(corruptions) for o in L(severities)]
+    if not todo: raise ValueError(f'there is nothing to measure: corruptions={corruptions!r}, severities={severities!r}')
+    for name,sev in todo: _check_kind(torch.zeros(1,1,16,16), name, sev, table)
+    _check_seed(seed)
+    if {o for _,o in todo}!={1,2,3,4,5}:
+        warnings.warn('not all five severities are measured here, and mean errors and mCE need all: accuracies only')
+    return todo
+
 def corruption_report(
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
     data, # Clean images: a DataLoader or (images, labels); or files: a `CifarC` or `ImageNetC`
@@ -901,16 +971,16 @@ def corruption_report(
     dev = next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None
     if hasattr(data,'pick') and n is not None: raise ValueError(f'n= goes with clean images: give it to {type(data).__name__}(path, n=...)')
     src = data if hasattr(data,'pick') else Corrupted(data, n, seed, bs, table, dev)
-    todo = [(c,o) for c in L(corruptions) for o in L(severities)]
-    if not todo: raise ValueError(f'there is nothing to measure: corruptions={corruptions!r}, severities={severities!r}')
-    for name,sev in todo: _check_kind(torch.zeros(1,1,16,16), name, sev, table)
+    todo = _todo(corruptions, severities, seed, table)
     if isinstance(src, Corrupted): clean = ((x,y) for _,x,y in src.clean())
-    first = (src.pick(*todo[0]),*todo[0]) if clean is None else (clean,'clean',0)
-    rep = _open_report(model, src, *first, seed, table, bs, dev, out, overwrite)
+    row,t = todo[0] if clean is None else ('clean',0),time.time()
+    judged = _judge_all(model, src.pick(*row) if clean is None else clean, bs, dev)
+    rep = _fresh_report(model, src, (judged,*row,t), seed, table, dev)
+    if out is not None and not overwrite and (Path(out)/'report.json').exists(): rep = _saved(rep, out) or rep
     for name,sev in progress_bar(todo, leave=False) if progress else todo:
-        if f'{name} {sev}' in rep.verdicts: continue
-        t = time.time(); (ok,pred,_),_ = _judge_all(model, src.pick(name, sev), bs, dev)
-        _add(rep, name, sev, ok, pred, t)
+        batches = partial(src.pick, name, sev)
+        if (name,sev)==row or _as_saved(rep, name, sev, batches, bs, dev): continue
+        t = time.time(); _add(rep, name, sev, _judge_all(model, batches(), bs, dev), t)
         if out is not None: rep.save(out, page=False)
     rep.warnings = _doubts(rep, model)
     if out is not None: rep.save(out)
@@ -932,13 +1002,16 @@ def corruption_report(self:Learner,
 
 # %% ../nbs/01c_corruptions.ipynb #344c7b31
 class CorruptValid(AdvCallback):
-    "Corrupt every validation batch, so that all metrics and predictions are those on corrupted images"
+    "Corrupt every validation batch, so that all metrics and predictions are those on corrupted images; a second one is refused"
     run_train,run_valid = False,True
     def __init__(self,
         name:str, # One of `CORRUPTIONS` or `EXTRA_CORRUPTIONS`
         severity:int, # 1 to 5
         seed:int=0, # Of the random ones
-    ): _check_kind(torch.zeros(1,1,16,16), name, severity, None); store_attr(but='name'); self.corruption = name
+    ):
+        _check_kind(torch.zeros(1,1,16,16), name, severity, None)
+        _check_seed(seed)
+        store_attr(but='name'); self.corruption = name
     def before_batch(self):
         "Corrupt the batch's images"
         self.learn.xb = (corrupt(self.x, self.corruption, self.severity, self.seed),)
@@ -949,7 +1022,9 @@ def _sequences(data, name, n, seed, bs, table, dev):
     if hasattr(data,'pick'): yield from data.pick(name)
     else:
         k = max(bs//31, 1)                       # sequences whose frames are `bs` images
-        for _,x,_ in eval_batches(data, n, k, dev): yield from (perturb(o, name, seed, table) for o in check_images(x).split(k))
+        for i,x,_ in eval_batches(data, n, k, dev):
+            for o in _size_doubt(x, table, (32,224)) if i[0]==0 else []: warnings.warn(o)
+            yield from (perturb(o, name, seed, table) for o in check_images(x).split(k))
 
 def flip_report(
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
@@ -963,6 +1038,8 @@ def flip_report(
     "How often predictions change along perturbation sequences"
     dev,rows = next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None,[]
     if hasattr(data,'pick') and n is not None: raise ValueError(f'n= goes with clean images: give it to {type(data).__name__}(path, n=...)')
+    if n is not None: whole(n)
+    _check_seed(seed)
     for name in L(names):
         ps = [torch.cat([predict(model, check_images(f.to(dev), model)).cpu() for f in o.flatten(0,1).split(bs)]).view(o.shape[:2]) for o in _sequences(data, name, n, seed, bs, table, dev)]
         if not ps: raise ValueError('there are no images to evaluate: the data is empty')
