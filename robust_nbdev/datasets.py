@@ -355,10 +355,10 @@ def timm_fit(
 
 # %% ../nbs/00b_data.ipynb #828bf954
 class CropFlip(RandTransform):
-    "Training batches shifted by up to `pad` pixels and mirrored half of the time; every pixel value stays what it was"
+    "Training batches shifted by up to `pad` pixels and mirrored half of the time; every pixel value stays what it was; two of them shift twice as far"
     order = IntToFloatTensor.order+1
     def __init__(self,
-        pad:int=4, # Largest shift; what comes in from outside is black (255 in masks)
+        pad:int=4, # Largest shift, an eighth of 32 pixels; what comes in from outside is black (255 in masks)
         flip:bool=True, # Mirror half of the images
     ):
         super().__init__()
@@ -390,7 +390,7 @@ class CropFlip(RandTransform):
 
 # %% ../nbs/00b_data.ipynb #167c5406
 class ClampImage(Transform):
-    "Images back into [0,1] after somebody's `batch_tfms`"
+    "Images back into [0,1] after somebody's `batch_tfms`; a second one changes nothing"
     order = 98
     def encodes(self, o:TensorImage): # Images, any shape
         "Back into [0,1]"
