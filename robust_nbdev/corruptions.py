@@ -318,19 +318,24 @@ def _jpeg_compression(x, c, seed): return _each(x, lambda o: _jpeg(o, c))
 
 # %% ../nbs/01c_corruptions.ipynb #5777098a
 def _check_severity(s):
-    if isinstance(s, bool) or not hasattr(s,'__index__') or s not in range(1,6): raise ValueError(f'severity must be a whole number from 1 to 5, got {s!r}')
+    if isinstance(s, bool) or not hasattr(s,'__index__') or s not in range(1,6):
+        raise ValueError(f'severity must be a whole number from 1 to 5, got {s!r}')
 
 def _check_seed(s):
     if isinstance(s, Tensor) and s.ndim: return          # one per image, checked by `image_seed`
-    if isinstance(s, bool) or not hasattr(s,'__index__'): raise ValueError(f'seed must be a whole number, or an int64 tensor [B], got {s!r}')
+    if isinstance(s, bool) or not hasattr(s,'__index__'):
+        raise ValueError(f'seed must be a whole number, or an int64 tensor [B], got {s!r}')
 
 def _check_kind(x, name, severity, table):
     "Images [B,1 or 3,H,W] on 256 levels; raises ValueError for what cannot be corrupted"
-    if name not in _KINDS: raise ValueError(f'no corruption {name!r}, there are: {", ".join(CORRUPTIONS+EXTRA_CORRUPTIONS)}')
+    if name not in _KINDS:
+        raise ValueError(f'no corruption {name!r}, there are: {", ".join(CORRUPTIONS+EXTRA_CORRUPTIONS)}')
     _check_severity(severity)
     if table not in (None,32,64,224): raise ValueError(f'table must be 32, 64, 224 or None, got {table!r}')
     x = check_images(x)
-    if x.ndim!=4 or x.shape[1] not in (1,3) or min(x.shape[2:])<16: raise ValueError(f'corruptions take images [B,C,H,W] with 1 or 3 channels and at least 16 pixels a side, got {list(x.shape)}')
+    if x.ndim!=4 or x.shape[1] not in (1,3) or min(x.shape[2:])<16:
+        raise ValueError('corruptions take images [B,C,H,W] with 1 or 3 channels and at least 16 pixels a side, got '
+            f'{list(x.shape)}')
     return x
 
 @torch.no_grad()
@@ -346,7 +351,8 @@ def corrupt(
     _check_seed(seed)
     x,kind = _bits(given.float()).contiguous(),_KINDS[name]
     seeds = mix64(image_seed(x, seed)+1+sorted(_KINDS).index(name))
-    with torch.autocast(x.device.type, enabled=False): x = kind.f(x, kind.levels[ifnone(table, size_table(x))][severity-1], seeds)
+    level = kind.levels[ifnone(table, size_table(x))][severity-1]
+    with torch.autocast(x.device.type, enabled=False): x = kind.f(x, level, seeds)
     return _bits(x.clamp(0,1)).to(given)
 
 # %% ../nbs/01c_corruptions.ipynb #208cdd40
@@ -540,13 +546,16 @@ class CifarC:
     "CIFAR-10-C or CIFAR-100-C: a file per corruption, the test images at severity 1, then again at 2, ... 5"
     def __init__(self,
         path, # Folder with `labels.npy`, `fog.npy`, ...
-        n:int=None, # Images of each severity, from the start (from files that come class by class: balanced, mixed); None: all
+        n:int=None, # Images of each severity, from the start, or balanced where files come class by class; None: all
     ):
         self.path = _folder(path, 'labels.npy and a file per corruption')
-        if not (self.path/'labels.npy').is_file(): raise FileNotFoundError(f'{self.path} holds no labels.npy: give the folder CIFAR-10-C itself')
+        if not (self.path/'labels.npy').is_file():
+            raise FileNotFoundError(f'{self.path} holds no labels.npy: give the folder CIFAR-10-C itself')
         self.y = np.load(self.path/'labels.npy')
         five = self.y.reshape(5, -1) if self.y.ndim==1 and len(self.y)%5==0 else None
-        if five is None or (five!=five[0]).any(): raise ValueError(f'{self.path}/labels.npy must hold the same labels five times, once per severity; it has shape {list(self.y.shape)}')
+        if five is None or (five!=five[0]).any():
+            raise ValueError(f'{self.path}/labels.npy must hold the same labels five times, once per severity; it has shape '
+                f'{list(self.y.shape)}')
         self.n,self.name = five.shape[1] if n is None else whole(n),self.path.name
         if self.n>five.shape[1]: raise ValueError(f'asked for n={n} images, each severity has {five.shape[1]}')
         self.rows,self.at = five.shape[1],slice(self.n)
@@ -559,9 +568,13 @@ class CifarC:
         "The images of one severity"
         _check_severity(severity)
         f,m = self.path/f'{name}.npy',self.rows
-        if not f.is_file(): raise FileNotFoundError(f'{f} is missing; there are: {", ".join(sorted(o.stem for o in self.path.glob("*.npy") if o.stem!="labels"))}')
+        if not f.is_file():
+            raise FileNotFoundError(f'{f} is missing; there are: '
+                f'{", ".join(sorted(o.stem for o in self.path.glob("*.npy") if o.stem!="labels"))}')
         a = np.load(f, mmap_mode='r')
-        if a.dtype!=np.uint8 or a.ndim!=4 or len(a)!=5*m: raise ValueError(f'{f} must hold uint8 images [{5*m},H,W,3], five times as many as there are labels; got {a.dtype} {list(a.shape)}')
+        if a.dtype!=np.uint8 or a.ndim!=4 or len(a)!=5*m:
+            raise ValueError(f'{f} must hold uint8 images [{5*m},H,W,3], five times as many as there are labels; got '
+                f'{a.dtype} {list(a.shape)}')
         x = torch.from_numpy(a[(severity-1)*m:severity*m][self.at]).permute(0,3,1,2)
         return x.float()/255,torch.from_numpy(self.y)
     def __repr__(self): return f'{self.name}, {self.n} images per severity'
@@ -583,7 +596,9 @@ def class_folders(
 def _outputs(checked, names):
     "Class folders that are numbers, as the outputs of these numbers"
     bad = [o for o in checked if not o.isdecimal()]
-    if bad: raise ValueError(f'the class folder {bad[0]!r} is no number of an output: give classes=, the names in the order of its outputs')
+    if bad:
+        raise ValueError(f'the class folder {bad[0]!r} is no number of an output: give classes=, the names in the order of '
+            'its outputs')
     return torch.tensor([int(o) for o in names])
 
 def class_positions(
@@ -596,7 +611,9 @@ def class_positions(
     o2i = {o:i for i,o in enumerate(classes)}
     gone,twice = [o for o in names if o not in o2i],[o for o in names if classes.count(o)>1]
     if twice: raise ValueError(f'{twice[0]!r} is the name of several outputs: give classes= with names that differ')
-    if gone: raise ValueError(f'{len(gone)} of {len(names)} class folders are unknown to the model, among them {gone[:3]}: give classes=, the names in the order of its outputs')
+    if gone:
+        raise ValueError(f'{len(gone)} of {len(names)} class folders are unknown to the model, among them {gone[:3]}: give '
+            'classes=, the names in the order of its outputs')
     return torch.tensor([o2i[o] for o in names])
 
 # %% ../nbs/01c_corruptions.ipynb #70cfc090
@@ -614,12 +631,15 @@ def wnid_images(
     path,names = Path(path).expanduser(),class_folders(path)
     at,vocab = class_positions(names, classes),ifnone(classes, imagenet_classes())
     files = [sorted(get_image_files(path/o)) for o in names]
-    if (gone:=[o for o,f in zip(names, files) if not f]): raise FileNotFoundError(f'{path}: no images in {", ".join(gone[:3])}')
-    if int(at.max())>=len(vocab): raise ValueError(f'{path}: folder {int(at.max())} does not fit {len(vocab)} classes: give classes=')
+    if (gone:=[o for o,f in zip(names, files) if not f]):
+        raise FileNotFoundError(f'{path}: no images in {", ".join(gone[:3])}')
+    if int(at.max())>=len(vocab):
+        raise ValueError(f'{path}: folder {int(at.max())} does not fit {len(vocab)} classes: give classes=')
     y = np.repeat(np.arange(len(names)) if subset else at.numpy(), [len(f) for f in files])
     src = ImageSource(dict(test=([o for f in files for o in f], y)), names if subset else list(vocab))
     kw = merge(dict(name=path.name), kw)
-    dls = image_dls(src, valid='only', n_train=1, n_valid=n, size=size, pct=pct, bs=bs, item_tfms=None, batch_tfms=None, **kw)
+    plain = dict(item_tfms=None, batch_tfms=None)
+    dls = image_dls(src, valid='only', n_valid=n, size=size, pct=pct, bs=bs, **plain, **kw)
     dls.valid.about = dls.about
     return dls.valid
 
@@ -659,9 +679,12 @@ class CifarP:
         f = self.path/f'{name}.npy'
         if not f.is_file(): raise FileNotFoundError(f'{f} is missing')
         a = np.load(f, mmap_mode='r')
-        if a.dtype!=np.uint8 or a.ndim!=5: raise ValueError(f'{f} must hold uint8 sequences [N,T,H,W,3], got {a.dtype} {list(a.shape)}')
+        if a.dtype!=np.uint8 or a.ndim!=5:
+            raise ValueError(f'{f} must hold uint8 sequences [N,T,H,W,3], got {a.dtype} {list(a.shape)}')
         if len(a)<(self.n or 0): raise ValueError(f'asked for n={self.n} sequences, {f} has {len(a)}')
-        for o in np.array_split(a[:self.n], range(self.bs, len(a[:self.n]), self.bs)): yield torch.from_numpy(np.ascontiguousarray(o)).permute(0,1,4,2,3)/255
+        a = a[:self.n]
+        for o in np.array_split(a, range(self.bs, len(a), self.bs)):
+            yield torch.from_numpy(np.ascontiguousarray(o)).permute(0,1,4,2,3)/255
 
 # %% ../nbs/01c_corruptions.ipynb #e2128a78
 def read_video(
@@ -692,10 +715,11 @@ class ImageNetP:
         name:str, # Perturbation, see `PERTURBATIONS`
     )->Iterator: # Of tensors [1,T,3,H,W] in [0,1]
         "Batches of one perturbation"
-        fs = [o for d in (self.path/name, *self.path.glob(f'*/{name}')) for o in d.glob('*/*') if o.suffix in ('.mp4','.avi') or o.is_dir()]
-        fs = sorted(fs, key=lambda f: natural_key(str(f)))
+        found = [o for d in (self.path/name, *self.path.glob(f'*/{name}')) for o in d.glob('*/*')]
+        fs = sorted((o for o in found if o.suffix in ('.mp4','.avi') or o.is_dir()), key=lambda f: natural_key(str(f)))
         if not fs: raise FileNotFoundError(f'{self.path} holds no videos of {name}')
-        if len(fs)<(self.n or 0): raise ValueError(f'asked for n={self.n} sequences, {self.path} has {len(fs)} of {name}')
+        if len(fs)<(self.n or 0):
+            raise ValueError(f'asked for n={self.n} sequences, {self.path} has {len(fs)} of {name}')
         for i in np.linspace(0, len(fs)-1, ifnone(self.n, len(fs))).round().astype(int): yield read_video(fs[i])[None]
 
 # %% ../nbs/01c_corruptions.ipynb #9f7d6bd0
@@ -721,7 +745,7 @@ def subset_report(
     model, # Takes images [B,3,H,W] in [0,1], returns logits over `classes`
     path, # Folder of ImageNet-A, ImageNet-R or the like
     classes=None, # Names of the model's classes in the order of its outputs; None: ImageNet's
-    **kw # For `wnid_images`: `size`, `n`, `bs`, ...; `pct`, `interp`, `crop_mode`: as the model's timm configuration has them, see `timm_fit`
+    **kw # For `wnid_images`: `size`, `n`, `bs`, ...; `pct`, `interp`, `crop_mode`: else the model's, see `timm_fit`
 )->pd.DataFrame: # A row per protocol: accuracy between 0 and 1 with its 95% interval, n, and how many classes could be said; `.attrs['images']` says how they were cut
     "Accuracy on images of some of the classes, under both protocols"
     at,full = class_positions(class_folders(path), classes),len(ifnone(classes, imagenet_classes()))
@@ -729,10 +753,15 @@ def subset_report(
     dl = wnid_images(path, subset=True, classes=classes, **merge(timm_fit(model, kw.get('size', 224)), kw))
     for _,x,y in eval_batches(dl, device=dev):
         with attack_mode(model), torch.no_grad(): z = check_logits(outputs(model, x), x)
-        if z.shape[1]!=full: raise ValueError(f'the model has {z.shape[1]} outputs, the list of classes {full}: give classes=, the names in the order of its outputs')
+        if z.shape[1]!=full:
+            raise ValueError(f'the model has {z.shape[1]} outputs, the list of classes {full}: give classes=, the names in '
+                'the order of its outputs')
         said = ~z.isnan().any(1).cpu()      # an answer that is not a number is wrong
-        ok['subset'].append((z[:,at.to(z.device)].argmax(1)==y).cpu()&said); ok['all'].append((z.argmax(1).cpu()==at[y.cpu()])&said)
-    rows = [dict(protocol=k, accuracy=torch.cat(v).float().mean().item(), interval=interval(torch.cat(v).sum(), len(torch.cat(v))), n=len(torch.cat(v)), classes=len(at) if k=='subset' else full) for k,v in ok.items()]
+        ok['subset'].append((z[:,at.to(z.device)].argmax(1)==y).cpu()&said)
+        ok['all'].append((z.argmax(1).cpu()==at[y.cpu()])&said)
+    ok,classes = {k:torch.cat(v) for k,v in ok.items()},dict(subset=len(at), all=full)
+    rows = [dict(protocol=k, accuracy=v.float().mean().item(), interval=interval(v.sum(), len(v)), n=len(v), classes=classes[k])
+        for k,v in ok.items()]
     df = pd.DataFrame(rows).set_index('protocol')
     df.attrs['images'] = dl.about
     return df
@@ -869,8 +898,8 @@ def _judge_all(model, data, bs, dev):
 
 def _line(name, severity, judged, seed, t):
     ok = judged.ok; lo,hi = interval(ok.sum(), len(ok))
-    return dict(corruption=name, severity=severity, accuracy=round(float(ok.mean()),6), low=lo, high=hi, n=len(ok), seed=seed,
-        seconds=round(time.time()-t,2), first=judged.first)
+    return dict(corruption=name, severity=severity, accuracy=round(float(ok.mean()),6), low=lo, high=hi,
+        n=len(ok), seed=seed, seconds=round(time.time()-t,2), first=judged.first)
 
 def _add(rep, name, severity, judged, t):
     "A row, and its verdicts and predictions"
@@ -893,18 +922,20 @@ def _fresh_report(model, src, begin, seed, table, dev):
     n,about = len(judged.ok),_model_meta(model, judged.z)
     title = f'Accuracy of {about["model"]} under common corruptions ({src.name}), n={n}, seed={seed}'
     doubts = _size_doubt(judged.x, table, (32,64,224)) if isinstance(src, Corrupted) else []
-    meta = dict(images=judged.images, data=src.name, n=n, seed=seed, table=table, device=str(dev), torch=torch.__version__, doubts=doubts)
-    rep = CorruptionReport(dict(title=title, **about, **meta), preds={'label':judged.y})
+    run = dict(images=judged.images, data=src.name, n=n, seed=seed, table=table, doubts=doubts)
+    meta = dict(title=title, **about, **run, device=str(dev), torch=torch.__version__)
+    rep = CorruptionReport(meta, preds={'label':judged.y})
     _add(rep, name, sev, judged, t)
     return rep
 
 # %% ../nbs/01c_corruptions.ipynb #77032574
 def _saved(new, out):
-    "The report in `out`, if its rows are what would be measured now, else None; raises ValueError for one of another run"
+    "The report in `out` if its rows are what would be measured now, else None; ValueError for one of another run"
     old = CorruptionReport.load(out)
     diff = [k for k in _same_run if old.meta.get(k)!=new.meta[k]]
     if not new.meta['fingerprint']: diff.append('the model, a plain function, which cannot be recognised')
-    if diff: raise ValueError(f'{out} holds a report that differs in {", ".join(diff)}: choose another folder, or overwrite=True')
+    if diff:
+        raise ValueError(f'{out} holds a report that differs in {", ".join(diff)}: choose another folder, or overwrite=True')
     changed = []
     if not new.meta['code'] or old.meta.get('code')!=new.meta['code']: changed.append('its code')
     if not alike(old.meta.get('outputs'), new.meta['outputs']): changed.append('its outputs')
@@ -938,14 +969,16 @@ def _doubts(rep, model):
     bad,moved = sum(int((p==-1).sum()) for p in rep.preds.values()),rep.meta.get('moved')
     if bad: says.append(f'{bad} answers were not a number, which count as wrong')
     if moved:
-        says.append(f'{", ".join(moved[:3])}: other labels than in the first row, so verdicts per image are not of the same images')
+        says.append(f'{", ".join(moved[:3])}: other labels than in the first row, so verdicts per image are not of the '
+            'same images')
     return says+rep.meta.get('doubts', [])
 
 # %% ../nbs/01c_corruptions.ipynb #f333b595
 def _todo(corruptions, severities, seed, table):
-    "Pairs of corruption and severity; raises ValueError for what cannot be measured, and warns of scores that cannot be made"
+    "Pairs of corruption and severity; ValueError for what cannot be measured, a warning for scores that cannot be made"
     todo = [(c,o) for c in L(corruptions) for o in L(severities)]
-    if not todo: raise ValueError(f'there is nothing to measure: corruptions={corruptions!r}, severities={severities!r}')
+    if not todo:
+        raise ValueError(f'there is nothing to measure: corruptions={corruptions!r}, severities={severities!r}')
     for name,sev in todo: _check_kind(torch.zeros(1,1,16,16), name, sev, table)
     _check_seed(seed)
     if {o for _,o in todo}!={1,2,3,4,5}:
@@ -969,7 +1002,8 @@ def corruption_report(
     "Clean accuracy, and accuracy for every corruption and severity"
     if isinstance(model, Learner): raise TypeError('give the model, learn.model, or call learn.corruption_report()')
     dev = next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None
-    if hasattr(data,'pick') and n is not None: raise ValueError(f'n= goes with clean images: give it to {type(data).__name__}(path, n=...)')
+    if hasattr(data,'pick') and n is not None:
+        raise ValueError(f'n= goes with clean images: give it to {type(data).__name__}(path, n=...)')
     src = data if hasattr(data,'pick') else Corrupted(data, n, seed, bs, table, dev)
     todo = _todo(corruptions, severities, seed, table)
     if isinstance(src, Corrupted): clean = ((x,y) for _,x,y in src.clean())
@@ -1002,7 +1036,7 @@ def corruption_report(self:Learner,
 
 # %% ../nbs/01c_corruptions.ipynb #344c7b31
 class CorruptValid(AdvCallback):
-    "Corrupt every validation batch, so that all metrics and predictions are those on corrupted images; a second one is refused"
+    "Corrupt every validation batch, so that metrics and predictions are those on corrupted images; a second is refused"
     run_train,run_valid = False,True
     def __init__(self,
         name:str, # One of `CORRUPTIONS` or `EXTRA_CORRUPTIONS`
@@ -1035,16 +1069,21 @@ def flip_report(
     bs:int=512, # Frames at a time; sequences are perturbed whole, so at least one
     table:int=None, # See `perturb`
 )->pd.DataFrame: # A row per perturbation: frames, flip probability, its standard error over sequences, n, seed
-    "How often predictions change along perturbation sequences"
+    "How often predictions change along perturbation sequences, whether they are right or not"
     dev,rows = next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None,[]
-    if hasattr(data,'pick') and n is not None: raise ValueError(f'n= goes with clean images: give it to {type(data).__name__}(path, n=...)')
+    if hasattr(data,'pick') and n is not None:
+        raise ValueError(f'n= goes with clean images: give it to {type(data).__name__}(path, n=...)')
     if n is not None: whole(n)
     _check_seed(seed)
     for name in L(names):
-        ps = [torch.cat([predict(model, check_images(f.to(dev), model)).cpu() for f in o.flatten(0,1).split(bs)]).view(o.shape[:2]) for o in _sequences(data, name, n, seed, bs, table, dev)]
+        def classes(o):
+            ps = [predict(model, check_images(f.to(dev), model)).cpu() for f in o.flatten(0,1).split(bs)]
+            return torch.cat(ps).view(o.shape[:2])
+        ps = [classes(o) for o in _sequences(data, name, n, seed, bs, table, dev)]
         if not ps: raise ValueError('there are no images to evaluate: the data is empty')
         f = np.concatenate([flips(p, 'noise' in name) for p in ps])
-        rows.append(dict(perturbation=name, frames=ps[0].shape[1], flip=f.mean(), se=f.std(ddof=1)/len(f)**.5 if len(f)>1 else np.nan, n=len(f), seed=seed))
+        se = f.std(ddof=1)/len(f)**.5 if len(f)>1 else np.nan
+        rows.append(dict(perturbation=name, frames=ps[0].shape[1], flip=f.mean(), se=se, n=len(f), seed=seed))
     df = pd.DataFrame(rows).set_index('perturbation')
     df.attrs['data'] = getattr(data, 'name', 'perturbed here')
     return df

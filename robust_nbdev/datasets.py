@@ -152,10 +152,12 @@ class ImageSource:
         keep:bool=False, # Must this order be kept, even if it is class by class? See `choose_images`
     ):
         self.vocab,self.lut,self.order,self.keep = L(vocab),lut,order,keep
-        self.splits = {k:(x, np.asarray(y, np.int64) if lut is None else y) for k,(x,y) in sorted(splits.items(), key=lambda o: o[0]!='train')}
+        found = sorted(splits.items(), key=lambda o: o[0]!='train')
+        self.splits = {k:(x, np.asarray(y, np.int64) if lut is None else y) for k,(x,y) in found}
         for k,(x,y) in self.splits.items():
             if len(x)!=len(y): raise ValueError(f'{k}: {len(x)} images, {len(y)} labels')
-            if lut is None and len(y) and not 0<=y.min()<=y.max()<len(self.vocab): raise ValueError(f'{k}: labels from {y.min()} to {y.max()} do not fit {len(self.vocab)} classes')
+            if lut is None and len(y) and not 0<=y.min()<=y.max()<len(self.vocab):
+                raise ValueError(f'{k}: labels from {y.min()} to {y.max()} do not fit {len(self.vocab)} classes')
     def labels(self,
         split:str, # `'train'`, `'valid'` or `'test'`
     )->np.ndarray: # [N] int; all zero where the labels are masks
@@ -167,7 +169,9 @@ class ImageSource:
     )->tuple: # Images; labels or masks
         "Some items of a split"
         return tuple(_take(o, idxs) for o in self.splits[split])
-    def __repr__(self): return f'ImageSource({", ".join(f"{k} {len(x)}" for k,(x,_) in self.splits.items())}; {len(self.vocab)} classes)'
+    def __repr__(self):
+        sizes = ', '.join(f'{k} {len(x)}' for k,(x,_) in self.splits.items())
+        return f'ImageSource({sizes}; {len(self.vocab)} classes)'
 
 # %% ../nbs/00b_data.ipynb #f4e93704
 FASHION = 'T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot'.split(',')
@@ -186,7 +190,8 @@ def whole(
     least:int=1, # The smallest that makes sense
 )->int: # `n`
     "`n`, if it is a whole number of at least `least`; raises ValueError"
-    if isinstance(n, (bool,np.bool_)) or not hasattr(n,'__index__'): raise ValueError(f'{name} must be a whole number, got {n!r}')
+    if isinstance(n, (bool,np.bool_)) or not hasattr(n,'__index__'):
+        raise ValueError(f'{name} must be a whole number, got {n!r}')
     if n<least: raise ValueError(f'{name} must be at least {least}, got {n!r}')
     return int(n)
 
@@ -209,7 +214,7 @@ def balanced(
 def class_sorted(
     y, # Class numbers, int [N]
 )->bool: # Would the first few be of few classes?
-    "Do images come class by class? In one block per class, or with less than a third of the changes that chance would make"
+    "Do images come class by class: in one block per class, or in less than a third of the runs that chance would make?"
     y = np.asarray(y)
     n,sizes = len(y),np.unique(y, return_counts=True)[1]
     if len(sizes)<2: return False
@@ -229,13 +234,18 @@ def choose_images(
     seed:int=42, # Decides which images
 )->list: # [(split, positions) for training, (split, positions) for validation]
     "Which images train and which validate"
-    if valid not in ('test','val','holdout','only'): raise ValueError(f"valid must be 'test', 'val', 'holdout' or 'only', got {valid!r}")
-    ev = first(k for k in dict(test=('test','val'), val=['val'], holdout=['train'], only=('test','val','train'))[valid] if k in src.splits)
-    if ev is None or (valid!='only' and 'train' not in src.splits): raise ValueError(f"valid={valid!r} does not go with this dataset, {src}: 'holdout' needs only train, 'only' takes any")
+    if valid not in ('test','val','holdout','only'):
+        raise ValueError(f"valid must be 'test', 'val', 'holdout' or 'only', got {valid!r}")
+    places = dict(test=('test','val'), val=['val'], holdout=['train'], only=('test','val','train'))
+    ev = first(k for k in places[valid] if k in src.splits)
+    if ev is None or (valid!='only' and 'train' not in src.splits):
+        raise ValueError(f"valid={valid!r} does not go with this dataset, {src}: 'holdout' needs only train, 'only' takes "
+            "any")
     y = src.labels(ev)
     n = ifnone(n_valid, max(1, len(y)//10)) if valid=='holdout' else n_valid
     out = balanced(y, n, seed, spare=valid=='holdout')
-    if valid=='holdout' and len(out)==len(y): raise ValueError(f'{n} of {len(y)} images held out leave none to train on: give a smaller n_valid')
+    if valid=='holdout' and len(out)==len(y):
+        raise ValueError(f'{n} of {len(y)} images held out leave none to train on: give a smaller n_valid')
     if valid=='holdout' and len(np.unique(y))<2: out = np.random.default_rng(seed).permutation(out)
     val = ev,_mixed(src, ev, out, seed)
     if valid=='only': return [val,val]
@@ -315,14 +325,15 @@ class CenterFit(DisplayedTransform):
     def __init__(self,
         size, # Height and width of the result, or one number for both
         pct:float=1., # Share of the shorter side that is kept; 0.875 is the custom for ImageNet
-        interp:str='bilinear', # How to resize: `'bilinear'`, `'bicubic'`, `'lanczos'` or `'nearest'`, timm's `interpolation`
+        interp:str='bilinear', # How to resize: `'bilinear'`, `'bicubic'`, `'lanczos'`, `'nearest'`; timm: `interpolation`
         crop_mode:str='center', # `'center'`: the middle; `'squash'`: the whole image, its proportions changed
     ):
         super().__init__()
         if not 0<pct<=1: raise ValueError(f'pct is a share, above 0 and at most 1, got {pct}')
         if interp not in _INTERP: raise ValueError(f'interp must be one of {", ".join(_INTERP)}, got {interp!r}')
         if crop_mode not in ('center','squash'):
-            raise ValueError(f"crop_mode must be 'center' or 'squash', got {crop_mode!r}: borders need a colour, which is not known here")
+            raise ValueError(f"crop_mode must be 'center' or 'squash', got {crop_mode!r}: borders need a colour, which is "
+                "not known here")
         self.size,self.pct,self.interp,self.crop_mode = _hw(size),pct,interp,crop_mode
     def encodes(self, o:Image.Image): # An image
         "Resize, then crop the middle"
@@ -355,7 +366,7 @@ def timm_fit(
 
 # %% ../nbs/00b_data.ipynb #828bf954
 class CropFlip(RandTransform):
-    "Training batches shifted by up to `pad` pixels and mirrored half of the time; every pixel value stays what it was; two of them shift twice as far"
+    "Training batches shifted by up to `pad` pixels and mirrored half of the time, with the pixel values that they had"
     order = IntToFloatTensor.order+1
     def __init__(self,
         pad:int=4, # Largest shift, an eighth of 32 pixels; what comes in from outside is black (255 in masks)
@@ -368,8 +379,9 @@ class CropFlip(RandTransform):
         if not self.do: return
         (n,_,h,w),dev = b[0].shape,b[0].device
         dy,dx = torch.randint(0, 2*self.pad+1, (2,n,1)).to(dev)
-        cols = torch.where(torch.rand(n,1).to(dev)<.5*self.flip, torch.arange(w-1,-1,-1, device=dev), torch.arange(w, device=dev))
-        self.idx = torch.arange(n, device=dev)[:,None,None],slice(None),(torch.arange(h, device=dev)+dy)[:,:,None],(cols+dx)[:,None]
+        all_n,rows,cols = [torch.arange(k, device=dev) for k in (n,h,w)]
+        cols = torch.where(torch.rand(n,1).to(dev)<.5*self.flip, cols.flip(0), cols)
+        self.idx = all_n[:,None,None],slice(None),(rows+dy)[:,:,None],(cols+dx)[:,None]
     def __call__(self,
         b, # A batch (images, labels)
         split_idx:int=None, # 0 for training, 1 for validation
@@ -475,7 +487,9 @@ def _one_size(*parts):
     got = {}
     for o in (o for x in parts if not isinstance(x, np.ndarray) for o in x[::max(1, len(x)//50)]):
         with Image.open(io.BytesIO(o) if isinstance(o, bytes) else o) as im: got.setdefault(im.size, o)
-    if len(got)>1: raise ValueError(f'the images have several sizes, among them {" and ".join(f"{w}x{h}" for w,h in list(got)[:2])}, and a batch needs one: give size=, for instance size={min(min(o) for o in got)}')
+    if len(got)>1:
+        raise ValueError(f'the images have several sizes, among them {" and ".join(f"{w}x{h}" for w,h in list(got)[:2])}, '
+            f'and a batch needs one: give size=, for instance size={min(min(o) for o in got)}')
 
 def _cut(fit):
     "How images are cut to size, where that is not the plain way"
@@ -485,7 +499,8 @@ def _cut(fit):
 def _about(src, picks, valid, seed, name):
     n = [(len(i),len(src.labels(k)),k) for k,i in picks]
     held = ' (held out)' if valid=='holdout' else ' (for both)' if valid=='only' else ''
-    return f'{name or "images"}: '+', '.join(f'{a} of {b} {k}' for a,b,k in n)+held+(f', balanced, seed {seed}' if any(a<b for a,b,_ in n) else '')
+    chosen = f', balanced, seed {seed}' if any(a<b for a,b,_ in n) else ''
+    return f'{name or "images"}: '+', '.join(f'{a} of {b} {k}' for a,b,k in n)+held+chosen
 
 # %% ../nbs/00b_data.ipynb #35feadbf
 def image_dls(
@@ -512,7 +527,7 @@ def image_dls(
     picks = choose_images(src, valid, n_train, n_valid, seed)
     parts = [src.take(*o) for o in picks]
     if size is None and (item_tfms is None or _auto(item_tfms)): _one_size(*[x for x,_ in parts])
-    fixed = src.lut is None and (item_tfms is None or _auto(item_tfms))  # nothing but `size` changes an image before it is in a batch
+    fixed = src.lut is None and (item_tfms is None or _auto(item_tfms))     # only `fit` changes an image before the batch
     if size is None and fixed and isinstance(parts[0][0], np.ndarray): size = parts[0][0].shape[1:3]
     fit = size and CenterFit(size, ifnone(pct, .875 if max(size)>64 and src.lut is None else 1.), interp, crop_mode)
     if fixed: parts = [(to_ram(x, mode, size, fit=fit),y) for x,y in parts]
@@ -520,7 +535,8 @@ def image_dls(
     whole = fixed and isinstance(ds.tls[0].items, np.ndarray) and ds.tls[0].items.shape[1:3]==size
     items,batches = _tfms(item_tfms, batch_tfms, mode, fit)
     if src.lut is not None: items += AddMaskCodes(src.vocab)
-    dls = ds.dataloaders(bs=bs, dl_type=BatchDL, after_item=items, after_batch=batches, num_workers=ifnone(num_workers, 0 if whole else None), device=device, drop_last=len(parts[0][0])>=bs)
+    dls = ds.dataloaders(bs=bs, dl_type=BatchDL, after_item=items, after_batch=batches, device=device,
+        num_workers=ifnone(num_workers, 0 if whole else None), drop_last=len(parts[0][0])>=bs)
     dls.train.rng,dls.about = random.Random(seed),_about(src, picks, valid, seed, name)+_cut(fit)
     return dls
 
@@ -588,7 +604,8 @@ def _parquets(path, name):
     fs = [path] if path.suffix=='.parquet' else inside(path) or inside(path/'data')
     if name and path.is_dir(): fs = [f for f in fs if _owner(f)==name] or [f for f in fs if _owner(f) is None]
     sets = {_key(f) for f in fs}
-    if len(sets)>1: raise ValueError(f'{path} holds parquet files of several datasets, {sorted(sets)}: pass one file, or name=')
+    if len(sets)>1:
+        raise ValueError(f'{path} holds parquet files of several datasets, {sorted(sets)}: pass one file, or name=')
     return fs
 
 # %% ../nbs/00b_data.ipynb #66f9d3b2
@@ -614,7 +631,10 @@ def _table(fs, path):
     im,lab = (first(o for o in opts if o in cols) for opts in (('image','img'),('label','fine_label','mask')))
     if not im or not lab: raise ValueError(f'{path}: expected columns image and label (or mask), found {cols}')
     small = [o for o in (lab,'index','split') if o in cols and o!='mask']
-    df = pd.concat([pq.read_table(f, columns=small).to_pandas() if small else pd.DataFrame(index=range(pq.ParquetFile(f).metadata.num_rows)) for f in fs], ignore_index=True)
+    def read(f):
+        if small: return pq.read_table(f, columns=small).to_pandas()
+        return pd.DataFrame(index=range(pq.ParquetFile(f).metadata.num_rows))
+    df = pd.concat(map(read, fs), ignore_index=True)
     return im,lab,_by_index(df) if 'index' in df else df
 
 # %% ../nbs/00b_data.ipynb #40cc6b7c
@@ -742,7 +762,7 @@ def _online(url, secs=3):
 
 def find_images(
     name:str, # A named dataset
-    path=None, # Where it is; default: what settings name, then fastai's data folder; an `ImageSource` is returned as it is
+    path=None, # Where it is; default: what settings name, then fastai's data folder; an `ImageSource`: itself
     download:bool=True, # Let fastai fetch it if it is nowhere and its server answers within 3 seconds
 )->ImageSource: # Its images are not read yet, where they are files
     "A named dataset, wherever it is; raises FileNotFoundError with all the places where it was looked for"
@@ -858,14 +878,15 @@ def _embedded(name, kw):
     "The embedded Fashion-MNIST in place of dataset `name`, and a line that says so"
     n = min(kw.get('n_valid') or 1000, 1000)
     kw.update(n_valid=n, n_train=min(kw.get('n_train') or 6000, 6000-n*(kw.get('valid')=='holdout')))
-    print(f'{name} is not on this machine and cannot be fetched: {kw["n_train"]}+{n} images of the embedded Fashion-MNIST instead')
+    print(f'{name} is not on this machine and cannot be fetched: '
+        f'{kw["n_train"]}+{n} images of the embedded Fashion-MNIST instead')
     return fashion_mnist(**{k:v for k,v in kw.items() if k not in ('full','path','download')})
 
 def profile_dls(
     s:RunSettings=None, # Run settings; default: `settings()`
     **kwargs # For `dataset`, in place of what the settings say
 )->DataLoaders: # Images in [0,1], labels or masks
-    "The DataLoaders that a profile asks for; the embedded Fashion-MNIST, with a printed notice, where its dataset is not to be had"
+    "The DataLoaders that a profile asks for; the embedded Fashion-MNIST, with a notice, where its dataset is not to be had"
     s = ifnone(s, settings())
     kw = _profile_kw(s, kwargs)
     if s.dataset=='fashion_mnist' and not (kw.get('full') or kw.get('path')): return fashion_mnist(**kw)
@@ -874,7 +895,8 @@ def profile_dls(
         if kw.get('path') or s.dataset=='camvid': raise
         return _embedded(s.dataset, kw)
     own = _exist(src, kw)
-    cut = [f'{kw[k]} for {what}' for k,what in (('n_train','training'),('n_valid','validation')) if own.get(k)!=kw.get(k)]
+    both = dict(n_train='training', n_valid='validation')
+    cut = [f'{kw[k]} for {what}' for k,what in both.items() if own.get(k)!=kw.get(k)]
     if cut: print(f'{s.dataset} has fewer images than the {" and ".join(cut)} asked for: all there are instead')
     return dataset(s.dataset, **merge(own, dict(path=src)))
 
@@ -915,7 +937,9 @@ def canonical(
     if src.lut is not None or 'test' not in src.splits: raise ValueError(f'{name}: no labelled test images in {src}')
     x,y = src.splits['test']
     i,why = (_in_order(x, y, name) or (None,'')) if name in _ORDER else (np.arange(len(y)),src.order)
-    if not why: raise ValueError(f'{name}: this copy does not have the test images in the order in which they were published (or not all of them), so "the first n" are not those of others: '
+    if not why:
+        raise ValueError(f'{name}: this copy does not have the test images in the order in which they were published (or not all of them), so "the first n" are not those of others: '
         'take the original files, or parquet files with a column index')
-    if name in _ORDER and _digest(*(open_image(o) for o in src.take('test', i[:16])[0]))!=_ORDER[name][1]: raise ValueError(f'{name}: the order is the published one, but the pixels are not: a lossy or resized copy?')
+    if name in _ORDER and _digest(*(open_image(o) for o in src.take('test', i[:16])[0]))!=_ORDER[name][1]:
+        raise ValueError(f'{name}: the order is the published one, but the pixels are not: a lossy or resized copy?')
     return ImageSource(dict(test=src.take('test', i)), src.vocab, order=why, keep=True)
