@@ -576,7 +576,7 @@ class CifarC:
             raise ValueError(f'{f} must hold uint8 images [{5*m},H,W,3], five times as many as there are labels; got '
                 f'{a.dtype} {list(a.shape)}')
         x = torch.from_numpy(a[(severity-1)*m:severity*m][self.at]).permute(0,3,1,2)
-        return x.float()/255,torch.from_numpy(self.y)
+        return x.float()/255,torch.tensor(self.y)
     def __repr__(self): return f'{self.name}, {self.n} images per severity'
 
 # %% ../nbs/01c_corruptions.ipynb #d7b1cec2
@@ -659,7 +659,8 @@ class ImageNetC:
         "The images of one severity"
         found = [d for d in (self.path/name, *sorted(self.path.glob(f'*/{name}'))) if (d/str(severity)).is_dir()]
         if not found: raise FileNotFoundError(f'{self.path} holds no folder {name}/{severity}')
-        return wnid_images(found[0]/str(severity), classes=self.classes, **{'pct':1., **self.kw})
+        kw = merge(dict(pct=1., name=f'{name} {severity}'), self.kw)
+        return wnid_images(found[0]/str(severity), classes=self.classes, **kw)
     def __repr__(self): return f'{self.name} in {self.path.name}'
 
 # %% ../nbs/01c_corruptions.ipynb #0bfb4903

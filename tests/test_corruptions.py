@@ -894,3 +894,7 @@ def test_subset_reports_cut_images_as_the_model_says(tmp_path):
     for kw,want in (({}, 'pct 1, bicubic, squash'), (dict(pct=.5, interp='nearest'), 'pct 0.5, nearest, squash')):
         r = subset_report(Model(), f, classes=WNIDS, size=32, num_workers=0, **kw); assert want in r.attrs['images']
     assert not torch.equal(*seen)
+
+def test_what_files_give_is_the_callers_own(cifar_c):
+    src = CifarC(cifar_c); x,y = src.pick('fog', 1); a,b = x.clone(),y.clone(); x.zero_(); y.add_(1)
+    assert torch.equal(src.pick('fog', 1)[0], a) and torch.equal(src.pick('fog', 1)[1], b)
