@@ -219,7 +219,7 @@ def class_sorted(
     n,sizes = len(y),np.unique(y, return_counts=True)[1]
     if len(sizes)<2: return False
     runs,by_chance = 1+np.count_nonzero(np.diff(y)),1+n-np.square(sizes, dtype=float).sum()/n
-    return runs<by_chance/3 or (runs==len(sizes) and runs<=by_chance*2/3)
+    return bool(runs<by_chance/3 or (runs==len(sizes) and runs<=by_chance*2/3))
 
 # %% ../nbs/00b_data.ipynb #f8e498d6
 def _mixed(src, split, idxs, seed):
