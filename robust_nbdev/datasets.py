@@ -865,7 +865,7 @@ def _profile_kw(s, kwargs):
     return merge(dict(full=True, path=s.get('fashion_mnist')), kw) if n_train+n_valid*held>6000 or n_valid>1000 else kw
 
 def _exist(src, kw):
-    "`kw` with no more images than there are, and what was asked for too much of"
+    "`kw` with `n_train` and `n_valid` no larger than what there is"
     valid,kw = kw.get('valid') or 'test',dict(kw)
     y = src.labels(choose_images(src, valid)[1][0])
     most = len(y)-1 if valid=='holdout' else len(y)
