@@ -16,6 +16,7 @@ from PIL import Image
 from scipy import ndimage
 from scipy.stats import poisson
 from timm.data import ImageNetInfo
+from timm.utils.misc import natural_key
 from .core import *
 from .datasets import *
 from .evaluate import *
@@ -42,6 +43,13 @@ def size_table(
 )->int: # 32, 64 or 224
     "The published size whose severities fit images of this size: the one whose ratio to the shorter side is nearest to one"
     return min((32,64,224), key=lambda t: abs(np.log(min(x.shape[-2:])/t)))
+
+def _size_doubt(x, table, tables):
+    "A line for images [B,C,H,W] whose size is far from that of their settings, else nothing"
+    side = min(x.shape[-2:]); t = ifnone(table, min(tables, key=lambda t: abs(np.log(side/t))))
+    if max(side/t, t/side)<1.25: return []
+    return [f'images of {side} pixels under the settings for {t} pixels, whose lengths in pixels are not scaled: '
+        f'compare with images of {side} pixels only']
 
 def _bits(x): return (x*255).round()/255
 
@@ -308,15 +316,24 @@ def _jpeg_compression(x, c, seed): return _each(x, lambda o: _jpeg(o, c))
 
 # %% ../nbs/01c_corruptions.ipynb #5777098a
 def _check_severity(s):
-    if not hasattr(s,'__index__') or s not in range(1,6): raise ValueError(f'severity must be a whole number from 1 to 5, got {s!r}')
+    if isinstance(s, bool) or not hasattr(s,'__index__') or s not in range(1,6):
+        raise ValueError(f'severity must be a whole number from 1 to 5, got {s!r}')
+
+def _check_seed(s):
+    if isinstance(s, Tensor) and s.ndim: return          # one per image, checked by `image_seed`
+    if isinstance(s, bool) or not hasattr(s,'__index__'):
+        raise ValueError(f'seed must be a whole number, or an int64 tensor [B], got {s!r}')
 
 def _check_kind(x, name, severity, table):
     "Images [B,1 or 3,H,W] on 256 levels; raises ValueError for what cannot be corrupted"
-    if name not in _KINDS: raise ValueError(f'no corruption {name!r}, there are: {", ".join(CORRUPTIONS+EXTRA_CORRUPTIONS)}')
+    if name not in _KINDS:
+        raise ValueError(f'no corruption {name!r}, there are: {", ".join(CORRUPTIONS+EXTRA_CORRUPTIONS)}')
     _check_severity(severity)
     if table not in (None,32,64,224): raise ValueError(f'table must be 32, 64, 224 or None, got {table!r}')
     x = check_images(x)
-    if x.ndim!=4 or x.shape[1] not in (1,3) or min(x.shape[2:])<16: raise ValueError(f'corruptions take images [B,C,H,W] with 1 or 3 channels and at least 16 pixels a side, got {list(x.shape)}')
+    if x.ndim!=4 or x.shape[1] not in (1,3) or min(x.shape[2:])<16:
+        raise ValueError('corruptions take images [B,C,H,W] with 1 or 3 channels and at least 16 pixels a side, got '
+            f'{list(x.shape)}')
     return x
 
 @torch.no_grad()
@@ -329,9 +346,11 @@ def corrupt(
 )->Tensor: # Same shape and type, in [0,1], on the 256 levels of an 8-bit file
     "Images under a corruption; the same image and seed give the same pixels whatever the batch"
     given = _check_kind(x, name, severity, table)
+    _check_seed(seed)
     x,kind = _bits(given.float()).contiguous(),_KINDS[name]
     seeds = mix64(image_seed(x, seed)+1+sorted(_KINDS).index(name))
-    with torch.autocast(x.device.type, enabled=False): x = kind.f(x, kind.levels[ifnone(table, size_table(x))][severity-1], seeds)
+    level = kind.levels[ifnone(table, size_table(x))][severity-1]
+    with torch.autocast(x.device.type, enabled=False): x = kind.f(x, level, seeds)
     return _bits(x.clamp(0,1)).to(given)
 
 # %% ../nbs/01c_corruptions.ipynb #208cdd40
@@ -447,6 +466,7 @@ def perturb(
     if name not in _MOVES: raise ValueError(f'no perturbation {name!r}, there are: {", ".join(PERTURBATIONS)}')
     if table not in (None,32,224): raise ValueError(f'table must be 32, 224 or None, got {table!r}')
     given = _check_kind(x, 'fog', 1, None)
+    _check_seed(seed)
     x,move = _bits(given.float()).contiguous(),_MOVES[name]
     table = ifnone(table, 32 if min(x.shape[-2:])<85 else 224)
     seeds = mix64(image_seed(x, seed)-1-PERTURBATIONS.index(name))
@@ -524,27 +544,37 @@ class CifarC:
     "CIFAR-10-C or CIFAR-100-C: a file per corruption, the test images at severity 1, then again at 2, ... 5"
     def __init__(self,
         path, # Folder with `labels.npy`, `fog.npy`, ...
-        n:int=None, # Images of each severity, from the start; None: all
+        n:int=None, # Images of each severity, from the start, or balanced where files come class by class; None: all
     ):
         self.path = _folder(path, 'labels.npy and a file per corruption')
-        if not (self.path/'labels.npy').is_file(): raise FileNotFoundError(f'{self.path} holds no labels.npy: give the folder CIFAR-10-C itself')
+        if not (self.path/'labels.npy').is_file():
+            raise FileNotFoundError(f'{self.path} holds no labels.npy: give the folder CIFAR-10-C itself')
         self.y = np.load(self.path/'labels.npy')
         five = self.y.reshape(5, -1) if self.y.ndim==1 and len(self.y)%5==0 else None
-        if five is None or (five!=five[0]).any(): raise ValueError(f'{self.path}/labels.npy must hold the same labels five times, once per severity; it has shape {list(self.y.shape)}')
-        self.y,self.n,self.name = five[0],ifnone(n, five.shape[1]),self.path.name
-        if not 0<self.n<=five.shape[1]: raise ValueError(f'asked for n={n} images, each severity has {five.shape[1]}')
+        if five is None or (five!=five[0]).any():
+            raise ValueError(f'{self.path}/labels.npy must hold the same labels five times, once per severity; it has shape '
+                f'{list(self.y.shape)}')
+        self.n,self.name = five.shape[1] if n is None else whole(n),self.path.name
+        if self.n>five.shape[1]: raise ValueError(f'asked for n={n} images, each severity has {five.shape[1]}')
+        self.rows,self.at = five.shape[1],slice(self.n)
+        if class_sorted(five[0]): self.at = np.random.default_rng(42).permutation(balanced(five[0], self.n))
+        self.y = five[0][self.at].astype(np.int64)
     def pick(self,
         name:str, # Corruption
         severity:int, # 1 to 5
     )->tuple: # (images [n,3,H,W] in [0,1], labels [n])
         "The images of one severity"
         _check_severity(severity)
-        f,m = self.path/f'{name}.npy',len(self.y)
-        if not f.is_file(): raise FileNotFoundError(f'{f} is missing; there are: {", ".join(sorted(o.stem for o in self.path.glob("*.npy") if o.stem!="labels"))}')
+        f,m = self.path/f'{name}.npy',self.rows
+        if not f.is_file():
+            raise FileNotFoundError(f'{f} is missing; there are: '
+                f'{", ".join(sorted(o.stem for o in self.path.glob("*.npy") if o.stem!="labels"))}')
         a = np.load(f, mmap_mode='r')
-        if a.dtype!=np.uint8 or a.ndim!=4 or len(a)!=5*m: raise ValueError(f'{f} must hold uint8 images [{5*m},H,W,3], five times as many as there are labels; got {a.dtype} {list(a.shape)}')
-        x = torch.from_numpy(a[(severity-1)*m:(severity-1)*m+self.n]).permute(0,3,1,2)
-        return x.float()/255,torch.from_numpy(self.y[:self.n].astype(np.int64))
+        if a.dtype!=np.uint8 or a.ndim!=4 or len(a)!=5*m:
+            raise ValueError(f'{f} must hold uint8 images [{5*m},H,W,3], five times as many as there are labels; got '
+                f'{a.dtype} {list(a.shape)}')
+        x = torch.from_numpy(a[(severity-1)*m:severity*m][self.at]).permute(0,3,1,2)
+        return x.float()/255,torch.tensor(self.y)
     def __repr__(self): return f'{self.name}, {self.n} images per severity'
 
 # %% ../nbs/01c_corruptions.ipynb #d7b1cec2
@@ -559,17 +589,29 @@ def class_folders(
     "The class folders in the order of their classes: numbers by value, other names by the alphabet"
     names = [d.name for d in _folder(path, 'a folder per class').iterdir() if d.is_dir() and d.name[0]!='.']
     if not names: raise FileNotFoundError(f'{path} holds no class folders')
-    return sorted(names, key=lambda o: (0,int(o),'') if o.isdigit() else (1,0,o))
+    return by_value(names)
+
+def _outputs(checked, names):
+    "Class folders that are numbers, as the outputs of these numbers"
+    bad = [o for o in checked if not o.isdecimal()]
+    if bad:
+        raise ValueError(f'the class folder {bad[0]!r} is no number of an output: give classes=, the names in the order of '
+            'its outputs')
+    return torch.tensor([int(o) for o in names])
 
 def class_positions(
     names, # Names of class folders
     classes=None, # Names of all the model's classes, in the order of its outputs; None: those of ImageNet, or the numbers themselves
 )->Tensor: # [len(names)] int64
     "Which of the model's outputs stands for each folder; raises ValueError for an unknown one"
-    if classes is None and all(o.isdigit() for o in names): return torch.tensor([int(o) for o in names])
-    o2i = {o:i for i,o in enumerate(ifnone(classes, imagenet_classes()))}
-    gone = [o for o in names if o not in o2i]
-    if gone: raise ValueError(f'{len(gone)} of {len(names)} class folders are unknown to the model, among them {gone[:3]}: give classes=, the names in the order of its outputs')
+    if classes is None and numeric(names): return _outputs(by_value(names), names)
+    classes = list(ifnone(classes, imagenet_classes()))
+    o2i = {o:i for i,o in enumerate(classes)}
+    gone,twice = [o for o in names if o not in o2i],[o for o in names if classes.count(o)>1]
+    if twice: raise ValueError(f'{twice[0]!r} is the name of several outputs: give classes= with names that differ')
+    if gone:
+        raise ValueError(f'{len(gone)} of {len(names)} class folders are unknown to the model, among them {gone[:3]}: give '
+            'classes=, the names in the order of its outputs')
     return torch.tensor([o2i[o] for o in names])
 
 # %% ../nbs/01c_corruptions.ipynb #70cfc090
@@ -581,21 +623,27 @@ def wnid_images(
     pct:float=.875, # Share of the shorter side to keep; 1 for images that are cut already
     n:int=None, # How many images, balanced over classes; None: all
     bs:int=64, # Batch size
-    **kw # For `image_dls`
-)->TfmdDL: # In a fixed order, images in [0,1]
+    **kw # For `image_dls`: `interp`, `crop_mode`, ...
+)->TfmdDL: # Images in [0,1], in a mixed order that is always the same; `.about` says which and how they are cut
     "Images in folders named after their class, with the labels that a model's outputs have"
     path,names = Path(path).expanduser(),class_folders(path)
     at,vocab = class_positions(names, classes),ifnone(classes, imagenet_classes())
     files = [sorted(get_image_files(path/o)) for o in names]
-    if (gone:=[o for o,f in zip(names, files) if not f]): raise FileNotFoundError(f'{path}: no images in {", ".join(gone[:3])}')
-    if int(at.max())>=len(vocab): raise ValueError(f'{path}: folder {int(at.max())} does not fit {len(vocab)} classes: give classes=')
+    if (gone:=[o for o,f in zip(names, files) if not f]):
+        raise FileNotFoundError(f'{path}: no images in {", ".join(gone[:3])}')
+    if int(at.max())>=len(vocab):
+        raise ValueError(f'{path}: folder {int(at.max())} does not fit {len(vocab)} classes: give classes=')
     y = np.repeat(np.arange(len(names)) if subset else at.numpy(), [len(f) for f in files])
     src = ImageSource(dict(test=([o for f in files for o in f], y)), names if subset else list(vocab))
-    return image_dls(src, valid='only', n_train=1, n_valid=n, size=size, pct=pct, bs=bs, item_tfms=None, batch_tfms=None, **kw).valid
+    kw = merge(dict(name=path.name), kw)
+    plain = dict(item_tfms=None, batch_tfms=None)
+    dls = image_dls(src, valid='only', n_valid=n, size=size, pct=pct, bs=bs, **plain, **kw)
+    dls.valid.about = dls.about
+    return dls.valid
 
 # %% ../nbs/01c_corruptions.ipynb #d3b1f10b
 class ImageNetC:
-    "ImageNet-C: folders corruption/severity/class; images are cut to their middle 224 pixels, never resized"
+    "ImageNet-C: folders corruption/severity/class; images of 224 pixels, cut already, which stay as they are"
     def __init__(self,
         path, # Folder with `fog/3/n01440764/*.JPEG`; the download's `noise`, `blur`, ... may stand between
         classes=None, # Names of the model's classes; None: ImageNet's
@@ -609,7 +657,8 @@ class ImageNetC:
         "The images of one severity"
         found = [d for d in (self.path/name, *sorted(self.path.glob(f'*/{name}'))) if (d/str(severity)).is_dir()]
         if not found: raise FileNotFoundError(f'{self.path} holds no folder {name}/{severity}')
-        return wnid_images(found[0]/str(severity), classes=self.classes, **{'pct':1., **self.kw})
+        kw = merge(dict(pct=1., name=f'{name} {severity}'), self.kw)
+        return wnid_images(found[0]/str(severity), classes=self.classes, **kw)
     def __repr__(self): return f'{self.name} in {self.path.name}'
 
 # %% ../nbs/01c_corruptions.ipynb #0bfb4903
@@ -617,9 +666,11 @@ class CifarP:
     "CIFAR-10-P or CIFAR-100-P: a file of image sequences per perturbation"
     def __init__(self,
         path, # Folder with `tilt.npy`, ...
-        n:int=None, # Sequences, from the start; None: all
+        n:int=None, # Sequences, from the start (there are no labels; CIFAR's test images are mixed); None: all
         bs:int=8, # Sequences per batch
-    ): self.path,self.n,self.bs,self.name = _folder(path, 'a file per perturbation'),n,bs,Path(path).name
+    ):
+        self.path,self.bs,self.name = _folder(path, 'a file per perturbation'),bs,Path(path).name
+        self.n = n if n is None else whole(n)
     def pick(self,
         name:str, # Perturbation, see `PERTURBATIONS`
     )->Iterator: # Of tensors [B,T,3,H,W] in [0,1]
@@ -627,8 +678,12 @@ class CifarP:
         f = self.path/f'{name}.npy'
         if not f.is_file(): raise FileNotFoundError(f'{f} is missing')
         a = np.load(f, mmap_mode='r')
-        if a.dtype!=np.uint8 or a.ndim!=5: raise ValueError(f'{f} must hold uint8 sequences [N,T,H,W,3], got {a.dtype} {list(a.shape)}')
-        for o in np.array_split(a[:self.n], range(self.bs, len(a[:self.n]), self.bs)): yield torch.from_numpy(np.ascontiguousarray(o)).permute(0,1,4,2,3)/255
+        if a.dtype!=np.uint8 or a.ndim!=5:
+            raise ValueError(f'{f} must hold uint8 sequences [N,T,H,W,3], got {a.dtype} {list(a.shape)}')
+        if len(a)<(self.n or 0): raise ValueError(f'asked for n={self.n} sequences, {f} has {len(a)}')
+        a = a[:self.n]
+        for o in np.array_split(a, range(self.bs, len(a), self.bs)):
+            yield torch.from_numpy(np.ascontiguousarray(o)).permute(0,1,4,2,3)/255
 
 # %% ../nbs/01c_corruptions.ipynb #e2128a78
 def read_video(
@@ -636,7 +691,9 @@ def read_video(
 )->Tensor: # [T,3,H,W] in [0,1]
     "All frames, in order; raises ImportError without OpenCV, ValueError for an unreadable file"
     path = Path(path)
-    if path.is_dir(): return torch.stack([torch.from_numpy(np.array(open_image(f))).permute(2,0,1) for f in sorted(get_image_files(path), key=lambda f: [int(o) if o.isdigit() else o for o in re.split(r'(\d+)', f.name)])])/255
+    if path.is_dir():
+        frames = sorted(get_image_files(path), key=lambda f: natural_key(f.name))
+        return torch.stack([torch.from_numpy(np.array(open_image(f))).permute(2,0,1) for f in frames])/255
     try: import cv2
     except ImportError as e: raise ImportError("reading videos needs OpenCV: pip install 'robust-nbdev[corruptions]'") from e
     v,out = cv2.VideoCapture(str(path)),[]
@@ -650,14 +707,19 @@ class ImageNetP:
     def __init__(self,
         path, # Folder with `tilt/n01440764/*.mp4`
         n:int=None, # Sequences of each perturbation, evenly spread over the files; None: all
-    ): self.path,self.n,self.name = _folder(path, 'a folder per perturbation'),n,'ImageNet-P'
+    ):
+        self.path,self.name = _folder(path, 'a folder per perturbation'),'ImageNet-P'
+        self.n = n if n is None else whole(n)
     def pick(self,
         name:str, # Perturbation, see `PERTURBATIONS`
     )->Iterator: # Of tensors [1,T,3,H,W] in [0,1]
         "Batches of one perturbation"
-        fs = sorted(o for d in (self.path/name, *self.path.glob(f'*/{name}')) for o in d.glob('*/*') if o.suffix in ('.mp4','.avi') or o.is_dir())
+        found = [o for d in (self.path/name, *self.path.glob(f'*/{name}')) for o in d.glob('*/*')]
+        fs = sorted((o for o in found if o.suffix in ('.mp4','.avi') or o.is_dir()), key=lambda f: natural_key(str(f)))
         if not fs: raise FileNotFoundError(f'{self.path} holds no videos of {name}')
-        for i in np.linspace(0, len(fs)-1, min(ifnone(self.n, len(fs)), len(fs))).round().astype(int): yield read_video(fs[i])[None]
+        if len(fs)<(self.n or 0):
+            raise ValueError(f'asked for n={self.n} sequences, {self.path} has {len(fs)} of {name}')
+        for i in np.linspace(0, len(fs)-1, ifnone(self.n, len(fs))).round().astype(int): yield read_video(fs[i])[None]
 
 # %% ../nbs/01c_corruptions.ipynb #9f7d6bd0
 class SubsetLogits(Wrapper):
@@ -682,18 +744,26 @@ def subset_report(
     model, # Takes images [B,3,H,W] in [0,1], returns logits over `classes`
     path, # Folder of ImageNet-A, ImageNet-R or the like
     classes=None, # Names of the model's classes in the order of its outputs; None: ImageNet's
-    **kw # For `wnid_images`: `size`, `n`, `bs`, ...
-)->pd.DataFrame: # A row per protocol: accuracy between 0 and 1 with its 95% interval, n, and how many classes could be said
+    **kw # For `wnid_images`: `size`, `n`, `bs`, ...; `pct`, `interp`, `crop_mode`: else the model's, see `timm_fit`
+)->pd.DataFrame: # A row per protocol: accuracy between 0 and 1 with its 95% interval, n, and how many classes could be said; `.attrs['images']` says how they were cut
     "Accuracy on images of some of the classes, under both protocols"
     at,full = class_positions(class_folders(path), classes),len(ifnone(classes, imagenet_classes()))
     ok,dev = {'subset':[], 'all':[]},next((p.device for p in model.parameters()), None)
-    for _,x,y in eval_batches(wnid_images(path, subset=True, classes=classes, **kw), device=dev):
-        with attack_mode(model), torch.no_grad(): z = check_logits(model(x), x)
-        if z.shape[1]!=full: raise ValueError(f'the model has {z.shape[1]} outputs, the list of classes {full}: give classes=, the names in the order of its outputs')
+    dl = wnid_images(path, subset=True, classes=classes, **merge(timm_fit(model, kw.get('size', 224)), kw))
+    for _,x,y in eval_batches(dl, device=dev):
+        with attack_mode(model), torch.no_grad(): z = check_logits(outputs(model, x), x)
+        if z.shape[1]!=full:
+            raise ValueError(f'the model has {z.shape[1]} outputs, the list of classes {full}: give classes=, the names in '
+                'the order of its outputs')
         said = ~z.isnan().any(1).cpu()      # an answer that is not a number is wrong
-        ok['subset'].append((z[:,at.to(z.device)].argmax(1)==y).cpu()&said); ok['all'].append((z.argmax(1).cpu()==at[y.cpu()])&said)
-    rows = [dict(protocol=k, accuracy=torch.cat(v).float().mean().item(), interval=interval(torch.cat(v).sum(), len(torch.cat(v))), n=len(torch.cat(v)), classes=len(at) if k=='subset' else full) for k,v in ok.items()]
-    return pd.DataFrame(rows).set_index('protocol')
+        ok['subset'].append((z[:,at.to(z.device)].argmax(1)==y).cpu()&said)
+        ok['all'].append((z.argmax(1).cpu()==at[y.cpu()])&said)
+    ok,classes = {k:torch.cat(v) for k,v in ok.items()},dict(subset=len(at), all=full)
+    rows = [dict(protocol=k, accuracy=v.float().mean().item(), interval=interval(v.sum(), len(v)), n=len(v), classes=classes[k])
+        for k,v in ok.items()]
+    df = pd.DataFrame(rows).set_index('protocol')
+    df.attrs['images'] = dl.about
+    return df
 
 # %% ../nbs/01c_corruptions.ipynb #a9c2fcee
 class CorruptionReport(Report):
@@ -785,7 +855,10 @@ class Corrupted:
         bs:int=64, # Batch size, where `data` are tensors
         table:int=None, # See `corrupt`
         device=None, # Where to work; None: where the images are
-    ): store_attr(); self.name = 'corrupted here'
+    ):
+        _check_seed(seed)
+        n = n if n is None else whole(n)
+        store_attr(); self.name = 'corrupted here'
     def clean(self)->Iterator: # Of (positions, images, labels)
         "Batches of the clean images"
         return eval_batches(self.data, self.n, self.bs, self.device)
@@ -797,50 +870,120 @@ class Corrupted:
         for _,x,y in self.clean(): yield corrupt(check_images(x), name, severity, self.seed, self.table),y
 
 # %% ../nbs/01c_corruptions.ipynb #4376b7f2
+def _keys(i, x, y):
+    "A hash per image, from its pixels, its label and its position"
+    return mix64(image_seed(x)+mix64(y+1)).cpu()*mix64(i.cpu())
+
+def _hex(keys): return f'{int(keys.sum())%2**64:016x}'
+
+def _logits(model, x):
+    "Outputs [B,C] for images [B,C,H,W], in evaluation mode"
+    with attack_mode(model), torch.no_grad(): z = outputs(model, check_images(x, model))
+    return check_logits(z, x, torch.zeros(len(x))).as_subclass(Tensor)
+
 def _judge_all(model, data, bs, dev):
-    "Per image: right or wrong, class, label; and a hash of the images and labels"
-    got,key = [],0
+    "Per image: right or wrong, class, label; hashes of all and of the first 16 images; the first batch and its outputs"
+    got,begin = [],None
     for i,x,y in eval_batches(data, None, bs, dev):
-        p = predict(model, check_images(x, model))
-        got.append([o.cpu() for o in (p==y, p, y)])
-        key += int((mix64(image_seed(x)+mix64(y+1)).cpu()*mix64(i)).sum())
+        z = _logits(model, x)
+        p = z.argmax(1).masked_fill(z.isnan().any(1), -1)
+        begin = begin or (x,z)
+        got.append([o.cpu() for o in (p==y, p, y, _keys(i, x, y))])
     if not got: raise ValueError('there are no images to evaluate: the data is empty')
-    return [torch.cat(o).numpy() for o in zip(*got)],f'{key%2**64:016x}'
+    ok,pred,y,keys = [torch.cat(o) for o in zip(*got)]
+    res = SimpleNamespace(ok=ok.numpy(), pred=pred.numpy(), y=y.numpy(), images=_hex(keys), first=_hex(keys[:16]))
+    res.x,res.z = begin
+    return res
 
-def _line(name, severity, ok, seed, t):
-    lo,hi = interval(ok.sum(), len(ok))
-    return dict(corruption=name, severity=severity, accuracy=round(float(ok.mean()),6), low=lo, high=hi, n=len(ok), seed=seed, seconds=round(time.time()-t,2))
+def _line(name, severity, judged, seed, t):
+    ok = judged.ok; lo,hi = interval(ok.sum(), len(ok))
+    return dict(corruption=name, severity=severity, accuracy=round(float(ok.mean()),6), low=lo, high=hi,
+        n=len(ok), seed=seed, seconds=round(time.time()-t,2), first=judged.first)
 
-def _add(rep, name, severity, ok, pred, t):
-    rep.rows.append(_line(name, severity, ok, rep.meta['seed'], t))
+def _add(rep, name, severity, judged, t):
+    "A row, and its verdicts and predictions"
+    rep.rows.append(_line(name, severity, judged, rep.meta['seed'], t))
     key = f'{name} {severity}' if severity else name
-    rep.verdicts[key],rep.preds[key] = ok,pred.astype(np.int32)
+    rep.verdicts[key],rep.preds[key] = judged.ok,judged.pred.astype(np.int32)
+    if not np.array_equal(judged.y, rep.preds['label']): rep.meta.setdefault('moved', []).append(key)
 
 # %% ../nbs/01c_corruptions.ipynb #63648dc3
 _same_run = ('fingerprint','images','data','n','seed','table')
 
-def _open_report(model, src, first, name, sev, seed, table, bs, dev, out, overwrite):
-    "A report with its first row, or the one in `out` if it was begun on the same model, images and settings"
-    t = time.time(); (ok,pred,y),key = _judge_all(model, first, bs, dev)
+def _model_meta(model, z):
+    "What tells a model from another one: its name, its weights, its code, and its outputs for the first batch"
     net = type(unwrap(model)).__name__ if isinstance(model, nn.Module) else getattr(model,'__name__','model')
-    meta = dict(title=f'Accuracy of {net} under common corruptions ({src.name}), n={len(ok)}, seed={seed}', model=net, fingerprint=fingerprint(model), images=key, data=src.name, n=len(ok), seed=seed, table=table, device=str(dev), torch=torch.__version__)
-    rep = CorruptionReport(meta, preds={'label':y})
-    _add(rep, name, sev, ok, pred, t)
-    if out is None or overwrite or not (Path(out)/'report.json').exists(): return rep
+    return dict(model=net, fingerprint=fingerprint(model), code=identity(model, data=False), outputs=sketch(z))
+
+def _fresh_report(model, src, begin, seed, table, dev):
+    "A report with its first row; `begin`: (what was judged, corruption, severity, when it began)"
+    judged,name,sev,t = begin
+    n,about = len(judged.ok),_model_meta(model, judged.z)
+    title = f'Accuracy of {about["model"]} under common corruptions ({src.name}), n={n}, seed={seed}'
+    doubts = _size_doubt(judged.x, table, (32,64,224)) if isinstance(src, Corrupted) else []
+    run = dict(images=judged.images, data=src.name, n=n, seed=seed, table=table, doubts=doubts)
+    meta = dict(title=title, **about, **run, device=str(dev), torch=torch.__version__)
+    rep = CorruptionReport(meta, preds={'label':judged.y})
+    _add(rep, name, sev, judged, t)
+    return rep
+
+# %% ../nbs/01c_corruptions.ipynb #77032574
+def _saved(new, out):
+    "The report in `out` if its rows are what would be measured now, else None; ValueError for one of another run"
     old = CorruptionReport.load(out)
-    diff = [k for k in _same_run if old.meta.get(k)!=meta[k]]
-    if not meta['fingerprint']: diff.append('the model, a plain function, which cannot be recognised')
-    if diff: raise ValueError(f'{out} holds a report that differs in {", ".join(diff)}: choose another folder, or overwrite=True')
-    old.warnings = []
-    return old
+    diff = [k for k in _same_run if old.meta.get(k)!=new.meta[k]]
+    if not new.meta['fingerprint']: diff.append('the model, a plain function, which cannot be recognised')
+    if diff:
+        raise ValueError(f'{out} holds a report that differs in {", ".join(diff)}: choose another folder, or overwrite=True')
+    changed = []
+    if not new.meta['code'] or old.meta.get('code')!=new.meta['code']: changed.append('its code')
+    if not alike(old.meta.get('outputs'), new.meta['outputs']): changed.append('its outputs')
+    old.warnings,old.meta['doubts'] = [],new.meta['doubts']
+    if not changed: return old
+    warnings.warn(f'{out}: all rows are measured again, since the model has the weights that it had, '
+        f'but {" and ".join(changed)} changed or cannot be compared')
+
+def _first_key(batches, bs, dev):
+    "The hash of the first 16 images"
+    keys = []
+    for b in eval_batches(batches, None, bs, dev):
+        keys.append(_keys(*b))
+        if sum(map(len, keys))>=16: break
+    return _hex(torch.cat(keys)[:16])
+
+def _as_saved(rep, name, sev, batches, bs, dev):
+    "Is the row in the report, and made of the images that it would be made of now?"
+    if f'{name} {sev}' not in rep.verdicts: return False
+    row = first(r for r in rep.rows if (r['corruption'],r['severity'])==(name,sev))
+    if row.get('first')==_first_key(batches(), bs, dev): return True
+    warnings.warn(f'{name} {sev} is measured again: its images are not those of the saved row')
+    rep.rows.remove(row); rep.verdicts.pop(f'{name} {sev}'); rep.preds.pop(f'{name} {sev}')
+    return False
 
 def _doubts(rep, model):
-    says = [f'{rep.meta["n"]} images only: differences of a few points mean nothing'] if rep.meta['n']<1000 else []
-    if isinstance(model, nn.Module) and model.training: says.append('the model was in training mode; it was evaluated in evaluation mode')
-    if (bad:=sum(int((p==-1).sum()) for p in rep.preds.values())): says.append(f'{bad} answers were not a number, which count as wrong')
-    return says
+    few = f'{rep.meta["n"]} images only: differences of a few points mean nothing'
+    says = [few] if rep.meta['n']<1000 else []
+    if isinstance(model, nn.Module) and model.training:
+        says.append('the model was in training mode; it was evaluated in evaluation mode')
+    bad,moved = sum(int((p==-1).sum()) for p in rep.preds.values()),rep.meta.get('moved')
+    if bad: says.append(f'{bad} answers were not a number, which count as wrong')
+    if moved:
+        says.append(f'{", ".join(moved[:3])}: other labels than in the first row, so verdicts per image are not of the '
+            'same images')
+    return says+rep.meta.get('doubts', [])
 
 # %% ../nbs/01c_corruptions.ipynb #f333b595
+def _todo(corruptions, severities, seed, table):
+    "Pairs of corruption and severity; ValueError for what cannot be measured, a warning for scores that cannot be made"
+    todo = [(c,o) for c in L(corruptions) for o in L(severities)]
+    if not todo:
+        raise ValueError(f'there is nothing to measure: corruptions={corruptions!r}, severities={severities!r}')
+    for name,sev in todo: _check_kind(torch.zeros(1,1,16,16), name, sev, table)
+    _check_seed(seed)
+    if {o for _,o in todo}!={1,2,3,4,5}:
+        warnings.warn('not all five severities are measured here, and mean errors and mCE need all: accuracies only')
+    return todo
+
 def corruption_report(
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
     data, # Clean images: a DataLoader or (images, labels); or files: a `CifarC` or `ImageNetC`
@@ -858,18 +1001,19 @@ def corruption_report(
     "Clean accuracy, and accuracy for every corruption and severity"
     if isinstance(model, Learner): raise TypeError('give the model, learn.model, or call learn.corruption_report()')
     dev = next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None
-    if hasattr(data,'pick') and n is not None: raise ValueError(f'n= goes with clean images: give it to {type(data).__name__}(path, n=...)')
+    if hasattr(data,'pick') and n is not None:
+        raise ValueError(f'n= goes with clean images: give it to {type(data).__name__}(path, n=...)')
     src = data if hasattr(data,'pick') else Corrupted(data, n, seed, bs, table, dev)
-    todo = [(c,o) for c in L(corruptions) for o in L(severities)]
-    if not todo: raise ValueError(f'there is nothing to measure: corruptions={corruptions!r}, severities={severities!r}')
-    for name,sev in todo: _check_kind(torch.zeros(1,1,16,16), name, sev, table)
+    todo = _todo(corruptions, severities, seed, table)
     if isinstance(src, Corrupted): clean = ((x,y) for _,x,y in src.clean())
-    first = (src.pick(*todo[0]),*todo[0]) if clean is None else (clean,'clean',0)
-    rep = _open_report(model, src, *first, seed, table, bs, dev, out, overwrite)
+    row,t = todo[0] if clean is None else ('clean',0),time.time()
+    judged = _judge_all(model, src.pick(*row) if clean is None else clean, bs, dev)
+    rep = _fresh_report(model, src, (judged,*row,t), seed, table, dev)
+    if out is not None and not overwrite and (Path(out)/'report.json').exists(): rep = _saved(rep, out) or rep
     for name,sev in progress_bar(todo, leave=False) if progress else todo:
-        if f'{name} {sev}' in rep.verdicts: continue
-        t = time.time(); (ok,pred,_),_ = _judge_all(model, src.pick(name, sev), bs, dev)
-        _add(rep, name, sev, ok, pred, t)
+        batches = partial(src.pick, name, sev)
+        if (name,sev)==row or _as_saved(rep, name, sev, batches, bs, dev): continue
+        t = time.time(); _add(rep, name, sev, _judge_all(model, batches(), bs, dev), t)
         if out is not None: rep.save(out, page=False)
     rep.warnings = _doubts(rep, model)
     if out is not None: rep.save(out)
@@ -891,13 +1035,16 @@ def corruption_report(self:Learner,
 
 # %% ../nbs/01c_corruptions.ipynb #344c7b31
 class CorruptValid(AdvCallback):
-    "Corrupt every validation batch, so that all metrics and predictions are those on corrupted images"
+    "Corrupt every validation batch, so that metrics and predictions are those on corrupted images; a second is refused"
     run_train,run_valid = False,True
     def __init__(self,
         name:str, # One of `CORRUPTIONS` or `EXTRA_CORRUPTIONS`
         severity:int, # 1 to 5
         seed:int=0, # Of the random ones
-    ): _check_kind(torch.zeros(1,1,16,16), name, severity, None); store_attr(but='name'); self.corruption = name
+    ):
+        _check_kind(torch.zeros(1,1,16,16), name, severity, None)
+        _check_seed(seed)
+        store_attr(but='name'); self.corruption = name
     def before_batch(self):
         "Corrupt the batch's images"
         self.learn.xb = (corrupt(self.x, self.corruption, self.severity, self.seed),)
@@ -908,7 +1055,9 @@ def _sequences(data, name, n, seed, bs, table, dev):
     if hasattr(data,'pick'): yield from data.pick(name)
     else:
         k = max(bs//31, 1)                       # sequences whose frames are `bs` images
-        for _,x,_ in eval_batches(data, n, k, dev): yield from (perturb(o, name, seed, table) for o in check_images(x).split(k))
+        for i,x,_ in eval_batches(data, n, k, dev):
+            for o in _size_doubt(x, table, (32,224)) if i[0]==0 else []: warnings.warn(o)
+            yield from (perturb(o, name, seed, table) for o in check_images(x).split(k))
 
 def flip_report(
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
@@ -919,14 +1068,21 @@ def flip_report(
     bs:int=512, # Frames at a time; sequences are perturbed whole, so at least one
     table:int=None, # See `perturb`
 )->pd.DataFrame: # A row per perturbation: frames, flip probability, its standard error over sequences, n, seed
-    "How often predictions change along perturbation sequences"
+    "How often predictions change along perturbation sequences, whether they are right or not"
     dev,rows = next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None,[]
-    if hasattr(data,'pick') and n is not None: raise ValueError(f'n= goes with clean images: give it to {type(data).__name__}(path, n=...)')
+    if hasattr(data,'pick') and n is not None:
+        raise ValueError(f'n= goes with clean images: give it to {type(data).__name__}(path, n=...)')
+    if n is not None: whole(n)
+    _check_seed(seed)
     for name in L(names):
-        ps = [torch.cat([predict(model, check_images(f.to(dev), model)).cpu() for f in o.flatten(0,1).split(bs)]).view(o.shape[:2]) for o in _sequences(data, name, n, seed, bs, table, dev)]
+        def classes(o):
+            ps = [predict(model, check_images(f.to(dev), model)).cpu() for f in o.flatten(0,1).split(bs)]
+            return torch.cat(ps).view(o.shape[:2])
+        ps = [classes(o) for o in _sequences(data, name, n, seed, bs, table, dev)]
         if not ps: raise ValueError('there are no images to evaluate: the data is empty')
         f = np.concatenate([flips(p, 'noise' in name) for p in ps])
-        rows.append(dict(perturbation=name, frames=ps[0].shape[1], flip=f.mean(), se=f.std(ddof=1)/len(f)**.5 if len(f)>1 else np.nan, n=len(f), seed=seed))
+        se = f.std(ddof=1)/len(f)**.5 if len(f)>1 else np.nan
+        rows.append(dict(perturbation=name, frames=ps[0].shape[1], flip=f.mean(), se=se, n=len(f), seed=seed))
     df = pd.DataFrame(rows).set_index('perturbation')
     df.attrs['data'] = getattr(data, 'name', 'perturbed here')
     return df

@@ -66,11 +66,14 @@ class ScaledAttention(Attention):
         self.position = nn.Parameter(trunc_normal_(torch.empty(num_heads, tokens, tokens), std=.02))
     def forward(self,
         x:Tensor, # Tokens [B,N,D]
-        attn_mask=None, # Not used; timm's blocks pass it on
-        is_causal:bool=False, # Not used; timm's blocks pass it on
+        attn_mask=None, # None, as timm's blocks have it; a mask raises ValueError
+        is_causal:bool=False, # False; True raises ValueError
     )->Tensor: # Tokens [B,N,D]
         "Attention whose scores are multiplied by a learned number per pair of positions"
-        if x.shape[1]!=self.position.shape[-1]: raise ValueError(f'position-aware scaling was made for {self.position.shape[-1]} tokens, got {x.shape[1]}')
+        if attn_mask is not None or is_causal:
+            raise ValueError('position-aware scaling takes no mask: leave attn_mask and is_causal out')
+        if x.shape[1]!=self.position.shape[-1]:
+            raise ValueError(f'position-aware scaling was made for {self.position.shape[-1]} tokens, got {x.shape[1]}')
         q,k,v = self.qkv(x).unflatten(-1, (3,self.num_heads,-1)).permute(2,0,3,1,4)
         attn = (self.q_norm(q)*self.scale) @ self.k_norm(k).transpose(-2,-1) * self.position.sigmoid()
         attn = self.attn_drop(attn.softmax(dim=-1))

@@ -716,3 +716,185 @@ def test_figure():
     import matplotlib.pyplot as plt
     show_corruptions(images(1)[0], ['fog','snow'], [1,5]); assert len(plt.gcf().axes)==6; plt.close('all')
     d = distortion(images(2), ['contrast']); assert d.shape==(1,5) and (d.loc['contrast'].diff()[1:]>0).all()
+
+# --- nothing of the caller's is changed --------------------------------------------------------------------------------------
+
+def same_after(x, f):
+    "`f(x)` leaves `x` as it was"
+    old = x.clone(); f(x)
+    assert torch.equal(x, old)
+
+@kinds
+@pytest.mark.parametrize('dtype', [torch.float32,torch.float64])
+def test_corruptions_leave_their_images_alone(name, dtype): same_after(images().to(dtype), lambda x: corrupt(x, name, 3))
+
+@moves
+def test_sequences_leave_their_images_alone(name): same_after(images(), lambda x: perturb(x, name))
+
+@kinds
+def test_what_is_kept_for_later_is_not_changed(name):
+    "Filters and photographs are kept between calls"
+    a = corrupt(images(), name, 3); corrupt(images(seed=1).mul(.5), name, 3)
+    assert torch.equal(corrupt(images(), name, 3), a)
+
+class InPlace(nn.Module):
+    "Normalises its input in place, as many models do"
+    def __init__(self, model): super().__init__(); self.model = model
+    def forward(self, x): return self.model(x.sub_(.5).div_(.5))
+
+class Fair(nn.Module):
+    def __init__(self, model): super().__init__(); self.model = model
+    def forward(self, x): return self.model((x-.5)/.5)
+
+def test_models_that_change_their_input(data, tmp_path):
+    net = tiny_vit(num_classes=4); f = shift_folder(tmp_path/'a')
+    for g in (lambda m: corruption_report(m, data, ['fog','snow'], n=8).df.accuracy, lambda m: flip_report(m, data, ['rotate','gaussian_noise']).flip):
+        same_after(data[0], lambda _: g(InPlace(net)))
+        assert g(InPlace(net)).tolist()==g(Fair(net)).tolist()
+    class Own(nn.Module):
+        def forward(self, x): z = Reads([0,1,2], 3, None)(x); x.zero_(); return z
+    assert subset_report(Own(), f, classes=WNIDS, size=32, num_workers=0).accuracy.tolist()==[1,1]
+    l = synth_learner(metrics=accuracy); fair = l.validate(cbs=CorruptValid('contrast', 5))
+    m = l.model; l.model = InPlace(m); a = l.validate(cbs=CorruptValid('contrast', 5))
+    l.model = Fair(m); assert l.validate(cbs=CorruptValid('contrast', 5))==a
+
+# --- a second copy -----------------------------------------------------------------------------------------------------------
+
+def test_a_second_corruption_of_validation_is_refused():
+    l = synth_learner(metrics=accuracy, cbs=CorruptValid('contrast', 5))
+    with pytest.raises(ValueError, match='two CorruptValid'): l.validate(cbs=CorruptValid('fog', 1))
+    with pytest.raises(ValueError, match='two CorruptValid'), l.added_cbs(CorruptValid('contrast', 5)): l.fit(1, 1e-3)
+    l.validate()
+
+# --- settings that are no numbers --------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('seed', [1.5, '1', None, True])
+def test_seeds_are_whole_numbers(seed, data):
+    x = images()
+    for f in (lambda: corrupt(x, 'gaussian_noise', 1, seed), lambda: perturb(x, 'snow', seed), lambda: CorruptValid('fog', 1, seed), lambda: Corrupted(data, seed=seed),
+              lambda: corruption_report(tiny_vit(num_classes=4), data, ['fog'], seed=seed), lambda: flip_report(tiny_vit(num_classes=4), data, ['snow'], seed=seed)):
+        with pytest.raises(ValueError, match='seed must be a whole number'): f()
+
+@pytest.mark.parametrize('n', [0, 1.5, True, '2'])
+def test_numbers_of_images_are_whole(n, data, cifar_c, tmp_path):
+    (tmp_path/'p').mkdir()
+    for f in (lambda: CifarC(cifar_c, n), lambda: CifarP(tmp_path/'p', n), lambda: ImageNetP(tmp_path/'p', n), lambda: Corrupted(data, n),
+              lambda: corruption_report(tiny_vit(num_classes=4), data, ['fog'], n=n), lambda: flip_report(tiny_vit(num_classes=4), data, ['snow'], n=n)):
+        with pytest.raises(ValueError, match='n must be'): f()
+
+def test_true_is_no_severity():
+    with pytest.raises(ValueError, match='from 1 to 5'): corrupt(images(), 'fog', True)
+
+def test_missing_severities_are_told_before_the_work(data):
+    class Never(Exception): pass
+    def model(x): raise Never()
+    with pytest.warns(UserWarning, match='not all five severities'), pytest.raises(Never): corruption_report(model, data, ['fog'], [3])
+
+def test_more_sequences_than_there_are(tmp_path):
+    np.save(tmp_path/'tilt.npy', np.zeros((3,4,32,32,3), np.uint8))
+    with pytest.raises(ValueError, match='asked for n=4 sequences, .* has 3'): list(CifarP(tmp_path, n=4).pick('tilt'))
+    for i in range(2): (tmp_path/'tilt'/'0'/str(i)).mkdir(parents=True); Image.new('RGB', (8,8)).save(tmp_path/'tilt'/'0'/str(i)/'0.png')
+    with pytest.raises(ValueError, match='asked for n=3 sequences'): list(ImageNetP(tmp_path, n=3).pick('tilt'))
+
+# --- files that come class by class ------------------------------------------------------------------------------------------
+
+def sorted_files(root, k=6, n=5):
+    "CIFAR-C whose images come class by class and say their class"
+    y = np.repeat(np.arange(k), n)
+    np.save(root/'labels.npy', np.tile(y, 5)); np.save(root/'fog.npy', np.tile(y, 5)[:,None,None,None].astype(np.uint8)*np.ones((1,32,32,3), np.uint8))
+    return CifarC(root),root,y
+
+@pytest.mark.parametrize('n', [6,12,None])
+def test_sorted_cifar_c_is_mixed(n, tmp_path):
+    _,root,y = sorted_files(tmp_path)
+    x,lab = CifarC(root, n).pick('fog', 2)
+    assert (x[:,0,0,0]*255).round().long().tolist()==lab.tolist() and len(set(lab[:6].tolist()))>3
+    if n: assert lab.bincount(minlength=6).tolist()==[n//6]*6
+    assert torch.equal(CifarC(root, n).pick('fog', 5)[1], lab)
+
+def test_mixed_cifar_c_is_read_from_the_start(cifar_c): assert CifarC(cifar_c, 4).pick('fog', 1)[1].tolist()==[0,1,2,0]
+
+@pytest.mark.parametrize('take', [lambda f: wnid_images(f, size=32, num_workers=0, bs=12), lambda f: wnid_images(f, subset=True, size=32, num_workers=0, bs=12, n=24),
+    lambda f: ImageNetC(f.parent.parent, size=32, num_workers=0, bs=12).pick('fog', 1)])
+def test_class_folders_are_mixed(take, tmp_path):
+    for c in range(6):
+        (tmp_path/'fog'/'1'/str(c)).mkdir(parents=True)
+        for i in range(6): Image.new('RGB', (32,32), (c,0,0)).save(tmp_path/'fog'/'1'/str(c)/f'{i}.png')
+    x,y = take(tmp_path/'fog'/'1').one_batch()
+    assert len(set(y.tolist()))>3 and (x[:,0,0,0].cpu()*255).round().long().tolist()==y.tolist()
+
+# --- what a saved row must share with the row that would be measured ----------------------------------------------------------
+
+class Head(nn.Module):
+    def __init__(self, model): super().__init__(); self.model = model
+    def forward(self, x): return self.model(x)
+class Head2(nn.Module):
+    def __init__(self, model): super().__init__(); self.model = model
+    def forward(self, x): return self.model(1-x)
+
+def seen_again(model, data, out, **kw):
+    "How many images are judged, and what is said"
+    import warnings
+    m = Spy(model)
+    with warnings.catch_warnings(record=True) as w: warnings.simplefilter('always'); r = corruption_report(m, data, ['fog','snow'], out=out, **kw)
+    return m.seen//12,' '.join(str(o.message) for o in w if 'again' in str(o.message)),r
+
+def test_a_saved_report_is_taken_as_it_is(data, tmp_path):
+    net = Head(tiny_vit(num_classes=4))
+    assert seen_again(net, data, tmp_path/'r')[0]==11
+    assert seen_again(net, data, tmp_path/'r')[:2]==(1,'') and seen_again(net, data, tmp_path/'r', bs=5)[:2]==(1,'')
+
+def test_the_same_weights_behind_another_forward_are_measured_again(data, tmp_path):
+    net = tiny_vit(num_classes=4); _,_,first = seen_again(Head(net), data, tmp_path/'r')
+    n,said,r = seen_again(Head2(net), data, tmp_path/'r')
+    assert n==11 and 'its code' in said and 'its outputs' in said
+    assert r.df.accuracy.tolist()==corruption_report(Spy(Head2(net)), data, ['fog','snow']).df.accuracy.tolist()
+
+def test_a_report_without_these_fields_is_measured_again(data, tmp_path):
+    net = Head(tiny_vit(num_classes=4)); _,_,r = seen_again(net, data, tmp_path/'r')
+    for k in ('code','outputs'): r.meta.pop(k)
+    r.save(tmp_path/'r', page=False); assert seen_again(net, data, tmp_path/'r')[0]==11
+
+def test_a_corruption_with_another_body_is_measured_again(data, tmp_path, monkeypatch):
+    net = Head(tiny_vit(num_classes=4)); seen_again(net, data, tmp_path/'r')
+    monkeypatch.setattr(C._KINDS['fog'], 'f', lambda x, c, seed: x*.5)
+    n,said,r = seen_again(net, data, tmp_path/'r')
+    assert n==6 and said.count('is measured again')==5 and 'snow' not in said
+    assert r.verdicts['fog 3'].tolist()==(predict(net, corrupt(data[0], 'fog', 3))==data[1]).tolist() and len(r.df)==11
+
+def test_files_that_were_replaced_are_measured_again(cifar_c, tmp_path):
+    m = tiny_vit(size=32, patch=8, in_chans=3, num_classes=3); out = tmp_path/'r'
+    corruption_report(m, CifarC(cifar_c), ['fog','snow'], out=out)
+    np.save(cifar_c/'snow.npy', 255-np.load(cifar_c/'snow.npy'))
+    with pytest.warns(UserWarning, match='snow 1 is measured again'): a = corruption_report(m, CifarC(cifar_c), ['fog','snow'], out=out)
+    assert a.df.accuracy.tolist()==corruption_report(m, CifarC(cifar_c), ['fog','snow']).df.accuracy.tolist()
+
+def test_other_labels_between_rows_are_told(cifar_c):
+    m = tiny_vit(size=32, patch=8, in_chans=3, num_classes=3); x = images(7, 3)
+    says = [corruption_report(m, CifarC(cifar_c), ['fog'], clean=(x,y)).warnings for y in (torch.arange(7)%3, torch.arange(7).flip(0)%3)]
+    assert [any('other labels' in o for o in s) for s in says]==[False,True]
+
+# --- sizes between the published ones ----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('side,told', [(28,False),(32,False),(64,False),(96,True),(48,True),(224,False)])
+def test_a_size_far_from_its_settings_is_told(side, told):
+    class Mean(nn.Module):
+        def forward(self, x): return torch.stack([x.mean((1,2,3)), 1-x.mean((1,2,3))], 1)
+    d = images(2, 1, side, side),torch.tensor([0,1])
+    assert any('not scaled' in o for o in corruption_report(Mean(), d, ['brightness']).warnings)==told
+
+# --- a model's own way of cutting images -------------------------------------------------------------------------------------
+
+def test_subset_reports_cut_images_as_the_model_says(tmp_path):
+    f = tmp_path/'a'; seen = []
+    for o in WNIDS: (f/o).mkdir(parents=True); Image.fromarray(np.random.default_rng(0).integers(0, 255, (60,90,3), dtype=np.uint8)).save(f/o/'0.png')
+    class Model(nn.Module):
+        pretrained_cfg = dict(input_size=(3,32,32), crop_pct=1., interpolation='bicubic', crop_mode='squash')
+        def forward(self, x): seen.append(x.clone()); return torch.zeros(len(x), 3)
+    for kw,want in (({}, 'pct 1, bicubic, squash'), (dict(pct=.5, interp='nearest'), 'pct 0.5, nearest, squash')):
+        r = subset_report(Model(), f, classes=WNIDS, size=32, num_workers=0, **kw); assert want in r.attrs['images']
+    assert not torch.equal(*seen)
+
+def test_what_files_give_is_the_callers_own(cifar_c):
+    src = CifarC(cifar_c); x,y = src.pick('fog', 1); a,b = x.clone(),y.clone(); x.zero_(); y.add_(1)
+    assert torch.equal(src.pick('fog', 1)[0], a) and torch.equal(src.pick('fog', 1)[1], b)

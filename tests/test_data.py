@@ -6,6 +6,7 @@ import pyarrow as pa, pyarrow.parquet as pq
 from fastai.vision.all import (aug_transforms, CrossEntropyLossFlat, Image, Learner, Normalize, Resize, TensorCategory, TensorImageBW, TensorMask, accuracy,
                                fastai_cfg, get_image_files, load_learner, nn, verify_images)
 from robust_nbdev.core import Normalized
+from robust_nbdev.corruptions import ImageNetC, class_folders, wnid_images
 from robust_nbdev.datasets import *
 import robust_nbdev.datasets as D
 
@@ -196,7 +197,7 @@ def test_folders(folders):
     src = read_images(folders)
     assert list(src.vocab)==['a','b','c'] and len(src.splits['val'][0])==7
     dls = image_dls(folders, size=32, bs=4)
-    assert len(xs(dls.valid))==7 and ys(dls.valid)==[0,0,0,1,1,2,2] and dls.one_batch()[0].shape==(4,3,32,32)
+    assert len(xs(dls.valid))==7 and sorted(ys(dls.valid))==[0,0,0,1,1,2,2] and dls.one_batch()[0].shape==(4,3,32,32)
     assert len(dls.train)==3
     big = image_dls(folders, size=(80,96), bs=4, num_workers=0)
     assert big.one_batch()[0].shape==big.valid.one_batch()[0].shape==(4,3,80,96) and not torch.equal(xs(big.train), xs(big.train))
@@ -522,3 +523,165 @@ def test_find_source(folders, monkeypatch):
         with pytest.raises(e, match='fashion_mnist|cifar10'): find_source(o, 1001)
     monkeypatch.setattr(D, 'settings', lambda: dict(cifar10=folders)); assert find_source('cifar10')[1:]==('cifar10', 32)
     with pytest.raises(ValueError, match='there are: fashion_mnist'): find_images('mnist')
+
+# --- names that are numbers
+
+N12 = [str(i) for i in range(12)]
+
+def tree(root, names=N12, n=2, size=32):
+    "Class folders whose images say the value of the folder's name"
+    for o in names:
+        for i in range(n):
+            f = root/o/f'{i}.png'; f.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(np.full((size,size,3), 20*int(o), np.uint8)).save(f)
+    return root
+
+class ReadsNumber(nn.Module):
+    "Says the class that the pixels name"
+    def forward(self, x): return torch.nn.functional.one_hot((x[:,0].mean((1,2))*255/20).round().long(), 12).float()
+
+def score(dl):
+    ok = [(ReadsNumber()(b[0]).argmax(1)==b[1]).float() for b in dl]
+    return torch.cat(ok).mean().item()
+
+def from_folders(root): tree(root); return image_dls(root, valid='only', size=32).valid
+def from_splits(root): tree(root/'train'); tree(root/'test'); return image_dls(root, size=32).valid
+def from_hf_parquet(root):
+    meta = dict(huggingface=json.dumps(dict(info=dict(features=dict(label=dict(names={o:f'c{o}' for o in sorted(N12)}))))))
+    write(root/'test.parquet', 12, meta, label=list(range(12)), image=[png(np.full((32,32,3), 20*i, np.uint8)) for i in range(12)])
+    dl = image_dls(root, valid='only', size=32).valid; assert list(dl.vocab)==[f'c{o}' for o in N12]; return dl
+def from_text_index(root):
+    rows = sorted(N12); ims = [png(np.full((32,32,3), 20*int(i), np.uint8)) for i in rows]
+    write(root/'test.parquet', 12, dict(class_names=json.dumps(N12)), label=[int(i) for i in rows], image=ims, index=rows)
+    dl = image_dls(root, valid='only', size=32).valid; assert ys(dl)==list(range(12)); return dl
+def from_parquet_parts(root):
+    for i in range(12): write(root/f'test-{i}-of-12.parquet', 1, dict(class_names=json.dumps(N12)), label=[i], image=[png(np.full((32,32,3), 20*i, np.uint8))])
+    assert read_images(root).labels('test').tolist()==list(range(12)); return image_dls(root, valid='only', size=32).valid
+def from_wnid_images(root): return wnid_images(tree(root), size=32, num_workers=0)
+def from_subset(root): return wnid_images(tree(root), subset=True, size=32, num_workers=0)
+def from_imagenet_c(root): tree(root/'fog'/'1'); return ImageNetC(root, size=32, num_workers=0).pick('fog', 1)
+def from_own_classes(root): return wnid_images(tree(root), classes=N12, size=32, num_workers=0)
+
+BY_VALUE = [from_folders, from_splits, from_hf_parquet, from_text_index, from_parquet_parts, from_wnid_images, from_subset, from_imagenet_c, from_own_classes]
+
+@pytest.mark.parametrize('make', BY_VALUE, ids=lambda f: f.__name__)
+def test_a_perfect_model_is_right_on_classes_named_by_numbers(make, tmp_path): assert score(make(tmp_path))==1
+
+@pytest.mark.parametrize('names,want', [(['10','9','1'],['1','9','10']), (['010','9','001'],['001','9','010']), (['b','10','9'],['10','9','b']),
+    (['-1','-10','2.5','2'],['-10','-1','2','2.5']), (['12345678901234567891','12345678901234567890'],['12345678901234567890','12345678901234567891']), (['²','1'],['1','²'])])
+def test_order_of_names(names, want): assert by_value(names)==want and by_value(names[::-1])==want
+
+@pytest.mark.parametrize('make', [image_dls, read_images, class_folders, wnid_images], ids=lambda f: f.__name__)
+def test_one_number_for_two_classes_is_refused(make, tmp_path):
+    with pytest.raises(ValueError, match="'1' and '01' are the same number|'01' and '1' are the same number"): make(tree(tmp_path, ['0','1','01']))
+
+def test_which_class_is_which_output_is_said():
+    assert class_notice(N12).endswith('output 0 is class 0, output 1 is class 1, output 2 is class 2, ..., output 11 is class 11')
+    assert class_notice(['7','10'])=='class names are numbers, taken by value: output 0 is class 7, output 1 is class 10'
+    assert class_notice(['cat','2'])==class_notice([])==''
+
+# --- class by class
+
+def by_class(k=10, n=20, order=None):
+    y = np.repeat(order if order is not None else np.arange(k), n)
+    return ImageSource({o:(np.tile(y[:,None,None,None], (1,8,8,3)).astype(np.uint8), y) for o in ('train','val','test')}, [f'c{i}' for i in range(k)])
+
+@pytest.mark.parametrize('order', [None, [3,9,0,1,8,2,7,5,6,4]])
+@pytest.mark.parametrize('valid', ['test','val','only','holdout'])
+@pytest.mark.parametrize('n', [None,60])
+def test_the_first_images_of_sorted_data_are_of_many_classes(order, valid, n):
+    dls = image_dls(by_class(order=order), valid=valid, n_valid=n, bs=20)
+    for dl in (dls.valid, dls.train.new(shuffle=False), dls.train.new(n=20)): assert len(set(dl.one_batch()[1].tolist()))>5
+    a,b,c = [image_dls(by_class(order=order), valid=valid, n_valid=n, seed=s) for s in (42,42,1)]
+    assert ys(a.valid)==ys(b.valid) and ys(a.valid)!=ys(c.valid)
+
+def test_a_choice_from_sorted_data_is_the_same_images_as_before():
+    src = by_class()
+    for n in (None,60): assert sorted(choose_images(src, 'only', n_valid=n)[1][1])==list(balanced(src.labels('test'), n))
+
+@pytest.mark.parametrize('valid', ['test','only','holdout'])
+def test_data_that_are_mixed_keep_their_order(valid):
+    for n in (None,100):
+        for k,i in choose_images(embedded_fashion(), valid, n_valid=n): assert (np.diff(i)>0).all()
+    y = np.arange(200)%10; x = np.zeros((200,8,8,3), np.uint8)
+    for k,i in choose_images(ImageSource(dict(train=(x,y), test=(x,y)), range(10)), valid): assert (np.diff(i)>0).all()
+
+@pytest.mark.parametrize('name', [o for o in D._SETS if o not in ('camvid','fashion_mnist')])
+def test_no_named_loader_gives_a_sorted_validation_set(name, tmp_path):
+    for k in ('train','test'): tree(tmp_path/k, n=8)
+    dl = dataset(name, path=tmp_path, size=32, num_workers=0, bs=24).valid
+    assert len(set(dl.one_batch()[1].tolist()))>6
+
+def test_two_sorted_shards_are_sorted_too():
+    y = np.tile(np.repeat(range(10), 20), 2)
+    assert class_sorted(y) and not class_sorted(np.random.default_rng(0).permutation(y)) and not class_sorted(np.zeros(9, int)) and not class_sorted([])
+
+def test_the_published_order_is_kept(published, tmp_path):
+    ims,y = [img(i) for i in range(20)],[0]*10+[1]*10
+    t = pa.table(dict(image=list(map(png, ims)), label=y, index=list(range(20)))); pq.write_table(t, tmp_path/'x_test.parquet')
+    src = read_images(tmp_path/'x_test.parquet')
+    assert ys(image_dls(src, valid='only', size=32).valid)!=y and ys(image_dls(canonical(src, 'cifar100'), valid='only', size=32).valid)==y
+
+# --- whole numbers
+
+@pytest.mark.parametrize('bad', [0, -1, 1.5, 2., True, '3', float('nan')])
+@pytest.mark.parametrize('f', [lambda n: balanced([0,1,1], n), lambda n: fashion_mnist(n_train=n), lambda n: fashion_mnist(n_valid=n),
+    lambda n: fashion_mnist(n_valid=n, valid='holdout'), lambda n: image_dls(embedded_fashion(), n, mode='L')])
+def test_numbers_of_images_are_whole_and_positive(bad, f):
+    with pytest.raises(ValueError, match='whole number|at least|exist'): f(bad)
+
+@pytest.mark.parametrize('v', ['1/2/3','8/','/255','8/255/1','inf','nan','1/0','-1/255'])
+def test_what_is_no_radius_is_refused(v, tmp_path, monkeypatch):
+    settings_at(tmp_path, monkeypatch, f'[smoke]\neps = {v}\n')
+    with pytest.raises(ValueError, match='not a valid value'): settings('smoke')
+
+# --- a model's own way of cutting images
+
+@pytest.mark.parametrize('name', ['deit_tiny_patch16_224','resnet18','xcit_nano_12_p16_224','vit_tiny_patch16_224'])
+@pytest.mark.parametrize('size', [224,None])
+def test_images_are_cut_as_timm_cuts_them(name, size, tmp_path):
+    m = timm.create_model(name); cfg = timm.data.resolve_model_data_config(m, use_test_size=size is None)
+    n = cfg['input_size'][-1]
+    for i in range(2): (tmp_path/'a').mkdir(exist_ok=True); Image.fromarray(img(i, 300, 411)).save(tmp_path/'a'/f'{i}.png')
+    dl = image_dls(tmp_path, size=n, valid='only', item_tfms=None, batch_tfms=None, num_workers=0, **timm_fit(Normalized(m), size))
+    want = timm.data.create_transform(**{**cfg, 'mean':(0,0,0), 'std':(1,1,1)})
+    for x,f in zip(xs(dl.valid), sorted((tmp_path/'a').iterdir())): assert torch.equal((x*255).round(), (want(Image.open(f))*255).round())
+    assert f'pct {cfg["crop_pct"]:g}, bicubic, center' in dl.about
+
+def test_a_model_without_configuration_changes_nothing():
+    assert timm_fit(nn.Linear(2, 2))=={} and 'bilinear' not in fashion_mnist(64, 10).about
+
+@pytest.mark.parametrize('kw', [dict(crop_mode='border'), dict(interp='random'), dict(pct=0), dict(pct=1.2)])
+def test_other_ways_of_cutting_are_refused(kw, folders):
+    with pytest.raises(ValueError, match='crop_mode|interp|pct'): image_dls(folders, size=32, **kw)
+
+def test_small_images_follow_pct_too(folders):
+    a,b = [image_dls(folders, size=32, valid='val', pct=p, item_tfms=None, batch_tfms=None, bs=4).valid.one_batch()[0] for p in (1,.5)]
+    assert not torch.equal(a, b)
+
+def test_squash_keeps_the_whole_image():
+    o = CenterFit(32, crop_mode='squash')(OpenImage()(np.repeat(np.arange(64, dtype=np.uint8)[None,:,None], 32, 0).repeat(3, 2)))
+    a = np.asarray(o)[0,:,0]; assert a[0]<2 and a[-1]>61 and o.size==(32,32)
+
+# --- transforms and the tensors they are given
+
+@pytest.mark.parametrize('t', [CropFlip(4), ClampImage()], ids=lambda t: type(t).__name__)
+def test_transforms_leave_their_input_alone(t):
+    x = TensorImageBW(torch.rand(4,1,16,16)*1.2-.1); old = x.clone()
+    out = t((x,torch.arange(4)), split_idx=0)[0]
+    assert torch.equal(x, old) and out.data_ptr()!=x.data_ptr()
+
+# --- profiles ask for more than there is
+
+@pytest.mark.parametrize('valid', ['test','holdout','only'])
+def test_a_profile_takes_what_there_is(valid, tmp_path, capsys):
+    for k in ('train','test'): tree(tmp_path/k, n=4)
+    s = RunSettings(settings('gpu'), dataset='cifar10', cifar10=tmp_path)
+    dls = profile_dls(s, valid=valid, num_workers=0)
+    n = dict(test=(48,48), holdout=(44,4), only=(48,48))[valid]
+    assert (len(dls.train_ds),len(dls.valid_ds))==n and 'fewer images' in capsys.readouterr().out
+
+@pytest.mark.parametrize('profile,name', [('smoke','cifar10'), ('laptop','cifar10'), *(('gpu',o) for o in D._SETS if o!='camvid')])
+def test_every_profile_runs_without_its_dataset(profile, name, monkeypatch):
+    monkeypatch.setitem(D._SETS, 'fashion_mnist', dict(D._SETS['fashion_mnist'], dirs=[]))
+    dls = profile_dls(RunSettings(settings(profile), dataset=name)); assert len(dls.train_ds)>500 and len(dls.valid_ds)>100

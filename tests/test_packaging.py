@@ -1,5 +1,5 @@
 "The wheel: what is in it, and that it works away from the sources."
-import json, os, shutil, subprocess, sys, zipfile
+import json, os, re, shutil, subprocess, sys, zipfile
 from pathlib import Path
 import pytest, robust_nbdev
 
@@ -74,3 +74,11 @@ def test_no_name_of_fastai_is_hidden():
     "`from robust_nbdev.all import *` leaves fastai's own names as they are"
     import fastai.vision.all as fv, robust_nbdev.all as ra
     assert [n for n in dir(fv) if not n.startswith('_') and hasattr(ra,n) and getattr(ra,n) is not getattr(fv,n)]==[]
+
+def test_every_extra_that_is_named_exists():
+    "In the pages, the code and the scripts: an unknown extra is skipped by pip with a warning"
+    known = set(re.findall(r'^(\w+) = \[', (ROOT/'pyproject.toml').read_text().split('[project.optional-dependencies]')[1].split('\n[')[0], re.M))
+    files = [ROOT/'README.md',ROOT/'CONTRIBUTING.md',*(ROOT/'benchmarks').iterdir(),ROOT/'.ci'/'run',*(ROOT/'nbs').glob('*.ipynb')]
+    text = '\n'.join(f.read_text() for f in files)
+    named = set(re.findall(r'extra `(\w+)`', text))|{o for s in re.findall(r'(?:robust-nbdev|[\s\'"][.])\[([\w,]+)\]', text) for o in s.split(',')}
+    assert {'bench','corruptions','dev'}<=named<=known

@@ -195,3 +195,9 @@ def test_batchnorm_is_in_the_feed_forward_but_for_the_base_model():
     n = lambda k: sum(isinstance(o, nn.BatchNorm2d) for o in net(k).modules())
     assert n('rvt_nano')==1+3*2
     with torch.device('meta'): assert sum(isinstance(o, nn.BatchNorm2d) for o in timm.create_model('rvt_base').modules())==1
+
+def test_a_mask_is_not_dropped_in_silence():
+    m = ScaledAttention(8, 2, 4); x = torch.rand(1,4,8)
+    assert torch.equal(m(x), m(x, attn_mask=None, is_causal=False))
+    for kw in (dict(attn_mask=torch.ones(4,4)), dict(is_causal=True)):
+        with pytest.raises(ValueError, match='no mask'): m(x, **kw)
