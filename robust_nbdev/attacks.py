@@ -235,6 +235,7 @@ class Value:
         eps:float, # Radius in pixel units of [0,1]
     )->'Value': # Of the same type
         "A copy for another radius, such as curves and schedules need; what was given in units of the radius moves with it"
+        if self.eps is None: raise TypeError(f'{self!r} has no radius that could be changed')
         return self.but(eps=eps)
     @property
     def name(self):
@@ -284,14 +285,6 @@ class Attack(Value):
     )->'Attack': # Each step costs `n` times as much
         "A copy whose gradients are the mean of `n` draws of a random model"
         return self.but(draws=n)
-
-# %% ../nbs/01_attacks.ipynb #02b6b6ed
-@patch
-def at_eps(self:Attack, eps):
-    alpha = next((self.alpha for f in fields(self) if f.name=='alpha' and f.init), None)
-    if alpha is None: return self.but(eps=eps)
-    if self.eps==0: raise ValueError(f'{self} has a step for a ball of radius 0, which cannot be scaled to eps={eps_str(eps)}: leave alpha out')
-    return self.but(eps=eps, alpha=min(alpha*float(eps)/self.eps, self.ball.largest))
 
 # %% ../nbs/01_attacks.ipynb #4f38d977
 def _reference(loss, model, x, y, target):
@@ -446,6 +439,20 @@ class PGD(Attack):
     def update(self, x, s, g, v, i):
         "One step, and back into the ball"
         return {**s, 'd':self.ball.project(x, s['d']+self.step_size*self.ball.step(g))}
+
+# %% ../nbs/01_attacks.ipynb #02b6b6ed
+@patch
+def at_eps(self:Attack, eps):
+    ball,alpha = threat_model(eps, self.norm),next((self.alpha for f in fields(self) if f.name=='alpha' and f.init), None)
+    if alpha is None: return self.but(eps=ball)
+    if type(ball)!=type(self.ball): raise ValueError(f'{self} has a step in {self.norm}, which says nothing about {ball}: leave alpha out')
+    if self.eps==0: raise ValueError(f'{self} has a step for a ball of radius 0, which cannot be scaled to {ball}: leave alpha out')
+    return self.but(eps=ball, alpha=min(alpha*(ball.eps/self.eps), self.ball.largest))
+
+def _at(attack, eps):
+    "`attack` for another radius. Raises TypeError for a function, whose radius nobody knows"
+    if isinstance(attack, Value): return attack.at_eps(eps)
+    raise TypeError(f'{attack!r} has no at_eps, so its radius cannot be changed: give an attack such as PGD, or a subclass of Attack')
 
 # %% ../nbs/01_attacks.ipynb #21dbea02
 @dataclass(frozen=True, repr=False)
@@ -938,6 +945,7 @@ class WorstCase(Value):
     )->'WorstCase': # All fields are checked again
         "A copy with some fields changed in all its attacks"
         return WorstCase([a.but(**kw) for a in self.attacks])
+    def at_eps(self, eps): return WorstCase([_at(a, eps) for a in self.attacks])
     def members(self,
         classes:int, # Of the model
     )->list: # Of attacks, in order
@@ -998,6 +1006,7 @@ class Transfer(Value):
     )->'Transfer': # With the same surrogate
         "A copy with some fields of its attack changed"
         return Transfer(self.surrogate, self.attack.but(**kw))
+    def at_eps(self, eps): return Transfer(self.surrogate, _at(self.attack, eps))
     def __repr__(self): return f'Transfer({getattr(unwrap(self.surrogate),"__name__",type(unwrap(self.surrogate)).__name__)}, {self.attack!r})'
     def __call__(self,
         model, # Is not asked
@@ -1163,6 +1172,9 @@ class AutoAttack(Value):
         "A copy with some fields changed"
         ball = {k:kw[k] for k in ('eps','norm') if k in kw}
         return replace(self, **{'attacks':tuple(a.but(**ball) if isinstance(a, Value) else a for a in self.attacks), **kw})
+    def at_eps(self, eps):
+        ball = threat_model(eps, self.norm)
+        return replace(self, eps=ball, attacks=tuple(a if isinstance(a, str) else _at(a, ball) for a in self.attacks))
     @property
     def name(self): return '_'.join(['autoattack', *([self.version] if self.version!='standard' else []), *(['l2'] if self.norm=='L2' else [])])
     def members(self,
