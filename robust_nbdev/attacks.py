@@ -20,6 +20,7 @@ import math
 from contextlib import contextmanager,nullcontext
 from functools import lru_cache
 from .core import *
+from .core import _exact,_meant
 from .vit import *
 from fastai.basics import *
 
@@ -135,7 +136,8 @@ class Objective:
     )->tuple: # Value [B], to be raised; output of the model
         "Run the model on `x_adv`, and take the loss of each image"
         z = check_logits(self.model(x_adv.to(self.x.dtype, copy=True)), x_adv, self.y if self.labels else None, self.n)
-        return self.sign*(loss or self.loss)(z, self.t).as_subclass(Tensor), z
+        kept = own(z)
+        return self.sign*(loss or self.loss)(z, own(self.t)).as_subclass(Tensor), kept
 
 # %% ../nbs/01_attacks.ipynb #6987f223
 @patch
@@ -184,7 +186,7 @@ def rows(self:Objective,
 # %% ../nbs/01_attacks.ipynb #d2d9fbf6
 class _Count(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, c): ctx.c = c; return x.view_as(x)
+    def forward(ctx, x, c): ctx.c = c; return x.clone()
     @staticmethod
     def backward(ctx, g): ctx.c.backwards += len(g); return g,None
 
@@ -221,6 +223,10 @@ class Value:
     eps = norm = None
     def _set(self, **kw):
         for k,v in kw.items(): object.__setattr__(self, k, v)
+    def _plain(self):
+        "Numbers of numpy and torch become Python's, and those off by rounding what they were meant to be"
+        real = lambda v: isinstance(v, (float,np.floating)) or isinstance(v, Tensor) and not v.ndim and v.is_floating_point()
+        self._set(**{f.name:_meant(v) for f in fields(self) if f.init and real(v:=getattr(self, f.name))})
     def _whole(self, **least):
         for n,lo in least.items():
             v = getattr(self, n, lo)
@@ -242,7 +248,7 @@ class Value:
         "What columns and rows of tables are called"
         return type(self).__name__.lower()
     def __repr__(self):
-        show = lambda v: eps_str(v) if isinstance(v,float) else getattr(v,'__name__',repr(v))
+        show = lambda v: _exact(v) if isinstance(v,float) else getattr(v,'__name__',repr(v))
         fs = [f for f in fields(self) if f.init and (f.name in ('eps','steps') or getattr(self,f.name)!=f.default)]
         return f'{type(self).__name__}({", ".join(("" if f.name=="eps" else f.name+"=")+show(getattr(self,f.name)) for f in fs)})'
 
@@ -258,6 +264,7 @@ class Attack(Value):
     fewest = 1
 
     def __post_init__(self):
+        self._plain()
         if isinstance(self.eps, Ball): self._set(norm=type(self.eps).__name__, eps=self.eps.eps)
         self._set(eps=threat_model(self.eps, self.norm).eps)
         self._whole(restarts=1, draws=1, steps=0, targets=self.fewest)
@@ -291,7 +298,7 @@ def _reference(loss, model, x, y, target):
     "What the loss compares with: labels, targets or the model's clean output; and whether it is a label"
     if getattr(loss,'clean',False):
         if target is not None: raise ValueError(f'{loss.__name__} compares with the clean output and knows no target: use loss=ce or margin')
-        with torch.no_grad(): return check_logits(model(x), x),False
+        with torch.no_grad(): return own(check_logits(outputs(model, x), x)),False
     if target is None: return (None,False) if y is None else (check_labels(y, x),True)
     t = check_labels(target, x)
     if y is not None and t.ndim==1 and (t==check_labels(y, x)).any(): raise ValueError('target equals the label for some images: an attack cannot move them away from y towards y')
@@ -352,13 +359,14 @@ def _best(self:Attack, obj, x, seed):
     x_adv = self.run(obj, x, seeds)
     if self.restarts==1: return x_adv
     with torch.no_grad(): v,z = obj(x_adv)
+    f = obj.fooled(z)
     if v.shape!=(len(x),): raise ValueError(f'restarts need a loss that returns one number per image [{len(x)}], got shape {list(v.shape)}')
     for r in range(1, self.restarts):
         new = self.run(obj, x, mix64(seeds+r))
         with torch.no_grad(): v1,z1 = obj(new)
-        f,f1 = obj.fooled(z),obj.fooled(z1)
+        f1 = obj.fooled(z1)
         better = (f1&~f) | ((f1==f)&(v1>v))
-        x_adv,v,z = torch.where(per_image(better, x), new, x_adv),torch.where(better, v1, v),torch.where(per_image(better, z), z1, z)
+        x_adv,v,f = torch.where(per_image(better, x), new, x_adv),torch.where(better, v1, v),torch.where(better, f1, f)
     return x_adv
 
 # %% ../nbs/01_attacks.ipynb #d37fe0f2
@@ -706,7 +714,7 @@ class PatchAttack(Value):
     _least,_most,_choices = {},{},{}
 
     def __post_init__(self):
-        self._whole(**self._least)
+        self._plain(); self._whole(**self._least)
         for n,hi in self._most.items():
             if not isinstance(v:=getattr(self,n), Real) or not 0<=v<=hi or v==float('inf'): raise ValueError(f'{n} must be a number from 0 to {hi:g}, got {v!r}' if hi<float('inf') else f'{n} must be a finite number >= 0, got {v!r}')
         for n,options in self._choices.items():
@@ -916,7 +924,7 @@ def threat(
 )->tuple: # (norm, eps); for attacks without a ball (None, its budget)
     "What an attack may do: only attacks that may do the same can be compared"
     norm = getattr(attack,'norm',None)
-    return (norm, attack.eps) if norm else (None, getattr(attack,'budget',None))
+    return (norm, _meant(attack.eps)) if norm else (None, getattr(attack,'budget',None))
 
 # %% ../nbs/01_attacks.ipynb #321d17f9
 @dataclass(frozen=True, repr=False)
@@ -971,15 +979,16 @@ def __call__(self:WorstCase,
     if want.ndim>1: want = want.argmax(1)
     for a in self.members(_classes(model, x0)):
         kw = dict(target=want[left], targeted=True) if targeted else {}
-        x_adv[left] = new = a(model, x0[left], None if y is None else check_labels(y, x)[left], seed=seed[left] if isinstance(seed, Tensor) else int(seed), **kw)
-        with attack_mode(model), torch.no_grad(): z = model(new.clone())
+        own_y,own_seed = None if y is None else check_labels(y, x)[left],seed[left] if isinstance(seed, Tensor) else int(seed)
+        with checked(): x_adv[left] = new = a(model, x0[left], own_y, seed=own_seed, **kw)
+        with attack_mode(model), torch.no_grad(): z = outputs(model, new)
         left = left[(z.argmax(1)==want[left])!=targeted]
         if not len(left): break
     return _like(x_adv, x)
 
 # %% ../nbs/01_attacks.ipynb #98b48281
 def _classes(model, x):
-    with attack_mode(model), torch.no_grad(): return check_logits(model(x[:1].clone()), x[:1], torch.zeros(1)).shape[1]
+    with attack_mode(model), torch.no_grad(): return check_logits(outputs(model, x[:1]), x[:1], torch.zeros(1)).shape[1]
 
 # %% ../nbs/01_attacks.ipynb #3b040e45
 @dataclass(frozen=True, repr=False)
@@ -1027,7 +1036,7 @@ def choose_target(
 )->Tensor: # Classes [B], none of them equal to its label
     "Targets for a targeted attack"
     x = check_images(x, model); y = check_labels(y, x)
-    with attack_mode(model), torch.no_grad(): z = check_logits(model(x.clone()), x, y, int(y.max())+1)
+    with attack_mode(model), torch.no_grad(): z = check_logits(outputs(model, x), x, y, int(y.max())+1)
     c,hide = z.shape[1],lambda v: z.scatter(1, y[:,None], v)
     if how=='random': return (y+1+(uniform(image_seed(x, seed), x.flatten(1)[:,:1])[:,0]*(c-1)).long().clamp(max=c-2))%c
     if how not in ('likely','least','next'): raise ValueError(f"how must be 'random', 'likely', 'least' or 'next', got {how!r}")
@@ -1061,7 +1070,7 @@ def _own_rng(x):
     "The package seeds torch's global generators; here they come back as they were"
     with torch.random.fork_rng(range(torch.cuda.device_count()) if x.is_cuda else []): yield
 
-def _logits(obj): return lambda x: check_logits(obj.model(x.to(obj.x.dtype)), x, obj.y, obj.n).clone()
+def _logits(obj): return lambda x: check_logits(obj.model(x.to(obj.x.dtype, copy=True)), x, obj.y, obj.n).clone()
 
 # %% ../nbs/01_attacks.ipynb #b2d2170f
 class _OwnRandom:

@@ -84,6 +84,22 @@ def _no_prefix(m, i, o):
     "`o`, the output of block `i`, without class, distillation and register tokens"
     return o[:,1:] if isinstance(m,(Xcit,Cait)) and i>=len(m.blocks) else o[:,prefix_tokens(m):]
 
+# %% ../nbs/00a_vit.ipynb #eeec9e04
+class _Keep:
+    "Keeps tensors that a model computes on its way: as they are, or copies"
+    def __init__(self, copies): self.copies,self.seen = copies,[]
+    def __call__(self, o):
+        if not isinstance(o, Tensor): return o
+        if self.copies: return o.clone()
+        self.seen.append((o,o._version))
+        return o
+
+def _kept(run):
+    "`run(keep)`; once more with copies if the model has written into a tensor that was kept"
+    keep = _Keep(torch.is_inference_mode_enabled())
+    res = run(keep)
+    return run(_Keep(True)) if any(o._version!=v for o,v in keep.seen) else res
+
 # %% ../nbs/00a_vit.ipynb #7e38e135
 def block_outputs(
     model:nn.Module, # A timm transformer, maybe inside `Normalized`
@@ -92,11 +108,14 @@ def block_outputs(
     prefix:bool=True, # Keep the `prefix_tokens`? If not, blocks of nothing else (CaiT's last) are left out
 )->list: # [B,N,D] per block, in the graph; with `logits`: that list and the model's output
     "What each block of the model computes for `x`, in one forward"
-    blocks,outs,x = vit_blocks(model),{},x.as_subclass(Tensor)
-    def keep(i, blk, args, o): outs[i] = o.flatten(1,2) if o.ndim==4 else o
-    with uncompiled(model), ExitStack() as hooks:
-        for i,b in enumerate(blocks): hooks.callback(b.register_forward_hook(partial(keep,i)).remove)
-        z = model(x)
+    blocks,x = vit_blocks(model),x.as_subclass(Tensor)
+    def run(keep):
+        outs = {}
+        def note(i, blk, args, o): o = keep(o); outs[i] = o.flatten(1,2) if o.ndim==4 else o
+        with uncompiled(model), ExitStack() as hooks:
+            for i,b in enumerate(blocks): hooks.callback(b.register_forward_hook(partial(note,i)).remove)
+            return outs,outputs(model, x)
+    outs,z = _kept(run)
     if len(outs)<len(blocks): raise RuntimeError(f'only {len(outs)} of {len(blocks)} blocks ran through their own __call__: block outputs cannot be read from this model')
     res = [outs[i] if prefix else _no_prefix(unwrap(model), i, outs[i]) for i in range_of(blocks)]
     res = [o for o in res if o.shape[1]]
@@ -114,12 +133,14 @@ def _scores(q, k, v, attn_mask=None, dropout_p=0., is_causal=False, scale=None, 
 
 class _Watch(TorchFunctionMode):
     "Notes the softmax call of the attention module at work"
-    def __init__(self): super().__init__(); self.now,self.calls = None,defaultdict(list)
+    def __init__(self, keep): super().__init__(); self.now,self.calls,self.keep = None,defaultdict(list),keep
     def enter(self, i, m, args): self.now = i
     def leave(self, m, args, o): self.now = None
     def __torch_function__(self, f, types, args=(), kwargs=None):
+        if self.now is None or not (f in _softmax or f is _fused): return f(*args, **(kwargs or {}))
+        seen = [self.keep(a) for a in args],{k:self.keep(a) for k,a in (kwargs or {}).items()}
         o = f(*args, **(kwargs or {}))
-        if self.now is not None and (f in _softmax or f is _fused): self.calls[self.now].append((f, args, kwargs or {}, o))
+        self.calls[self.now].append((f, *seen, self.keep(o)))
         return o
 
 def _map_of(pre, f, args, kwargs, o):
@@ -142,12 +163,15 @@ def attn_maps(
     logits:bool=False, # Return the model's output as well?
 )->list: # Per block [B,H,N,N], in the graph; other families: see the table at the top. With `logits`: that list and the model's output
     "The attention of each block, fused or not, in one forward that leaves model and output as they are"
-    blocks,watch,x = vit_blocks(model),_Watch(),x.as_subclass(Tensor)
-    with uncompiled(model), ExitStack() as hooks:
-        for i,m in [(i,m) for i,b in enumerate(blocks) for m in _attns(b)]:
-            hooks.callback(m.register_forward_pre_hook(partial(watch.enter,i)).remove)
-            hooks.callback(m.register_forward_hook(watch.leave).remove)
-        with watch: z = model(x)
+    blocks,x = vit_blocks(model),x.as_subclass(Tensor)
+    def run(keep):
+        watch = _Watch(keep)
+        with uncompiled(model), ExitStack() as hooks:
+            for i,m in [(i,m) for i,b in enumerate(blocks) for m in _attns(b)]:
+                hooks.callback(m.register_forward_pre_hook(partial(watch.enter,i)).remove)
+                hooks.callback(m.register_forward_hook(watch.leave).remove)
+            with watch: return watch,outputs(model, x)
+    watch,z = _kept(run)
     if lost := [i for i in range_of(blocks) if not watch.calls[i]]: raise RuntimeError(f'blocks {lost} computed no softmax attention that could be seen')
     maps = [[_map_of(pre_softmax, *c) for c in watch.calls[i]] for i in range_of(blocks)]
     maps = [torch.cat(o, 1) if len(o)>1 else o[0] for o in maps]
