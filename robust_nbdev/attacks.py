@@ -1233,16 +1233,16 @@ def _reference_aa(aa, model, x, y, seed):
     heard,trace = [],sys.gettrace()
     ear = logging.Handler(logging.WARNING); ear.emit = lambda r: heard.append(r.getMessage())
     log = logging.getLogger('auto-attack'); log.addHandler(ear); spread,log.propagate = log.propagate,False
-    x0 = check_images(x, model).float(); obj = Objective(model, x0, check_labels(y, x0))
+    clean = check_images(x, model); x0 = clean.float(); obj = Objective(model, clean, check_labels(y, x0))
     kw = dict(version='custom', attacks=[a for a in aa.attacks]) if aa.version=='custom' else dict(version=aa.version)
     try:
         with attack_mode(model), _own_rng(x0):
             a = _package('').AutoAttack(_logits(obj), norm=aa.norm, eps=aa.eps, seed=int(seed)%2**32, device=x0.device, **kw)
-            _few(a, _classes(model, x0))
+            _few(a, _classes(model, clean))
             x_adv = a.run_standard_evaluation(x0, obj.y, batch_size=len(x0))[0]
     finally: log.removeHandler(ear); log.propagate = spread; sys.settrace(trace)
     for m in dict.fromkeys(heard): warnings.warn(f'{aa}: {m}')
-    return _like(land(check_images(x), aa.ball.project(x0, x_adv.detach()-x0)+x0), x)
+    return _like(land(clean, aa.ball.project(x0, x_adv.detach()-x0)+x0), x)
 
 # %% ../nbs/01_attacks.ipynb #84152340
 def loss_trace(
