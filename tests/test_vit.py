@@ -584,9 +584,11 @@ def replica(model):
     return new[model]
 
 PARTS = dict(tokens=lambda m: add_tokens(m, 3, std=.5), adapters=lambda m: add_after_mlp(m, Bottleneck), scales=lambda m: add_scales(m, .5))
-CHANGES = dict(tokens=lambda m: setattr(m.extra_tokens, 'weight', nn.Parameter(m.extra_tokens.weight.detach()+1) if m.extra_tokens._parameters else m.extra_tokens.weight+1),
-    adapters=lambda m: setattr(m.adapters[0].b, 'bias', nn.Parameter(m.adapters[0].b.bias.detach()+torch.randn(len(m.adapters[0].b.bias))) if m.adapters[0].b._parameters else m.adapters[0].b.bias+torch.randn(len(m.adapters[0].b.bias))),
-    scales=lambda m: setattr(m.attn_scales, 's', m.attn_scales.s*4))
+def moved(mod, name):
+    "Another weight for a module: a parameter of its own, or, in a replica, a tensor"
+    t = getattr(mod, name); new = t.detach()+torch.randn(t.shape)
+    setattr(mod, name, nn.Parameter(new) if name in mod._parameters else new)
+CHANGES = dict(tokens=lambda m: moved(m.extra_tokens, 'weight'), adapters=lambda m: moved(m.adapters[0].b, 'bias'), scales=lambda m: setattr(m.attn_scales, 's', m.attn_scales.s*4))
 def shallow(m):
     c = copy.copy(m); c._modules = {k:copy.deepcopy(o) if k in ('extra_tokens','adapters','attn_scales') else o for k,o in m._modules.items()}
     return c
