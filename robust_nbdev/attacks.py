@@ -18,6 +18,7 @@ import math
 from contextlib import contextmanager,nullcontext
 from functools import lru_cache
 from .core import *
+from .core import _exact,_meant
 from .vit import *
 from fastai.basics import *
 
@@ -133,7 +134,8 @@ class Objective:
     )->tuple: # Value [B], to be raised; output of the model
         "Run the model on `x_adv`, and take the loss of each image"
         z = check_logits(self.model(x_adv.to(self.x.dtype, copy=True)), x_adv, self.y if self.labels else None, self.n)
-        return self.sign*(loss or self.loss)(z, self.t).as_subclass(Tensor), z
+        kept = own(z)
+        return self.sign*(loss or self.loss)(z, own(self.t)).as_subclass(Tensor), kept
 
 # %% ../nbs/01_attacks.ipynb #6987f223
 @patch
@@ -182,7 +184,7 @@ def rows(self:Objective,
 # %% ../nbs/01_attacks.ipynb #d2d9fbf6
 class _Count(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, c): ctx.c = c; return x.view_as(x)
+    def forward(ctx, x, c): ctx.c = c; return x.clone()
     @staticmethod
     def backward(ctx, g): ctx.c.backwards += len(g); return g,None
 
@@ -219,6 +221,10 @@ class Value:
     eps = norm = None
     def _set(self, **kw):
         for k,v in kw.items(): object.__setattr__(self, k, v)
+    def _plain(self):
+        "Numbers of numpy and torch become Python's, and those off by rounding what they were meant to be"
+        real = lambda v: isinstance(v, (float,np.floating)) or isinstance(v, Tensor) and not v.ndim and v.is_floating_point()
+        self._set(**{f.name:_meant(v) for f in fields(self) if f.init and real(v:=getattr(self, f.name))})
     def _whole(self, **least):
         for n,lo in least.items():
             v = getattr(self, n, lo)
@@ -233,13 +239,14 @@ class Value:
         eps:float, # Radius in pixel units of [0,1]
     )->'Value': # Of the same type
         "A copy for another radius, such as curves and schedules need; what was given in units of the radius moves with it"
+        if self.eps is None: raise TypeError(f'{self!r} has no radius that could be changed')
         return self.but(eps=eps)
     @property
     def name(self):
         "What columns and rows of tables are called"
         return type(self).__name__.lower()
     def __repr__(self):
-        show = lambda v: eps_str(v) if isinstance(v,float) else getattr(v,'__name__',repr(v))
+        show = lambda v: _exact(v) if isinstance(v,float) else getattr(v,'__name__',repr(v))
         fs = [f for f in fields(self) if f.init and (f.name in ('eps','steps') or getattr(self,f.name)!=f.default)]
         return f'{type(self).__name__}({", ".join(("" if f.name=="eps" else f.name+"=")+show(getattr(self,f.name)) for f in fs)})'
 
@@ -255,6 +262,7 @@ class Attack(Value):
     fewest = 1
 
     def __post_init__(self):
+        self._plain()
         if isinstance(self.eps, Ball): self._set(norm=type(self.eps).__name__, eps=self.eps.eps)
         self._set(eps=threat_model(self.eps, self.norm).eps)
         self._whole(restarts=1, draws=1, steps=0, targets=self.fewest)
@@ -283,20 +291,12 @@ class Attack(Value):
         "A copy whose gradients are the mean of `n` draws of a random model"
         return self.but(draws=n)
 
-# %% ../nbs/01_attacks.ipynb #02b6b6ed
-@patch
-def at_eps(self:Attack, eps):
-    alpha = next((self.alpha for f in fields(self) if f.name=='alpha' and f.init), None)
-    if alpha is None: return self.but(eps=eps)
-    if self.eps==0: raise ValueError(f'{self} has a step for a ball of radius 0, which cannot be scaled to eps={eps_str(eps)}: leave alpha out')
-    return self.but(eps=eps, alpha=min(alpha*float(eps)/self.eps, self.ball.largest))
-
 # %% ../nbs/01_attacks.ipynb #4f38d977
 def _reference(loss, model, x, y, target):
     "What the loss compares with: labels, targets or the model's clean output; and whether it is a label"
     if getattr(loss,'clean',False):
         if target is not None: raise ValueError(f'{loss.__name__} compares with the clean output and knows no target: use loss=ce or margin')
-        with torch.no_grad(): return check_logits(model(x), x),False
+        with torch.no_grad(): return own(check_logits(outputs(model, x), x)),False
     if target is None: return (None,False) if y is None else (check_labels(y, x),True)
     t = check_labels(target, x)
     if y is not None and t.ndim==1 and (t==check_labels(y, x)).any(): raise ValueError('target equals the label for some images: an attack cannot move them away from y towards y')
@@ -357,13 +357,14 @@ def _best(self:Attack, obj, x, seed):
     x_adv = self.run(obj, x, seeds)
     if self.restarts==1: return x_adv
     with torch.no_grad(): v,z = obj(x_adv)
+    f = obj.fooled(z)
     if v.shape!=(len(x),): raise ValueError(f'restarts need a loss that returns one number per image [{len(x)}], got shape {list(v.shape)}')
     for r in range(1, self.restarts):
         new = self.run(obj, x, mix64(seeds+r))
         with torch.no_grad(): v1,z1 = obj(new)
-        f,f1 = obj.fooled(z),obj.fooled(z1)
+        f1 = obj.fooled(z1)
         better = (f1&~f) | ((f1==f)&(v1>v))
-        x_adv,v,z = torch.where(per_image(better, x), new, x_adv),torch.where(better, v1, v),torch.where(per_image(better, z), z1, z)
+        x_adv,v,f = torch.where(per_image(better, x), new, x_adv),torch.where(better, v1, v),torch.where(better, f1, f)
     return x_adv
 
 # %% ../nbs/01_attacks.ipynb #d37fe0f2
@@ -444,6 +445,20 @@ class PGD(Attack):
     def update(self, x, s, g, v, i):
         "One step, and back into the ball"
         return {**s, 'd':self.ball.project(x, s['d']+self.step_size*self.ball.step(g))}
+
+# %% ../nbs/01_attacks.ipynb #02b6b6ed
+@patch
+def at_eps(self:Attack, eps):
+    ball,alpha = threat_model(eps, self.norm),next((self.alpha for f in fields(self) if f.name=='alpha' and f.init), None)
+    if alpha is None: return self.but(eps=ball)
+    if type(ball)!=type(self.ball): raise ValueError(f'{self} has a step in {self.norm}, which says nothing about {ball}: leave alpha out')
+    if self.eps==0: raise ValueError(f'{self} has a step for a ball of radius 0, which cannot be scaled to {ball}: leave alpha out')
+    return self.but(eps=ball, alpha=min(alpha*(ball.eps/self.eps), self.ball.largest))
+
+def _at(attack, eps):
+    "`attack` for another radius. Raises TypeError for a function, whose radius nobody knows"
+    if isinstance(attack, Value): return attack.at_eps(eps)
+    raise TypeError(f'{attack!r} has no at_eps, so its radius cannot be changed: give an attack such as PGD, or a subclass of Attack')
 
 # %% ../nbs/01_attacks.ipynb #21dbea02
 @dataclass(frozen=True, repr=False)
@@ -697,7 +712,7 @@ class PatchAttack(Value):
     _least,_most,_choices = {},{},{}
 
     def __post_init__(self):
-        self._whole(**self._least)
+        self._plain(); self._whole(**self._least)
         for n,hi in self._most.items():
             if not isinstance(v:=getattr(self,n), Real) or not 0<=v<=hi or v==float('inf'): raise ValueError(f'{n} must be a number from 0 to {hi:g}, got {v!r}' if hi<float('inf') else f'{n} must be a finite number >= 0, got {v!r}')
         for n,options in self._choices.items():
@@ -907,7 +922,7 @@ def threat(
 )->tuple: # (norm, eps); for attacks without a ball (None, its budget)
     "What an attack may do: only attacks that may do the same can be compared"
     norm = getattr(attack,'norm',None)
-    return (norm, attack.eps) if norm else (None, getattr(attack,'budget',None))
+    return (norm, _meant(attack.eps)) if norm else (None, getattr(attack,'budget',None))
 
 # %% ../nbs/01_attacks.ipynb #321d17f9
 @dataclass(frozen=True, repr=False)
@@ -936,6 +951,7 @@ class WorstCase(Value):
     )->'WorstCase': # All fields are checked again
         "A copy with some fields changed in all its attacks"
         return WorstCase([a.but(**kw) for a in self.attacks])
+    def at_eps(self, eps): return WorstCase([_at(a, eps) for a in self.attacks])
     def members(self,
         classes:int, # Of the model
     )->list: # Of attacks, in order
@@ -961,15 +977,16 @@ def __call__(self:WorstCase,
     if want.ndim>1: want = want.argmax(1)
     for a in self.members(_classes(model, x0)):
         kw = dict(target=want[left], targeted=True) if targeted else {}
-        x_adv[left] = new = a(model, x0[left], None if y is None else check_labels(y, x)[left], seed=seed[left] if isinstance(seed, Tensor) else int(seed), **kw)
-        with attack_mode(model), torch.no_grad(): z = model(new.clone())
+        own_y,own_seed = None if y is None else check_labels(y, x)[left],seed[left] if isinstance(seed, Tensor) else int(seed)
+        with checked(): x_adv[left] = new = a(model, x0[left], own_y, seed=own_seed, **kw)
+        with attack_mode(model), torch.no_grad(): z = outputs(model, new)
         left = left[(z.argmax(1)==want[left])!=targeted]
         if not len(left): break
     return _like(x_adv, x)
 
 # %% ../nbs/01_attacks.ipynb #98b48281
 def _classes(model, x):
-    with attack_mode(model), torch.no_grad(): return check_logits(model(x[:1].clone()), x[:1], torch.zeros(1)).shape[1]
+    with attack_mode(model), torch.no_grad(): return check_logits(outputs(model, x[:1]), x[:1], torch.zeros(1)).shape[1]
 
 # %% ../nbs/01_attacks.ipynb #3b040e45
 @dataclass(frozen=True, repr=False)
@@ -996,6 +1013,7 @@ class Transfer(Value):
     )->'Transfer': # With the same surrogate
         "A copy with some fields of its attack changed"
         return Transfer(self.surrogate, self.attack.but(**kw))
+    def at_eps(self, eps): return Transfer(self.surrogate, _at(self.attack, eps))
     def __repr__(self): return f'Transfer({getattr(unwrap(self.surrogate),"__name__",type(unwrap(self.surrogate)).__name__)}, {self.attack!r})'
     def __call__(self,
         model, # Is not asked
@@ -1016,7 +1034,7 @@ def choose_target(
 )->Tensor: # Classes [B], none of them equal to its label
     "Targets for a targeted attack"
     x = check_images(x, model); y = check_labels(y, x)
-    with attack_mode(model), torch.no_grad(): z = check_logits(model(x.clone()), x, y, int(y.max())+1)
+    with attack_mode(model), torch.no_grad(): z = check_logits(outputs(model, x), x, y, int(y.max())+1)
     c,hide = z.shape[1],lambda v: z.scatter(1, y[:,None], v)
     if how=='random': return (y+1+(uniform(image_seed(x, seed), x.flatten(1)[:,:1])[:,0]*(c-1)).long().clamp(max=c-2))%c
     if how not in ('likely','least','next'): raise ValueError(f"how must be 'random', 'likely', 'least' or 'next', got {how!r}")
@@ -1050,7 +1068,7 @@ def _own_rng(x):
     "The package seeds torch's global generators; here they come back as they were"
     with torch.random.fork_rng(range(torch.cuda.device_count()) if x.is_cuda else []): yield
 
-def _logits(obj): return lambda x: check_logits(obj.model(x.to(obj.x.dtype)), x, obj.y, obj.n).clone()
+def _logits(obj): return lambda x: check_logits(obj.model(x.to(obj.x.dtype, copy=True)), x, obj.y, obj.n).clone()
 
 # %% ../nbs/01_attacks.ipynb #b2d2170f
 class _OwnRandom:
@@ -1161,6 +1179,9 @@ class AutoAttack(Value):
         "A copy with some fields changed"
         ball = {k:kw[k] for k in ('eps','norm') if k in kw}
         return replace(self, **{'attacks':tuple(a.but(**ball) if isinstance(a, Value) else a for a in self.attacks), **kw})
+    def at_eps(self, eps):
+        ball = threat_model(eps, self.norm)
+        return replace(self, eps=ball, attacks=tuple(a if isinstance(a, str) else _at(a, ball) for a in self.attacks))
     @property
     def name(self): return '_'.join(['autoattack', *([self.version] if self.version!='standard' else []), *(['l2'] if self.norm=='L2' else [])])
     def members(self,
@@ -1210,16 +1231,16 @@ def _reference_aa(aa, model, x, y, seed):
     heard,trace = [],sys.gettrace()
     ear = logging.Handler(logging.WARNING); ear.emit = lambda r: heard.append(r.getMessage())
     log = logging.getLogger('auto-attack'); log.addHandler(ear); spread,log.propagate = log.propagate,False
-    x0 = check_images(x, model).float(); obj = Objective(model, x0, check_labels(y, x0))
+    clean = check_images(x, model); x0 = clean.float(); obj = Objective(model, clean, check_labels(y, x0))
     kw = dict(version='custom', attacks=[a for a in aa.attacks]) if aa.version=='custom' else dict(version=aa.version)
     try:
         with attack_mode(model), _own_rng(x0):
             a = _package('').AutoAttack(_logits(obj), norm=aa.norm, eps=aa.eps, seed=int(seed)%2**32, device=x0.device, **kw)
-            _few(a, _classes(model, x0))
+            _few(a, _classes(model, clean))
             x_adv = a.run_standard_evaluation(x0, obj.y, batch_size=len(x0))[0]
     finally: log.removeHandler(ear); log.propagate = spread; sys.settrace(trace)
     for m in dict.fromkeys(heard): warnings.warn(f'{aa}: {m}')
-    return _like(land(check_images(x), aa.ball.project(x0, x_adv.detach()-x0)+x0), x)
+    return _like(land(clean, aa.ball.project(x0, x_adv.detach()-x0)+x0), x)
 
 # %% ../nbs/01_attacks.ipynb #84152340
 def loss_trace(

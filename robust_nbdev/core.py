@@ -4,11 +4,14 @@
 
 # %% auto #0
 __all__ = ['eps_str', 'mix64', 'image_seed', 'uniform', 'per_image', 'Ball', 'Linf', 'L2', 'threat_model', 'Wrapper', 'unwrap',
-           'in_chans', 'Normalized', 'Logits', 'attack_mode', 'outputs', 'check_images', 'check_labels', 'check_logits',
-           'check_dls', 'Epochs', 'refuse_second', 'AdvCallback']
+           'in_chans', 'Normalized', 'Logits', 'attack_mode', 'outputs', 'own', 'checked', 'check_images',
+           'check_labels', 'check_logits', 'check_dls', 'Epochs', 'refuse_second', 'AdvCallback']
 
 # %% ../nbs/00_core.ipynb #d29588c3
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import lru_cache
+from torch.utils._pytree import tree_map
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.mixup import MixUp
@@ -21,6 +24,21 @@ def eps_str(
     "Write `eps` the way papers do"
     n = round(float(eps)*255, 2)
     return f'{n:.10g}/255' if n and abs(eps*255-n)<1e-5 and f'{eps:.3g}'!=f'{eps:.9g}' else f'{eps:.6g}'
+
+@lru_cache(maxsize=1024)
+def _rounded(v):
+    single = 0<abs(v)<1e30 and float(np.float32(v))==v
+    near = lambda c: np.float32(c)==np.float32(v) if single else math.isclose(c, v, rel_tol=1e-14)
+    return next((c for c in (float(f'{v:.6g}'), round(v*255,2)/255) if near(c)), v) if math.isfinite(v) else v
+
+def _meant(v):
+    "The number of six digits, or of hundredths of a grey level, that `v` is but for rounding; else `v`, a float"
+    return _rounded(float(v))
+
+def _exact(v):
+    "`v` as `eps_str` writes it, or with all its digits where that is another number"
+    s = eps_str(v); a,_,b = s.partition('/')
+    return s if float(a)/float(b or 1)==v else repr(v)
 
 # %% ../nbs/00_core.ipynb #21cbc6f1
 _GOLD,_M1,_M2 = -7046029254386353131,-4658895280553007687,-7723592293110705685  # splitmix64's constants as signed int64
@@ -73,12 +91,12 @@ class Ball:
     "A radius `eps` in pixel units of [0,1]; `Linf` and `L2` say what distance means"
     largest = float('inf')
     def __init__(self, eps:float): # Radius; raises ValueError if negative, not finite, or in units of 255
-        try: eps = float(eps)
+        try: eps = _meant(eps)
         except (TypeError, ValueError): raise TypeError(f'eps must be a number such as 8/255, got {eps!r}') from None
         if not 0<=eps<float('inf'): raise ValueError(f'eps must be a finite number >= 0, got {eps}')
         if eps>self.largest: raise ValueError(f'eps={eps:g} is larger than the pixel range [0,1]; write {eps:g}/255 for {eps:g} grey levels')
         self.eps = eps
-    def __repr__(self): return f'{type(self).__name__}({eps_str(self.eps)})'
+    def __repr__(self): return f'{type(self).__name__}({_exact(self.eps)})'
     def __eq__(self, o): return type(o) is type(self) and o.eps==self.eps
     def __hash__(self): return hash((type(self), self.eps))
 
@@ -196,6 +214,8 @@ class Normalized(Wrapper):
         for n,v in (('mean',mean),('std',std)): self.register_buffer(n, self._stat(cfg[n] if v is None else v, c))
         if c is not None and not {len(self.mean),len(self.std)}<={1,c}: raise ValueError(f'the model takes {c} channels, got {len(self.mean)} means and {len(self.std)} deviations')
         if not (self.std>0).all(): raise ValueError(f'std must be positive, got {self.std.flatten().tolist()}')
+        if self.mean.max()>1 or self.std.max()>10:
+            raise ValueError(f'mean {self.mean.flatten().tolist()} and std {self.std.flatten().tolist()} count grey levels to 255, but images lie in [0,1]: divide both by 255')
 
     @staticmethod
     def _stat(v, c):
@@ -249,10 +269,25 @@ def outputs(
     model, # Takes images [B,C,H,W]
     x:Tensor, # Images [B,C,H,W]; not changed, whatever the model does to its input
 ): # Whatever the model returns
-    "What the model returns for a copy of `x`"
+    "What the model returns for a copy of `x`; to keep it beyond the next call, `own` it"
     return model(x.clone())
 
+def own(
+    o, # A tensor; or tuples, lists and dicts of tensors
+): # The same with copies
+    "A copy of a model's output: some models answer in a buffer that they use again"
+    return o.clone() if isinstance(o, Tensor) else tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, o)
+
 # %% ../nbs/00_core.ipynb #8b8ef42e
+_quiet = ContextVar('the images were checked, and warned about, further out', default=False)
+
+@contextmanager
+def checked():
+    "Inside, `check_images` does not warn a second time"
+    was = _quiet.set(True)
+    try: yield
+    finally: _quiet.reset(was)
+
 def check_images(
     x:Tensor, # Images [B,C,H,W]
     model=None, # If given, its number of input channels is checked too
@@ -266,6 +301,8 @@ def check_images(
     if not (lo>=-tol and hi<=1+tol): raise ValueError(f'images must lie in [0,1], got values from {lo:g} to {hi:g}: divide by 255, or remove Normalize from the data and use Normalized(model)')
     c = in_chans(model) if isinstance(model, nn.Module) else None
     if x.ndim==4 and c not in (None, x.shape[1]): raise ValueError(f'the model takes {c} channel(s), the images have {x.shape[1]}: shape {list(x.shape)}')
+    if 0<hi<=1.001/255 and not _quiet.get():
+        warnings.warn(f'all pixels lie between {lo:.2g} and {hi:.2g}, below one grey level: were the images divided by 255 twice? (ToTensor and IntToFloatTensor have done it already)', stacklevel=2)
     return x.clamp(0,1)
 
 # %% ../nbs/00_core.ipynb #5101ce15

@@ -4,14 +4,16 @@
 
 # %% auto #0
 __all__ = ['vit_blocks', 'patch_grid', 'is_compiled', 'uncompiled', 'prefix_tokens', 'block_outputs', 'attn_maps', 'attn_scale',
-           'AttnScales', 'scales_of', 'add_scales', 'remove_scales', 'ExtraTokens', 'add_tokens', 'remove_tokens',
-           'no_tokens', 'add_after_mlp', 'remove_adapters', 'xcit_stem', 'vit_splitter', 'token_splitter',
-           'no_decay_names', 'no_decay_split', 'NoDecay']
+           'Seam', 'add_part', 'hook_part', 'drop_part', 'AttnScales', 'scales_of', 'add_scales', 'remove_scales',
+           'ExtraTokens', 'TokenModel', 'add_tokens', 'remove_tokens', 'no_tokens', 'add_after_mlp', 'remove_adapters',
+           'xcit_stem', 'vit_splitter', 'token_splitter', 'no_decay_names', 'no_decay_split', 'NoDecay']
 
 # %% ../nbs/00a_vit.ipynb #568da060
 import fnmatch
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, ExitStack
+from functools import lru_cache
 from numbers import Number
 from fastai.basics import *
 from timm.models.vision_transformer import VisionTransformer
@@ -80,6 +82,22 @@ def _no_prefix(m, i, o):
     "`o`, the output of block `i`, without class, distillation and register tokens"
     return o[:,1:] if isinstance(m,(Xcit,Cait)) and i>=len(m.blocks) else o[:,prefix_tokens(m):]
 
+# %% ../nbs/00a_vit.ipynb #eeec9e04
+class _Keep:
+    "Keeps tensors that a model computes on its way: as they are, or copies"
+    def __init__(self, copies): self.copies,self.seen = copies,[]
+    def __call__(self, o):
+        if not isinstance(o, Tensor): return o
+        if self.copies: return o.clone()
+        self.seen.append((o,o._version))
+        return o
+
+def _kept(run):
+    "`run(keep)`; once more with copies if the model has written into a tensor that was kept"
+    keep = _Keep(torch.is_inference_mode_enabled())
+    res = run(keep)
+    return run(_Keep(True)) if any(o._version!=v for o,v in keep.seen) else res
+
 # %% ../nbs/00a_vit.ipynb #7e38e135
 def block_outputs(
     model:nn.Module, # A timm transformer, maybe inside `Normalized`
@@ -88,11 +106,14 @@ def block_outputs(
     prefix:bool=True, # Keep the `prefix_tokens`? If not, blocks of nothing else (CaiT's last) are left out
 )->list: # [B,N,D] per block, in the graph; with `logits`: that list and the model's output
     "What each block of the model computes for `x`, in one forward"
-    blocks,outs,x = vit_blocks(model),{},x.as_subclass(Tensor)
-    def keep(i, blk, args, o): outs[i] = o.flatten(1,2) if o.ndim==4 else o
-    with uncompiled(model), ExitStack() as hooks:
-        for i,b in enumerate(blocks): hooks.callback(b.register_forward_hook(partial(keep,i)).remove)
-        z = model(x)
+    blocks,x = vit_blocks(model),x.as_subclass(Tensor)
+    def run(keep):
+        outs = {}
+        def note(i, blk, args, o): o = keep(o); outs[i] = o.flatten(1,2) if o.ndim==4 else o
+        with uncompiled(model), ExitStack() as hooks:
+            for i,b in enumerate(blocks): hooks.callback(b.register_forward_hook(partial(note,i)).remove)
+            return outs,outputs(model, x)
+    outs,z = _kept(run)
     if len(outs)<len(blocks): raise RuntimeError(f'only {len(outs)} of {len(blocks)} blocks ran through their own __call__: block outputs cannot be read from this model')
     res = [outs[i] if prefix else _no_prefix(unwrap(model), i, outs[i]) for i in range_of(blocks)]
     res = [o for o in res if o.shape[1]]
@@ -110,12 +131,14 @@ def _scores(q, k, v, attn_mask=None, dropout_p=0., is_causal=False, scale=None, 
 
 class _Watch(TorchFunctionMode):
     "Notes the softmax call of the attention module at work"
-    def __init__(self): super().__init__(); self.now,self.calls = None,defaultdict(list)
+    def __init__(self, keep): super().__init__(); self.now,self.calls,self.keep = None,defaultdict(list),keep
     def enter(self, i, m, args): self.now = i
     def leave(self, m, args, o): self.now = None
     def __torch_function__(self, f, types, args=(), kwargs=None):
+        if self.now is None or not (f in _softmax or f is _fused): return f(*args, **(kwargs or {}))
+        seen = [self.keep(a) for a in args],{k:self.keep(a) for k,a in (kwargs or {}).items()}
         o = f(*args, **(kwargs or {}))
-        if self.now is not None and (f in _softmax or f is _fused): self.calls[self.now].append((f, args, kwargs or {}, o))
+        self.calls[self.now].append((f, *seen, self.keep(o)))
         return o
 
 def _map_of(pre, f, args, kwargs, o):
@@ -138,12 +161,15 @@ def attn_maps(
     logits:bool=False, # Return the model's output as well?
 )->list: # Per block [B,H,N,N], in the graph; other families: see the table at the top. With `logits`: that list and the model's output
     "The attention of each block, fused or not, in one forward that leaves model and output as they are"
-    blocks,watch,x = vit_blocks(model),_Watch(),x.as_subclass(Tensor)
-    with uncompiled(model), ExitStack() as hooks:
-        for i,m in [(i,m) for i,b in enumerate(blocks) for m in _attns(b)]:
-            hooks.callback(m.register_forward_pre_hook(partial(watch.enter,i)).remove)
-            hooks.callback(m.register_forward_hook(watch.leave).remove)
-        with watch: z = model(x)
+    blocks,x = vit_blocks(model),x.as_subclass(Tensor)
+    def run(keep):
+        watch = _Watch(keep)
+        with uncompiled(model), ExitStack() as hooks:
+            for i,m in [(i,m) for i,b in enumerate(blocks) for m in _attns(b)]:
+                hooks.callback(m.register_forward_pre_hook(partial(watch.enter,i)).remove)
+                hooks.callback(m.register_forward_hook(watch.leave).remove)
+            with watch: return watch,outputs(model, x)
+    watch,z = _kept(run)
     if lost := [i for i in range_of(blocks) if not watch.calls[i]]: raise RuntimeError(f'blocks {lost} computed no softmax attention that could be seen')
     maps = [[_map_of(pre_softmax, *c) for c in watch.calls[i]] for i in range_of(blocks)]
     maps = [torch.cat(o, 1) if len(o)>1 else o[0] for o in maps]
@@ -160,41 +186,48 @@ def _fit(s, o, axis, images=None):
     if len(s)!=n: raise ValueError(f'scales for {len(s)} images met a batch of {n}: give one scale per block, or one for each image of this batch')
     return s.to(o).repeat_interleave(len(o)//n, 0).view(-1, *shape[1:])
 
-def _windows_of(attn, o, images):
-    "How many images lie in `o`: Swin's attention sees windows, an image's own behind one another"
-    return images() if images is not None and hasattr(attn,'relative_position_bias_table') else len(o)
-
-def _scale_norm(get, attn, images, m, args, o):
+def _scale_norm(axis, s, images, m, args, o):
     "Scale the output of `q_norm`: [B,H,N,d], or [B,N,H,d] in blocks that run attention and MLP in parallel"
-    return o*_fit(get(), o, -2 if hasattr(attn,'in_proj') else -3, _windows_of(attn, o, images))
+    return o*_fit(s, o, axis, images)
 
-def _scale_linear(get, attn, images, m, args, o):
+def _scale_linear(heads, parts, s, images, m, args, o):
     "Scale the queries in the output of `q` or `qkv`, [...,D] or [...,3D]"
-    n = o.shape[-1]//(3 if m is getattr(attn,'qkv',None) else 1)
+    n = o.shape[-1]//parts
     q,kv = o.split([n, o.shape[-1]-n], -1)
-    q = q.unflatten(-1, (attn.num_heads,-1))
-    return torch.cat([(q*_fit(get(), q, -2, _windows_of(attn, o, images))).flatten(-2), kv], -1)
+    q = q.unflatten(-1, (heads,-1))
+    return torch.cat([(q*_fit(s, q, -2, images)).flatten(-2), kv], -1)
 
-def _scale_levit(get, attn, images, m, args, o):
+def _scale_levit(heads, dim, s, images, m, args, o):
     "Scale the queries in the output of LeViT's `qkv`, whose heads are each q, k, v"
-    o = o.unflatten(-1, (attn.num_heads,-1))
-    q,kv = o.split([attn.key_dim, o.shape[-1]-attn.key_dim], -1)
-    return torch.cat([q*_fit(get(), q, -2), kv], -1).flatten(-2)
+    o = o.unflatten(-1, (heads,-1))
+    q,kv = o.split([dim, o.shape[-1]-dim], -1)
+    return torch.cat([q*_fit(s, q, -2), kv], -1).flatten(-2)
 
-def _scale_temp(get, images, m, args):
+def _scale_temp(s, images, m, args):
     "Shadow XCiT's parameter `temperature` [H,1,1] with its product, in the instance alone"
-    s,t = get(),m.temperature
+    t = m.temperature
+    m.__dict__.setdefault('_shadowed', []).append(m.__dict__.get('temperature'))
     m.__dict__['temperature'] = t*(_fit(s, t.expand(len(args[0]),-1,-1,-1) if t.ndim==3 else t, -3) if getattr(s,'ndim',0)==2 else _fit(s, t, -3))
 
-def _unshadow(m, *args): m.__dict__.pop('temperature', None)
+def _unshadow(s, images, m, *args):
+    "Undo the last `_scale_temp`; a replica keeps its parameters in its `__dict__`, and gets back the one it had"
+    if not m.__dict__.get('_shadowed'): return
+    was = m._shadowed.pop()
+    if was is None: del m.__dict__['temperature']
+    else: m.__dict__['temperature'] = was
+    if not m._shadowed: del m.__dict__['_shadowed']
 
 # %% ../nbs/00a_vit.ipynb #7d9f3d45
-def _scale_attn(attn, get, images=None):
-    "Put the hooks for one attention module; returns their handles"
-    if hasattr(attn,'temperature'): return [attn.register_forward_pre_hook(partial(_scale_temp,get,images)),attn.register_forward_hook(_unshadow, always_call=True)]
-    if hasattr(attn,'q_norm'): return [attn.q_norm.register_forward_hook(partial(_scale_norm,get,attn,images))]
-    if hasattr(attn,'attention_biases') and hasattr(attn,'qkv'): return [attn.qkv.register_forward_hook(partial(_scale_levit,get,attn,images))]
-    return [(attn.q if hasattr(attn,'q') else attn.qkv).register_forward_hook(partial(_scale_linear,get,attn,images))]
+def _scale_hooks(attn):
+    "What scales one attention module: (module, `f(scale, images, module, args, output)`, options of the hook); no `f` holds a module"
+    if hasattr(attn,'temperature'): return [(attn, _scale_temp, dict(pre=True)),(attn, _unshadow, dict(always_call=True))]
+    if hasattr(attn,'q_norm'): return [(attn.q_norm, partial(_scale_norm, -2 if hasattr(attn,'in_proj') else -3), {})]
+    if hasattr(attn,'attention_biases') and hasattr(attn,'qkv'): return [(attn.qkv, partial(_scale_levit, attn.num_heads, attn.key_dim), {})]
+    if hasattr(attn,'q'): return [(attn.q, partial(_scale_linear, attn.num_heads, 1), {})]
+    return [(attn.qkv, partial(_scale_linear, attn.num_heads, 3), {})]
+
+def _now(f, get, images, mod, *args): return f(get(), None if images is None else images(), mod, *args)
+def _hook(mod, f, pre=False, **kw): return (mod.register_forward_pre_hook if pre else mod.register_forward_hook)(f, **kw)
 
 class _Images:
     "How many images the model was last called with"
@@ -224,9 +257,95 @@ def attn_scale(
     with uncompiled(model), ExitStack() as stack:
         stack.callback(unwrap(model).register_forward_pre_hook(images.see).remove)
         for i,a in [(i,a) for i,ms in enumerate(attns) for a in ms]:
-            stack.callback(_unshadow, a)
-            for h in _scale_attn(a, partial(scale,i), images): stack.callback(h.remove)
+            stack.callback(_unshadow, None, None, a)
+            seen = images if hasattr(a,'relative_position_bias_table') else None
+            for mod,f,kw in _scale_hooks(a): stack.callback(_hook(mod, partial(_now, f, partial(scale,i), seen), **kw).remove)
         yield model
+
+# %% ../nbs/00a_vit.ipynb #fc865443
+class _Hook:
+    "A hook that calls `f(part, module, ...)` with the part that the module was told last"
+    def __init__(self, name, f): store_attr()
+    def __call__(self, mod, *args):
+        owner,part = mod.seam_parts[self.name]
+        if owner is not mod: raise RuntimeError(f'this {type(mod).__name__} is a replica that does not know its own {self.name}: '
+            'call the model or its forward_features, not its blocks one by one')
+        return self.f(part, mod, *args)
+
+def _submodule(m, place):
+    for o in place: m = m._modules[o]
+    return m
+
+def _tell(mod, name, part):
+    known = mod.__dict__.get('seam_parts', {})
+    owner,old = known.get(name, (None,None))
+    if owner is not mod or old is not part: mod.__dict__['seam_parts'] = {**known, name:(mod,part)}
+
+# %% ../nbs/00a_vit.ipynb #9b6ab59e
+class Seam:
+    "Comes first in the class of a model with parts: all that runs its blocks begins with `join`"
+    def join(self):
+        "Tell every module that a part works in which part is this model's"
+        for name,s in self.seams.items():
+            for place in s.places: _tell(_submodule(self, place), name, self._modules[name])
+    def forward_features(self, *args, **kw): self.join(); return super().forward_features(*args, **kw)
+    def forward_intermediates(self, *args, **kw): self.join(); return super().forward_intermediates(*args, **kw)
+    def __reduce_ex__(self, protocol): return (_blank, (type(self).plain,type(self).kinds), *super().__reduce_ex__(protocol)[2:])
+
+@lru_cache(maxsize=None)
+def _sewn(plain, kinds):
+    "The class `plain` with these kinds of `Seam` in front"
+    return type(plain.__name__, (*kinds,plain), dict(plain=plain, kinds=kinds, __module__=plain.__module__, __doc__=plain.__doc__))
+
+def _blank(plain, kinds): c = _sewn(plain, kinds); return c.__new__(c)
+
+def _reclass(m):
+    "Give `m` the class that its parts ask for"
+    if isinstance(m, Seam) and 'plain' not in vars(type(m)):
+        raise ValueError(f'the class of this model was changed after it got its parts, to {type(m).__name__}: undo that first')
+    plain,kinds = type(m).plain if isinstance(m, Seam) else type(m),{s.kind for s in m.seams.values()}
+    kinds = sorted((k for k in kinds if not any(o is not k and issubclass(o,k) for o in kinds)), key=lambda k: k.__name__)
+    m.__class__ = _sewn(plain, tuple(kinds)) if kinds else plain
+
+# %% ../nbs/00a_vit.ipynb #2c970b03
+def add_part(
+    m:nn.Module, # The timm model itself, not compiled; changed in place
+    name:str, # What the part is called in the model, and so in its `state_dict`
+    part:nn.Module, # The part
+    kind:type=Seam, # `Seam`, or a subclass with methods that replace the model's
+)->nn.Module: # `part`
+    "Make `part` a submodule of the model, and the model's class one of this kind"
+    m.add_module(name, part)
+    m.__dict__['seams'] = {**m.__dict__.get('seams', {}), name:SimpleNamespace(kind=kind, places=[], handles=[])}
+    _reclass(m)
+    return part
+
+def hook_part(
+    m:nn.Module, # A model after `add_part`
+    name:str, # Of the part
+    mod:nn.Module, # The module of the model that the part works in
+    f:Callable, # `f(part, module, args, output)`, or of a pre-hook `f(part, module, args)`; it can be pickled and holds no module
+    pre:bool=False, # A pre-hook?
+    **kw # For `register_forward_pre_hook` or `register_forward_hook`, such as `with_kwargs`
+):
+    "Put a hook that is called with the model's own part"
+    s,place = m.seams[name],next(n.split('.') for n,o in m.named_modules() if o is mod)
+    s.handles.append(_hook(mod, _Hook(name, f), pre, **kw))
+    if place not in s.places: s.places.append(place)
+    _tell(mod, name, m._modules[name])
+
+def drop_part(
+    m:nn.Module, # A model after `add_part`; changed in place
+    name:str, # Of the part
+):
+    "Undo `add_part` and `hook_part`"
+    s,left = m.seams[name],{k:v for k,v in m.seams.items() if k!=name}
+    for h in s.handles: h.remove()
+    for mod in [_submodule(m, o) for o in s.places]:
+        mod.__dict__['seam_parts'] = {k:v for k,v in mod.seam_parts.items() if k!=name}
+        if not mod.seam_parts: del mod.__dict__['seam_parts']
+    delattr(m, name); m.__dict__['seams'] = left; _reclass(m)
+    if not left: del m.__dict__['seams']
 
 # %% ../nbs/00a_vit.ipynb #9427387d
 class AttnScales(nn.Module):
@@ -236,7 +355,7 @@ class AttnScales(nn.Module):
         like:Tensor, # Gives the device
     ):
         super().__init__()
-        self.register_buffer('s', torch.ones(n, device=like.device)); self.handles = []
+        self.register_buffer('s', torch.ones(n, device=like.device))
     def at(self,
         i:int, # Number of the block
     )->Tensor: # One number
@@ -252,6 +371,8 @@ def scales_of(
     return torch.ones(len(vit_blocks(model)), device=next(model.parameters()).device) if t is None else t.s.clone()
 
 # %% ../nbs/00a_vit.ipynb #4de880a6
+def _own_scale(i, f, scales, mod, *args): return f(scales.at(i), None, mod, *args)
+
 def add_scales(
     model:nn.Module, # A timm transformer, maybe inside `Normalized`; changed in place
     s=1., # A number, or one per block
@@ -262,8 +383,8 @@ def add_scales(
     if s.ndim and s.shape!=(len(blocks),): raise ValueError(f'the model has {len(blocks)} blocks (see vit_blocks), got scales of shape {list(s.shape)}: give one number, or one per block')
     if not hasattr(m,'attn_scales'):
         if is_compiled(model): raise ValueError('compiled code does not see new hooks: add the scales first, then torch.compile')
-        t = m.attn_scales = AttnScales(len(blocks), next(m.parameters()))
-        for i,a in [(i,a) for i,b in enumerate(blocks) for a in _attns(b)]: t.handles += _scale_attn(a, partial(t.at,i))
+        add_part(m, 'attn_scales', AttnScales(len(blocks), next(m.parameters())))
+        for i,(mod,f,kw) in [(i,h) for i,b in enumerate(blocks) for a in _attns(b) for h in _scale_hooks(a)]: hook_part(m, 'attn_scales', mod, partial(_own_scale, i, f), **kw)
     with torch.no_grad(): m.attn_scales.s.copy_(s)
     return model
 
@@ -273,8 +394,7 @@ def remove_scales(
     "Undo `add_scales`"
     m = unwrap(model)
     if not hasattr(m,'attn_scales'): raise ValueError(f'this {type(m).__name__} has no scales of its own: nothing to remove')
-    for h in m.attn_scales.handles: h.remove()
-    del m.attn_scales
+    drop_part(m, 'attn_scales')
     return model
 
 # %% ../nbs/00a_vit.ipynb #5d1370f1
@@ -289,7 +409,7 @@ class ExtraTokens(nn.Module):
     ):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(1, n, dim, dtype=like.dtype, device=like.device)*std)
-        self.out,self.on,self.all,self.handles = out,True,False,[]
+        self.out,self.on,self.all = out,True,False
 
     @property
     def n(self):
@@ -347,20 +467,39 @@ def _check_out(m, out):
     if out not in _outs: raise ValueError(f'out must be one of {list(_outs)}, got {out!r}')
     if out=='all' and isinstance(m, Cait): raise ValueError("out='all' needs a ViT: CaiT drops all but the class token in its last blocks")
 
-def _token_forward(m, x, **kw):
-    "The forward of a model with extra tokens: logits or one of the token sequences"
-    t = m.extra_tokens
-    _check_out(m, t.out)
-    if t.out=='logits': return type(m).forward(m, x, **kw)
-    t.all = t.out=='all'
-    try: z = m.forward_features(x, **kw)
-    finally: t.all = False
-    n,r = m.num_prefix_tokens,getattr(m,'num_reg_tokens',0)
-    return torch.cat([z[:,:n-r], z[:,n:]], 1) if t.out=='cls_patch' and r else z
-
 def _check_plain(m, model, name, what):
     if hasattr(m, name): raise ValueError(f'the model has {what} already: {"remove_tokens" if name=="extra_tokens" else "remove_adapters"}(model) first')
     if is_compiled(model): raise ValueError(f'compiled code does not see new hooks: change the {what} first, then torch.compile')
+
+# %% ../nbs/00a_vit.ipynb #70a31789
+class TokenModel(Seam):
+    "A model with extra tokens: it returns logits or one of the token sequences, as its `extra_tokens.out` says"
+    def forward(self, x, *args, **kw):
+        t = self.extra_tokens
+        _check_out(self, t.out)
+        if t.out=='logits': return super().forward(x, *args, **kw)
+        t.all = t.out=='all'
+        try: z = self.forward_features(x, *args, **kw)
+        finally: t.all = False
+        n,r = self.num_prefix_tokens,getattr(self,'num_reg_tokens',0)
+        return torch.cat([z[:,:n-r], z[:,n:]], 1) if t.out=='cls_patch' and r else z
+    def forward_features(self, x, *args, **kw):
+        if args: args = self.wide(x, args[0]),*args[1:]
+        if 'attn_mask' in kw: kw = {**kw, 'attn_mask':self.wide(x, kw['attn_mask'])}
+        return super().forward_features(x, *args, **kw)
+    def forward_intermediates(self, x, *args, **kw):
+        if 'attn_mask' in kw: kw = {**kw, 'attn_mask':self.wide(x, kw['attn_mask'])}
+        return super().forward_intermediates(x, *args, **kw)
+    def wide(self,
+        x:Tensor, # Images [B,C,H,W]
+        mask:Tensor|None, # For the attention between the model's own N tokens [...,N,N]
+    )->Tensor|None: # [...,N+n,N+n]; a mask of another size as it is
+        "Let everything attend to the extra tokens, and them to everything"
+        n = self.extra_tokens.n
+        if mask is None or not n: return mask
+        own = prefix_tokens(self)+math.prod(patch_grid(self, x))
+        h,w = [n if o==own else 0 for o in mask.shape[-2:]]
+        return F.pad(mask, (0,w,0,h), value=1 if mask.dtype==torch.bool else 0)
 
 # %% ../nbs/00a_vit.ipynb #f007cf98
 def add_tokens(
@@ -374,11 +513,11 @@ def add_tokens(
     if n!=int(n) or n<0: raise ValueError(f'n must be a whole number >= 0, got {n}')
     if not issubclass(_family(m), (VisionTransformer,Cait)) or getattr(m,'fixed_tokens',False): raise TypeError(f'{type(m).__name__} has no place for extra tokens: its blocks work on a grid of patches (use a ViT or CaiT)')
     _check_plain(m, model, 'extra_tokens', 'extra tokens')
-    t = m.extra_tokens = ExtraTokens(int(n), m.embed_dim, next(m.parameters()), out, std)
-    for i,b in enumerate(m.blocks): t.handles += [b.register_forward_pre_hook(t.enter if i else t.start), b.register_forward_hook(t.leave)]
-    for b in getattr(m,'blocks_token_only',None) or []: t.handles.append(b.register_forward_pre_hook(t.enter))
-    t.handles.append(m.norm.register_forward_pre_hook(t.finish))
-    m.forward = partial(_token_forward, m)
+    add_part(m, 'extra_tokens', ExtraTokens(int(n), m.embed_dim, next(m.parameters()), out, std), TokenModel)
+    hook = partial(hook_part, m, 'extra_tokens')
+    for i,b in enumerate(m.blocks): hook(b, ExtraTokens.enter if i else ExtraTokens.start, pre=True); hook(b, ExtraTokens.leave)
+    for b in getattr(m,'blocks_token_only',None) or []: hook(b, ExtraTokens.enter, pre=True)
+    hook(m.norm, ExtraTokens.finish, pre=True)
     return model
 
 def remove_tokens(
@@ -387,8 +526,7 @@ def remove_tokens(
     "Undo `add_tokens`"
     m = unwrap(model)
     if not hasattr(m,'extra_tokens'): raise ValueError(f'this {type(m).__name__} has no extra tokens: nothing to remove')
-    for h in m.extra_tokens.handles: h.remove()
-    del m.extra_tokens, m.forward
+    drop_part(m, 'extra_tokens')
     return model
 
 # %% ../nbs/00a_vit.ipynb #3e50308b
@@ -406,10 +544,9 @@ def no_tokens(
         if t is not None: t.on = was
 
 # %% ../nbs/00a_vit.ipynb #5bea924b
-class _After:
-    "Forward hook: the block's output goes through `m`, as tokens [B,N,D]"
-    def __init__(self, m): self.m = m
-    def __call__(self, blk, args, o): return self.m(o.flatten(1,2)).view(o.shape) if o.ndim==4 else self.m(o)
+def _after(i, adapters, blk, args, o):
+    "Forward hook: the output of block `i` goes through its adapter, as tokens [B,N,D]"
+    return adapters[i](o.flatten(1,2)).view(o.shape) if o.ndim==4 else adapters[i](o)
 
 def add_after_mlp(
     model:nn.Module, # A timm transformer, maybe inside `Normalized`; changed in place
@@ -421,8 +558,8 @@ def add_after_mlp(
     p = next(m.parameters())
     dims = [b.mlp.ln1.linear.in_features if isinstance(m, Levit) else getattr(b,'dim',None) or m.embed_dim for b in blocks]
     res = nn.ModuleList([make(d) for d in dims]).to(p.device, p.dtype).train(m.training)
-    res.handles = [b.register_forward_hook(_After(a), prepend=True) for a,b in zip(res,blocks)]
-    m.adapters = res
+    add_part(m, 'adapters', res)
+    for i,b in enumerate(blocks): hook_part(m, 'adapters', b, partial(_after, i), prepend=True)
     return res
 
 def remove_adapters(
@@ -431,8 +568,7 @@ def remove_adapters(
     "Undo `add_after_mlp`"
     m = unwrap(model)
     if not hasattr(m,'adapters'): raise ValueError(f'this {type(m).__name__} has no adapters: nothing to remove')
-    for h in m.adapters.handles: h.remove()
-    del m.adapters
+    drop_part(m, 'adapters')
     return model
 
 # %% ../nbs/00a_vit.ipynb #8c007cae

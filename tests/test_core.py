@@ -1,5 +1,5 @@
 "`core`: balls, seeds, normalisation, `attack_mode` and the input checks (R01-R04)."
-import random
+import random, warnings
 import numpy as np, pytest, timm, torch
 from hypothesis import given, settings, strategies as st
 from scipy import stats
@@ -214,3 +214,27 @@ def test_check_dls():
     dls = synth_dls(n=16); check_dls(dls.train); check_dls([1]); check_dls(None)
     dls.add_tfms([Normalize.from_stats([.5],[.5])], 'after_batch')
     with pytest.raises(ValueError, match='ends with Normalize'): check_dls(dls.valid)
+
+# --- numbers that are off by rounding, statistics and images in other units --------------------------------------------------------
+
+@pytest.mark.parametrize('v', [8/255, .1, .3, 4/255, .5/255, 1.5/255, .031, 1/3, 1.])
+@pytest.mark.parametrize('how', [float, np.float32, np.float64, torch.tensor, lambda v: float(np.float32(v)), lambda v: 3*(v/3)])
+def test_a_radius_in_any_disguise_is_the_same(v, how):
+    assert Linf(how(v))==Linf(v) and Linf(how(v)).eps==v and hash(Linf(how(v)))==hash(Linf(v)) and repr(Linf(how(v)))==repr(Linf(v))
+
+def test_radii_that_differ_print_differently():
+    vs = [8/255, 8.0001/255, .1, .1000001, .12345678, .12345679]
+    assert len({repr(Linf(v)) for v in vs})==len(set(map(Linf, vs)))==len(vs) and [Linf(v).eps for v in vs]==vs
+
+@pytest.mark.parametrize('kw', [dict(mean=123.675, std=58.395), dict(mean=[123.675,116.28,103.53], std=[58.395,57.12,57.375]), dict(mean=0., std=255.), dict(mean=[.5,.5,117.], std=.5)])
+def test_statistics_in_grey_levels_are_refused(kw):
+    with pytest.raises(ValueError, match='divide both by 255'): Normalized(nn.Conv2d(3,3,1), **kw)
+
+def test_images_divided_twice_are_noticed_and_black_ones_are_not():
+    with pytest.warns(UserWarning, match='divided by 255 twice'): check_images(torch.rand(2,3,4,4)/255)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error'); check_images(torch.zeros(2,3,4,4)); check_images(torch.rand(2,3,4,4)*.01+.005); check_images(torch.cat([torch.zeros(1,3,4,4),torch.ones(1,3,4,4)]))
+
+def test_own_copies_what_holds_tensors():
+    z = dict(a=torch.ones(2), b=(torch.zeros(1),None)); c = own(z); z['a'].zero_(); z['b'][0].add_(5)
+    assert c['a'].sum()==2 and c['b'][0]==0 and c['b'][1] is None
