@@ -6,14 +6,16 @@ Docs: https://robust-nbdev.github.io/robust_nbdev/evaluate.html.md"""
 
 # %% auto #0
 __all__ = ['hard_labels', 'eval_batches', 'Feed', 'packed', 'predict', 'show_adv', 'AdvValid', 'RobustAccuracy', 'self_check',
-           'interval', 'Report', 'fingerprint', 'hunt', 'Trial', 'run_attack', 'robust_report', 'Curve', 'eps_curve',
-           'steps_curve', 'to_8bit', 'save_adv', 'lpips_dist']
+           'interval', 'Report', 'fingerprint', 'identity', 'sketch', 'alike', 'hunt', 'Trial', 'run_attack',
+           'robust_report', 'Curve', 'eps_curve', 'steps_curve', 'to_8bit', 'save_adv', 'lpips_dist']
 
 # %% ../nbs/01b_evaluate.ipynb #3a9f66eb
-import base64,hashlib,json,os,time,platform,warnings,zipfile
+import base64,dis,hashlib,importlib.util,json,os,sys,time,platform,types,warnings,zipfile
 import torch.distributed as dist
+from functools import singledispatch
 from html import escape
 from PIL import Image
+from collections.abc import Iterator
 from .core import *
 from .attacks import *
 from fastai.basics import *
@@ -332,6 +334,8 @@ def load(cls:Report,
     except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as e: raise ValueError(f'{out} holds no readable report ({type(e).__name__}: {e}): choose another folder, or overwrite=True') from e
 
 # %% ../nbs/01b_evaluate.ipynb #3d7a1f99
+def _bytes(v): return v.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if v.numel() else b''
+
 def fingerprint(
     model, # An `nn.Module`, or any callable (then '')
 )->str: # 16 hex digits
@@ -339,8 +343,153 @@ def fingerprint(
     if not isinstance(model, nn.Module): return ''
     h = hashlib.sha256()
     for k,v in model.state_dict().items():
-        h.update(k.encode()); h.update(v.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if isinstance(v,Tensor) and v.numel() else b'')
+        h.update(k.encode()); h.update(_bytes(v) if isinstance(v,Tensor) else b'')
     return h.hexdigest()[:16]
+
+# %% ../nbs/01b_evaluate.ipynb #dba1cd0e
+_LIBRARIES = sys.stdlib_module_names|set('torch torchvision numpy scipy pandas matplotlib PIL fastai fastcore fastprogress timm'.split())
+_NOT_CODE = {'__dict__','__weakref__','__doc__','__module__','__qualname__','__abstractmethods__','_abc_impl','__hash__','__match_args__',
+    '__dataclass_fields__','__dataclass_params__','__firstlineno__','__static_attributes__','_backward_cls'}
+
+def _library(name): return name is not None and (not isinstance(name, str) or name.split('.')[0] in _LIBRARIES)     # compiled types have no name
+
+def _uses(code):
+    "Names that a code object and those inside it take from outside: globals, attributes, imports"
+    res = dict(LOAD_GLOBAL=set(), LOAD_ATTR=set(), IMPORT_NAME=set())
+    same = dict(LOAD_NAME='LOAD_GLOBAL', LOAD_METHOD='LOAD_ATTR', IMPORT_FROM='LOAD_ATTR')
+    for i in dis.get_instructions(code):
+        if (k := same.get(i.opname, i.opname)) in res: res[k].add(i.argval)
+    for c in code.co_consts:
+        if isinstance(c, types.CodeType): res = {k:v|w for (k,v),w in zip(res.items(), _uses(c))}
+    return tuple(res.values())
+
+def _imported(name, package):
+    "The file that `import name` inside a function would read, as bytes"
+    for o in (name, '.'+name):
+        try: spec = importlib.util.find_spec(o, package)
+        except (ImportError, ValueError, AttributeError): continue
+        if spec is not None and spec.origin and Path(spec.origin).is_file(): return Path(spec.origin).read_bytes()
+
+# %% ../nbs/01b_evaluate.ipynb #7c8f5676
+class _Seen:
+    "A walk through everything that an object is made of; equal digests mean equal code and, with `data`, equal values"
+    def __init__(self, data): self.data,self.done,self.way,self.keep = data,{},set(),[]
+    def __call__(self, o):
+        if o is None or o is ... or isinstance(o, (bool,int,float,complex,str,bytes,np.generic,torch.dtype,torch.device)):
+            return f'{type(o).__name__} {o!r}' if self.data else ''
+        if id(o) in self.way: return 'loop'
+        if id(o) not in self.done:
+            self.way.add(id(o)); self.keep.append(o)
+            parts = _made_of(o, self)
+            self.way.discard(id(o))
+            self.done[id(o)] = hashlib.sha256(repr(parts).encode()).hexdigest() if parts or self.data else ''
+        return self.done[id(o)]
+    def names(self, d): return [(k,v) for k,v in ((k, self(d[k])) for k in sorted(d, key=str)) if v]
+
+@singledispatch
+def _made_of(o, see):
+    "Any object: its class and its attributes; what a library made, by the way it is pickled"
+    c,d = type(o),{s:getattr(o,s) for k in type(o).__mro__ for s in L(vars(k).get('__slots__')) if hasattr(o,s) and s!='__weakref__'}
+    own = see.names({**d, **getattr(o,'__dict__',{})})
+    if not (_library(c.__module__) and see.data): return see(c),own
+    return see(c),own,[see(list(v) if isinstance(v, Iterator) else v) for v in L(o.__reduce_ex__(2))]
+
+@_made_of.register(types.CodeType)
+def _(o, see):
+    consts = [see(c) if isinstance(c, types.CodeType) else sorted(map(repr, c)) if isinstance(c, frozenset) else repr(c) for c in o.co_consts]
+    return o.co_name,o.co_code,o.co_names,o.co_varnames,o.co_freevars,o.co_argcount,o.co_kwonlyargcount,o.co_flags,consts
+
+@_made_of.register(types.FunctionType)
+def _(o, see):
+    cells = [c.cell_contents for c in o.__closure__ or () if c!=types.CellType()]
+    own = [see(v) for v in (o.__code__, o.__defaults__, o.__kwdefaults__, cells)],see.names(vars(o))
+    if _library(o.__globals__.get('__name__')): return o.__module__,o.__qualname__,own
+    names,attrs,imports = _uses(o.__code__); package = o.__globals__.get('__package__')
+    files = [(n, _imported(n, package)) for n in sorted(imports) if n and not _library(n)]
+    return own,[(n, _global(o.__globals__[n], attrs, see)) for n in sorted(names) if n in o.__globals__],files
+
+def _global(v, attrs, see):
+    "A global: a module by those of its names that are used"
+    if not isinstance(v, types.ModuleType): return see(v)
+    if _library(v.__name__) or id(v) in see.way: return v.__name__
+    see.way.add(id(v))
+    res = v.__name__,[(a, _global(vars(v)[a], attrs, see)) for a in sorted(attrs) if a in vars(v)]
+    see.way.discard(id(v)); return res
+
+@_made_of.register(type)
+def _(o, see):
+    if _library(o.__module__): return str(o.__module__),o.__qualname__
+    own = {k:v for k,v in vars(o).items() if k not in _NOT_CODE and not k.startswith('__annot')}
+    return o.__qualname__,[see(b) for b in o.__bases__],see(type(o)),see.names(own)
+
+@_made_of.register(nn.Module)
+def _(o, see):
+    net = get_model(getattr(o,'_orig_mod',o))
+    if net is not o: return see(net)
+    d = {k:list(v.values()) if 'hooks' in k and isinstance(v, dict) else v for k,v in vars(o).items() if k!='_compiled_call_impl'}
+    return see(type(o)),see.names(d)
+
+# %% ../nbs/01b_evaluate.ipynb #9cc47c85
+@_made_of.register(Tensor)
+def _(o, see): return [type(o).__name__,str(o.dtype),list(o.shape),hashlib.sha256(_bytes(o)).hexdigest()] if see.data else ''
+@_made_of.register(np.ndarray)
+def _(o, see): return [str(o.dtype),o.shape,see(o.tolist()) if o.dtype==object else hashlib.sha256(o.tobytes()).hexdigest()] if see.data else ''
+@_made_of.register(list)
+@_made_of.register(tuple)
+def _(o, see): return ([see(type(o))] if see.data else [])+[v for v in map(see, o) if v]
+@_made_of.register(set)
+@_made_of.register(frozenset)
+def _(o, see): return sorted(v for v in map(see, o) if v)
+@_made_of.register(dict)
+@_made_of.register(types.MappingProxyType)
+def _(o, see): return [(a,b) for a,b in ((see(k),see(v)) for k,v in o.items()) if a or b]
+@_made_of.register(property)
+def _(o, see): return [see(f) for f in (o.fget, o.fset, o.fdel)]
+@_made_of.register(classmethod)
+@_made_of.register(staticmethod)
+def _(o, see): return see(o.__func__)
+@_made_of.register(types.MethodType)
+def _(o, see): return see(o.__func__),see(o.__self__)
+@_made_of.register(partial)
+def _(o, see): return see(type(o)),see(o.func),see(o.args),see(o.keywords),see.names(vars(o))
+@_made_of.register(types.ModuleType)
+def _(o, see): return o.__name__
+@_made_of.register(torch.Generator)
+def _(o, see): return see(o.get_state())
+for _t in (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MemberDescriptorType,
+           types.GetSetDescriptorType, types.ClassMethodDescriptorType, types.MethodWrapperType, np.ufunc):
+    @_made_of.register(_t)
+    def _(o, see):
+        of = getattr(o,'__self__',None)
+        return getattr(o,'__module__',None) or '',getattr(o,'__qualname__',o.__name__),see(None if isinstance(of, types.ModuleType) else of)
+
+def identity(
+    *objs, # Attacks, losses, models, settings, ...
+    data:bool=True, # The values that they hold too; False: their code alone, for models, whose values `fingerprint` and `sketch` tell apart
+)->str: # 16 hex digits; '' where something cannot be read, such as an open file: then nothing is known to be the same
+    "A hash of all that an object is made of: its state, and the code of every function, class and global that it reaches"
+    try: return _digest(_version(), *map(_Seen(data), objs))
+    except Exception: return ''
+
+# %% ../nbs/01b_evaluate.ipynb #24af9887
+def sketch(
+    t:Tensor, # [B,...]: outputs or gradients of the first batch
+    n:int=16, # Images to describe
+)->list: # [<=n][4] floats: of each image the length, and the products with three fixed vectors of random signs
+    "A few numbers in place of a tensor, to be compared with `alike`"
+    t = t.detach().as_subclass(Tensor)[:n].cpu().double().flatten(1); one = torch.zeros(1, dtype=torch.long)
+    signs = torch.cat([(2*uniform(one, t[:1], k)-1).sign() for k in range(3)])
+    return torch.cat([t.norm(dim=1, keepdim=True), t@signs.T], 1).tolist()
+
+def alike(
+    a, # What `sketch` returned
+    b, # What `sketch` returned at another time, maybe on another machine
+    tol:float=.01, # Of each image's length
+)->bool: # False also where one of them is None
+    "Are two sketches the same but for rounding?"
+    if a is None or b is None or not len(a) or not len(b): return False
+    n = min(len(a), len(b)); a,b = [torch.as_tensor(o[:n], dtype=torch.double).nan_to_num(-1e30) for o in (a,b)]
+    return bool(((a-b).abs()<=tol*torch.maximum(a[:,:1], b[:,:1]).abs()).all())
 
 # %% ../nbs/01b_evaluate.ipynb #d92c2c33
 def _cat(a, b): return b if a is None else {k: torch.cat([a[k], b[k]]) for k in b}
