@@ -11,7 +11,7 @@ __all__ = ['hard_labels', 'unfair', 'fair', 'few_classes', 'eval_batches', 'Feed
            'lpips_dist']
 
 # %% ../nbs/01b_evaluate.ipynb #3a9f66eb
-import base64,dis,hashlib,importlib.util,json,os,sys,time,platform,types,warnings,zipfile
+import base64,dis,hashlib,importlib.util,json,math,os,re,sys,time,platform,types,warnings,zipfile
 import torch.distributed as dist
 from functools import singledispatch
 from html import escape
@@ -83,20 +83,21 @@ def _labels_in(ds):
 def _tensors(data): return isinstance(data, (tuple,list)) and len(data)==2 and isinstance(data[0], (Tensor,np.ndarray))
 
 def _in_order(dl):
-    "Is it a DataLoader of torch that goes through a dataset from the start?"
+    "Is it a DataLoader that goes through a dataset from the start?"
+    if isinstance(dl, DataLoader): return isinstance(dl, TfmdDL) or (dl.indexed and not dl.shuffle)
     return isinstance(dl, torch.utils.data.DataLoader) and isinstance(dl.sampler, torch.utils.data.SequentialSampler) and dl.batch_size
 
 def _labels(data):
     "[N] labels of `data` in its order, where they can be had without the images; else None"
     if _tensors(data): return _array(data[1])
-    if isinstance(data, TfmdDL) or _in_order(data):
+    if _in_order(data):
         try: return _labels_in(data.dataset)
         except (TypeError, ValueError, AttributeError): return None
 
 def _at_positions(data, i):
     "The same kind of data, cut to positions `i` in this order"
     if _tensors(data): return data[0][i],np.asarray(data[1])[i] if not isinstance(data[1], Tensor) else data[1][i]
-    if isinstance(data, TfmdDL): return data.new(shuffle=False, drop_last=False, get_idxs=i.tolist().copy)
+    if isinstance(data, DataLoader): return data.new(shuffle=False, drop_last=False, get_idxs=i.tolist().copy)
     kw = {k:getattr(data,k) for k in ('batch_size','num_workers','collate_fn','pin_memory','timeout','worker_init_fn')}
     return torch.utils.data.DataLoader(torch.utils.data.Subset(data.dataset, i.tolist()), **kw)
 
@@ -204,13 +205,21 @@ def packed(
     while (b := feed(bs)) is not None: yield b
 
 # %% ../nbs/01b_evaluate.ipynb #8fae37d6
+def _classes(z): return z.argmax(1).masked_fill(z.isnan().any(1), -1)
+
+def _answer(model, x):
+    "The predicted classes, and whether the model changed the tensor that it was given"
+    given = x.clone()
+    with attack_mode(model), torch.no_grad():
+        z = check_logits(model(given), x, torch.zeros(len(x), device=x.device)).as_subclass(Tensor)
+    return _classes(z),not torch.equal(given, x)
+
 def predict(
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
     x:Tensor, # Images [B,C,H,W]
 )->Tensor: # Class numbers [B]; -1 where the output is not a number
     "The predicted classes, in evaluation mode whatever mode the model is in, which is restored"
-    with attack_mode(model), torch.no_grad(): z = check_logits(model(x.clone()), x, torch.zeros(len(x), device=x.device)).as_subclass(Tensor)
-    return z.argmax(1).masked_fill(z.isnan().any(1), -1)
+    return _answer(model, x)[0]
 
 # %% ../nbs/01b_evaluate.ipynb #97af13da
 def show_adv(
@@ -251,20 +260,17 @@ def show_adv(self:Learner,
 
 # %% ../nbs/01b_evaluate.ipynb #cc7a62b0
 class AdvValid(AdvCallback):
-    "Attack every validation batch, so that all metrics and predictions are those under attack"
+    "Attack every validation batch, so that all metrics and predictions are those of attacked images, also of images that the attack repairs"
     run_train,run_valid,_stateattrs = False,True,('clean_x',)
     def __init__(self,
-        attack, # Any attack; None leaves the images clean
+        attack, # Any attack; None leaves the images clean, and only keeps a copy of them
         seed:int=0, # Of the attack
     ):
         if attack is not None: check_attack(attack)
         self.attack,self.seed = attack,seed
-    def before_validate(self):
-        super().before_validate()
-        if sum(isinstance(c, AdvValid) for c in self.learn.cbs)>1: raise ValueError('the Learner has two AdvValid callbacks, so the second would attack attacked images: remove one, learn.remove_cb(AdvValid)')
     def before_batch(self):
         "Attack the batch's images; keep the clean ones as `clean_x`"
-        self.clean_x = self.x
+        self.clean_x = self.x.clone()
         if self.attack is not None: self.attack_batch(self.attack, seed=self.seed)
     def after_validate(self):
         "Let the clean images go"
@@ -272,22 +278,45 @@ class AdvValid(AdvCallback):
     def __repr__(self): return f'AdvValid({self.attack!r})'
 
 # %% ../nbs/01b_evaluate.ipynb #a4ab3880
+def _column(name, given=None):
+    "A column's name without the words that make fastai's callbacks keep the lowest value; raises ValueError if it was given"
+    if given is not None and re.search('loss|error', given):
+        raise ValueError(f'the name {given!r} has "loss" or "error" in it, so fastai would keep the epoch with the lowest accuracy: choose another')
+    return name.replace('loss','obj').replace('error','err')
+
+def _said(learn, x):
+    "The classes that the Learner's model has just said of `x`"
+    z = learn.pred
+    if isinstance(z, Tensor) and z.ndim==2 and len(z)==len(x) and not learn.model.training: return _classes(z.as_subclass(Tensor))
+    return predict(get_model(learn.model), x)
+
 class RobustAccuracy(Metric):
-    "Share of validation images that the model gets right under `attack`; a column called like `pgd10_acc`"
+    "Share of validation images that the model gets right without attack and under `attack`; a column called like `pgd10_acc`"
     def __init__(self,
         attack, # Any attack
-        name:str=None, # Column title; None: from the attack
+        name:str=None, # Column title; None: from the attack. Raises ValueError if `loss` or `error` is in it
     ):
         check_attack(attack)
-        self.attack,self._name = attack,name or f'{getattr(attack,"name","attack")}_acc'
+        self.attack,self._name = attack,_column(name or f'{getattr(attack,"name","attack")}_acc', name)
     def reset(self): self.ok,self.count = 0,0
     def accumulate(self, learn):
         if learn.training: return
         if not self.count and sum(m.name==self.name for m in learn.metrics)>1: warnings.warn(f'two columns are called {self.name}: tell them apart with RobustAccuracy(attack, name=...)')
-        x = next((c.clean_x for c in learn.cbs if isinstance(c, AdvValid)), learn.x)
-        model,y = get_model(learn.model),hard_labels(learn.y, x)
-        ok = learn.to_detach(predict(model, self.attack(model, x, y, seed=0))==y)
+        adv,model = next((c for c in learn.cbs if isinstance(c, AdvValid)), None),get_model(learn.model)
+        x = learn.x if adv is None else adv.clean_x
+        y = hard_labels(learn.y, x)
+        before = predict(model, x) if getattr(adv,'attack',None) else _said(learn, x)
+        ok = learn.to_detach((before==y)&(self._after(model, x, y, adv is None)==y))
         self.ok,self.count = self.ok+ok.sum().item(),self.count+len(ok)
+    def _after(self, model, x, y, handed_on):
+        "The classes under attack; raises ValueError if the model has changed the batch that fastai handed on"
+        try: p,moved = _answer(model, self.attack(model, x, y, seed=0))
+        except ValueError:
+            if not handed_on or not _answer(model, x)[1]: raise
+            moved = True
+        if moved and handed_on: raise ValueError('the model changes its input in place, so the batch that fastai hands on is not clean: '
+            'add the callback AdvValid(None), which keeps a copy, or let the model work on x.clone()')
+        return p
     @property
     def value(self):
         "Share of images that stay right, 0 to 1; None before the first batch"
@@ -1044,6 +1073,7 @@ def robust_report(
         stand = np.minimum.reduce([rep.verdicts[o] for o in ('clean',*above)]) if draws==1 else np.ones(len(got['ok']), np.float32)
         if _kept(rep, a, who, stand): continue
         ok,pred,cost,parts,says = _measure(run, a, stand, _bar(a, stand, progress and many==1))
+        if draws>1: ok = ok*(got['ok']>0)                                            # what is never right cannot be right under attack
         rep.verdicts[repr(a)],rep.preds[repr(a)] = ok,np.where(pred>-2, pred, rep.preds[above[-1] if above else 'clean'])
         more = dict(attacked=int((stand>0).sum()), passes=int(cost[0]), stand=_digest(stand), identity=who, threat=list(_group(a)))
         row = _row(a, ok, seed, cost[1], **more, parts=parts if len(parts)>1 else [], warnings=says)
@@ -1222,7 +1252,7 @@ def save_adv(
     attack, # Any attack
     out, # Folder; made if it does not exist
     seed:int=0, # Of the attack
-)->dict: # Accuracy: clean, of the exact images (adv.npz), and of the PNG files as they come back from disk
+)->dict: # Accuracy: clean, of the exact images (adv.npz), and of the PNG files as they come back from disk, each of images that are right without attack too
     "Attack, write adv.npz (exact, float32) and a PNG for each image (8 bits, rounded inside the ball), read both back and judge them"
     out = Path(out); out.mkdir(parents=True, exist_ok=True)
     x,y = check_images(x, model),check_labels(y, x)
@@ -1232,7 +1262,8 @@ def save_adv(
     for i,o in enumerate((255*to_8bit(x_adv, x)).round().byte().cpu().permute(0,2,3,1).numpy()): Image.fromarray(o.squeeze()).save(out/f'{i:05d}.png')
     pngs = torch.stack([torch.as_tensor(np.array(Image.open(out/f'{i:05d}.png'))).view(*x.shape[-2:],-1).permute(2,0,1)/255 for i in range(len(x))])
     with np.load(out/'adv.npz') as f: exact = torch.from_numpy(f['x_adv'])
-    return {k:(predict(model, o.to(x))==y).float().mean().item() for k,o in dict(clean=x, exact=exact, png=pngs).items()}
+    y = hard_labels(y, x); right = predict(model, x)==y
+    return {k:(right&(predict(model, o.to(x))==y)).float().mean().item() for k,o in dict(clean=x, exact=exact, png=pngs).items()}
 
 # %% ../nbs/01b_evaluate.ipynb #aa5620ab
 def lpips_dist(
@@ -1248,4 +1279,4 @@ def lpips_dist(
     try: net = LPIPS(net='alex', verbose=False) if net is None else net
     except (OSError, RuntimeError) as e: raise RuntimeError(f"AlexNet's weights could not be downloaded ({e}): give net=lpips.LPIPS(...) with weights of your own") from e
     x,x2 = [(F.interpolate(o, size=(64,64), mode='bilinear') if min(o.shape[-2:])<64 else o).expand(-1,3,-1,-1) for o in (x.float(), x2.float())]
-    with attack_mode(net.to(x.device)), torch.no_grad(): return net(x, x2, normalize=True).flatten()
+    with attack_mode(net.to(x.device)), torch.no_grad(): return net(x.clone(), x2.clone(), normalize=True).flatten()
