@@ -509,7 +509,7 @@ def fingerprint(
 # %% ../nbs/01b_evaluate.ipynb #dba1cd0e
 _LIBRARIES = sys.stdlib_module_names|set('torch torchvision numpy scipy pandas matplotlib PIL fastai fastcore fastprogress timm'.split())
 _NOT_CODE = {'__dict__','__weakref__','__doc__','__module__','__qualname__','__abstractmethods__','_abc_impl','__hash__','__match_args__',
-    '__dataclass_fields__','__dataclass_params__','__firstlineno__','__static_attributes__','_backward_cls'}
+    '__dataclass_fields__','__dataclass_params__','__firstlineno__','__slotnames__','__static_attributes__','_backward_cls'}
 
 def _library(name): return name is not None and (not isinstance(name, str) or name.split('.')[0] in _LIBRARIES)     # compiled types have no name
 

@@ -268,10 +268,11 @@ def test_eval_leaves_no_folder_after_an_error_and_has_help(eval_failures):
     assert res['--help'][0] in (0,None) and all(f'--{o}' in res['--help'][2] for o in 'model checkpoint pretrained data attacks eps norm n seed bs device out overwrite size n-classes mean std profile'.split())
 
 SLOW = ['--model', SMALL, '--n', '300', '--attacks', 'fgsm,PGD(0.001, steps=150),pgd2', '--eps', '0.001', '--device', 'cpu', '--data', 'fashion_mnist']
+def hears_interrupts(): signal.signal(signal.SIGINT, signal.default_int_handler)          # a shell's background job ignores them, and so would its children
 def started(d, name):
     "robust-eval in a process of its own, once its first row is on disk"
     env = os.environ|dict(OMP_NUM_THREADS='1', PYTHONWARNINGS='ignore', ROBUST_PROFILE='smoke'); (f:=d/'robust_eval.py').write_text(COMMAND.format('robust_eval'))
-    p = subprocess.Popen([sys.executable, f, *SLOW, '--out', name], cwd=d, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    p = subprocess.Popen([sys.executable, f, *SLOW, '--out', name], cwd=d, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, preexec_fn=hears_interrupts)
     j,t = d/name/'report.json',time.time()
     while not j.exists() and p.poll() is None and time.time()-t<60: time.sleep(.02)
     assert p.poll() is None, p.communicate()

@@ -69,6 +69,11 @@ def test_a_patched_method_of_the_library_is_seen(monkeypatch):
     a = identity(PGD(.1)); monkeypatch.setattr(PGD, 'update', lambda self, x, s, g, v, i: s)
     assert identity(PGD(.1))!=a
 
+def test_copying_an_object_leaves_its_class_alone():
+    "Python notes on a class how its objects are copied"
+    a = made("class F:\n def __init__(self): self.t = 1\nA = F()"); before = identity(a)
+    copy.copy(a); assert identity(a)==before
+
 def test_comments_lines_and_names_of_files_are_no_code():
     a,b = "def f(z,y): return ce(z,y)\nA = f", "\n\n# a comment\ndef f(z,y):\n    # another\n    return ce(z,y)\nA = f"
     assert identity(made(a))==identity(made(b))
