@@ -18,6 +18,7 @@ from html import escape
 from PIL import Image
 from collections.abc import Iterator,Mapping
 from numbers import Integral
+from pickle import PickleError
 from .core import *
 from .attacks import *
 from .datasets import balanced
@@ -511,6 +512,12 @@ _LIBRARIES = sys.stdlib_module_names|set('torch torchvision numpy scipy pandas m
 _NOT_CODE = {'__dict__','__weakref__','__doc__','__module__','__qualname__','__abstractmethods__','_abc_impl','__hash__','__match_args__',
     '__dataclass_fields__','__dataclass_params__','__firstlineno__','__slotnames__','__static_attributes__','_backward_cls'}
 
+def _digest(*o): return hashlib.sha256(repr([a.tobytes() if isinstance(a, np.ndarray) else a for a in o]).encode()).hexdigest()[:16]
+
+def _version():
+    from robust_nbdev import __version__
+    return __version__
+
 def _library(name): return name is not None and (not isinstance(name, str) or name.split('.')[0] in _LIBRARIES)     # compiled types have no name
 
 def _uses(code):
@@ -629,7 +636,7 @@ def identity(
 )->str: # 16 hex digits; '' where something cannot be read, such as an open file: then nothing is known to be the same
     "A hash of all that an object is made of: its state, and the code of every function, class and global that it reaches"
     try: return _digest(_version(), *map(_Seen(data), objs))
-    except Exception: return ''
+    except (TypeError, ValueError, AttributeError, RuntimeError, OSError, PickleError): return ''
 
 # %% ../nbs/01b_evaluate.ipynb #24af9887
 def sketch(
@@ -891,10 +898,6 @@ def _begin(model, data, n, seed, out, overwrite, kw):
 _same_run = ('fingerprint','data','n','seed','cascade','draws','fast')
 def _tidy(out): L(Path(out).glob('running*.npz')).map(Path.unlink)
 
-def _version():
-    from robust_nbdev import __version__
-    return __version__
-
 def _continue(rep, out, random):
     "Take over the rows of the report in `out`, if the model is the same; raises ValueError if it was begun on something else"
     if not rep.meta['fingerprint']: raise ValueError(f'{out} holds a report, and a plain function cannot be recognised as the model it was begun with: choose another folder, or overwrite=True')
@@ -998,8 +1001,6 @@ def _as_first(rep, got):
     rep.meta['processes'] = num_distrib()
 
 # %% ../nbs/01b_evaluate.ipynb #dc18c20f
-def _digest(*o): return hashlib.sha256(repr([a.tobytes() if isinstance(a, np.ndarray) else a for a in o]).encode()).hexdigest()[:16]
-
 def _stuck(got, n):
     "Were the gradients of the `n` attacked images numbers, and any of them other than zero?"
     bad,zero = int(got['bad'].sum()),int((got['zero']&(got['share']>0)).sum())
