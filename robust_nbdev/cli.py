@@ -65,7 +65,8 @@ def both_right(
     n:int=3, # Images
 )->tuple: # (images [n,C,H,W], labels [n])
     "The first validation images that every model gets right without attack (fewer, if a batch has fewer)"
-    x,y = learners[0].dls.valid.one_batch()
+    dl = learners[0].dls.valid
+    x,y = fair(dl, dl.bs)[0].one_batch()
     ok = torch.stack([predict(l.model, x)==y for l in learners]).all(0)
     return x[ok][:n],y[ok][:n]
 
@@ -93,7 +94,9 @@ def number(
 )->float: # Its value
     "A number, or a fraction as papers write it"
     from fractions import Fraction
-    try: return float(reduce(operator.truediv, map(Fraction, s.split('/'))))
+    a,*b = s.split('/')
+    if len(b)>1: raise ValueError(f'a number or a fraction such as 8/255 is expected, got {s}')
+    try: return float(reduce(operator.truediv, map(Fraction, [a,*b])))
     except ZeroDivisionError: raise ValueError(f'{s} divides by zero') from None
 
 def demo_settings(
@@ -404,15 +407,24 @@ def eval_images(
     size:int=None, # Pixels
     bs:int=64, # Batch size
     device=None, # Default: a GPU where there is one
+    **cut # How images are cut to size, over what timm's configuration of the model says: `pct`, `interp`, `crop_mode`, see `image_dls`
 )->tuple: # (DataLoader in [0,1], a line about it)
     "The test images (`val` or all, where there is no `test`) of a dataset or folder, in a fixed order"
     src,name,usual = data if isinstance(data, tuple) else find_source(data, n)
     (split,i),_ = choose_images(src, 'only', n_valid=n)
     size = _size(src, split, size, usual) or _own_size(model)
-    dls = image_dls(src, n_valid=n, bs=bs, size=size, valid='only', mode='L' if in_chans(model)==1 else 'RGB', item_tfms=None, batch_tfms=None, device=device)
-    N = len(src.labels(split))
-    part = '' if split=='train' else f' of the part {split}'
-    return dls.valid,f'{name}, '+(f'all {N} images{part}' if len(i)==N else f'{len(i)} of the {N} images{part}, balanced over classes, seed 42')
+    cut = {**timm_fit(model, size), **{k:v for k,v in cut.items() if v is not None}}
+    kw = dict(size=size, mode='L' if in_chans(model)==1 else 'RGB', item_tfms=None, batch_tfms=None, **cut)
+    dls = image_dls(src, n_valid=n, bs=bs, valid='only', device=device, **kw)
+    N,part = len(src.labels(split)),'' if split=='train' else f' of the part {split}'
+    which = f'all {N} images{part}' if len(i)==N else f'{len(i)} of the {N} images{part}, balanced over classes, seed 42'
+    return dls.valid,f'{name}, {which}'+_cut_line(src.splits[split][0], first(dls.valid.after_item.fs, risinstance(CenterFit)))
+
+def _cut_line(x, fit):
+    "How images are cut to size, unless they have it"
+    if fit is None or (isinstance(x, np.ndarray) and x.shape[1:3]==fit.size): return ''
+    h,w = fit.size
+    return f', cut to {h}x{w} (crop_pct {fit.pct:g}, {fit.interp}, {fit.crop_mode})'
 
 # %% ../nbs/08_cli.ipynb #d8c43acf
 class SomeOutputs(Wrapper):
@@ -447,7 +459,7 @@ def _same_classes(model, dl, n_classes, vocab):
     "Do model and images speak of the same classes? Raises ValueError if not; a warning for other names"
     x = dl.one_batch()[0].as_subclass(Tensor)[:2]
     try:
-        with torch.no_grad(): z = check_logits(model(x), x, torch.zeros(len(x)))
+        with torch.no_grad(): z = check_logits(outputs(model, x), x, torch.zeros(len(x)))
     except (RuntimeError, ValueError, TypeError, AssertionError) as e: raise ValueError(f'the model cannot take images of shape {list(x.shape[1:])}: {e}') from None
     c = len(dl.vocab)
     if z.shape[1] not in (c, n_classes): raise ValueError(f'the model has {z.shape[1]} outputs and the images have {c} classes: give weights for these classes, or --n-classes {z.shape[1]} if the first {c} outputs are them')
@@ -478,6 +490,12 @@ def _noted(rep, line, says, out):
     if out is not None: rep.save(out)
     return rep
 
+def _numbered(vocab):
+    "Which output is which class, where the classes are called by numbers"
+    if not all(str(o).isdigit() for o in vocab): return ''
+    few = [*range(min(3, len(vocab))),*([len(vocab)-1] if len(vocab)>3 else [])]
+    return '. Classes by number: '+', '.join(f'output {i} is class {vocab[i]}' for i in few)
+
 def run_eval(
     s:RunSettings, # See `eval_settings`
     attacks, # Attacks, weak to strong, see `parse_attacks`
@@ -487,9 +505,10 @@ def run_eval(
     out=None, # Folder to save to, and to continue from; None: keep nothing
     overwrite:bool=False, # Start anew although `out` holds a report
     bar:bool=False, # Show a progress bar
-    **kw # For `eval_model`: pretrained, mean, std
+    **kw # For `eval_model`: pretrained, mean, std; for `eval_images`: pct, interp, crop_mode
 )->Report: # A row per attack
     "The report of a model on images, all given by name; continued if `out` holds its beginning"
+    cut = {k:kw.pop(k, None) for k in ('pct','interp','crop_mode')}
     src,_,usual = found = find_source(s.data, s.n)
     if src.lut is not None: raise ValueError(f'{s.data} has masks: accuracy needs one class per image')
     (split,_),_ = choose_images(src, 'only', n_valid=s.n)
@@ -497,12 +516,12 @@ def run_eval(
     net,what,vocab = eval_model(model, checkpoint, n_classes=n_classes, size=_size(src, split, s.size, usual), classes=len(src.vocab), in_chans=1 if grey else None, seed=s.seed, **kw)
     if n_classes is None and vocab is None: net,what = of_imagenet(net, src.vocab, what)
     net = net.to(ifnone(s.device, default_device()))
-    dl,line = eval_images(found, net, s.n, s.size, s.bs, next(net.parameters()).device)
+    dl,line = eval_images(found, net, s.n, s.size, s.bs, next(net.parameters()).device, **cut)
     says = _same_classes(net, dl, n_classes, vocab)
     if _trained_on(s.data, split): says.append('these are the images in the folder train: a model that was trained on them looks better than it is')
     if 'random weights' in what: says.append('the weights are random: give --checkpoint or --pretrained')
     rep = robust_report(net, dl, attacks, seed=s.seed, bs=s.bs, out=out, overwrite=overwrite, progress=bar)
-    return _noted(rep, f'Model: {what}. Images: {line}', says, out)
+    return _noted(rep, f'Model: {what}. Images: {line}{_numbered(src.vocab)}', says, out)
 
 # %% ../nbs/08_cli.ipynb #88bb825a
 def numbers(
@@ -530,6 +549,9 @@ def robust_eval(
     out:str=None, # Folder for report.json, report.csv and verdicts.npz, continued if it holds them (default: eval/MODEL_DATA under `out` of settings.ini)
     overwrite:store_true=False, # Start anew although the folder holds a report
     size:int=None, # Pixels (default: the dataset's, else the model's)
+    crop_pct:float=None, # Share of the shorter side that is kept when images are cut to size (default: timm's for the model, else 0.875 above 64 pixels)
+    interpolation:str=None, # How images are resized: bilinear, bicubic, lanczos or nearest (default: timm's for the model, else bilinear)
+    crop_mode:str=None, # center, or squash for the whole image with other proportions (default: timm's for the model, else center)
     n_classes:int=None, # Outputs of the model (default: those of its weights, else the classes of the images)
     mean:numbers=None, # Of the model's input, a number or one per channel: 0.485,0.456,0.406 (default: the checkpoint's, else timm's)
     std:numbers=None, # As mean
@@ -540,7 +562,8 @@ def robust_eval(
     try:
         s = eval_settings(profile, norm, data=data, eps=eps, n=n, seed=seed, bs=bs, device=device, size=size)
         out = Path(out or _out(s, model, checkpoint))
-        rep = run_eval(s, parse_attacks(attacks, s.eps, norm), model, checkpoint, n_classes, out, overwrite, sys.stdout.isatty(), pretrained=pretrained, mean=mean, std=std)
+        rep = run_eval(s, parse_attacks(attacks, s.eps, norm), model, checkpoint, n_classes, out, overwrite, sys.stdout.isatty(),
+            pretrained=pretrained, mean=mean, std=std, pct=crop_pct, interp=interpolation, crop_mode=crop_mode)
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as e: sys.exit(f'robust-eval: {" ".join(str(e).replace("overwrite=True","--overwrite").replace("pass path=","give --data a copy").split())}')
     except KeyboardInterrupt: print('\nrobust-eval: interrupted; the same command continues where this one stopped', file=sys.stderr); sys.exit(130)
     print(f'{rep}\n\n{time.time()-t0:.0f} seconds. In {out}/: report.html, report.png, report.json, report.csv, verdicts.npz, predictions.npz')
@@ -562,7 +585,9 @@ def _bench_images(name, path, n, strict):
         says = [f'not comparable with the numbers of others: {e}']
     N = len(src.labels('test')); n = ifnone(n, N)
     if not 1<=n<=N: raise ValueError(f'asked for n={n} images, {name} has {N} test images here')
-    return ImageSource(dict(test=src.take('test', np.arange(n))), src.vocab),'the order of this copy' if says else f'published order, {src.order}',N,says
+    order = 'the order of this copy' if says else f'published order, {src.order}'
+    says += [o for o in [few_classes(src.labels('test')[:n], len(src.vocab), src.vocab)] if o]
+    return ImageSource(dict(test=src.take('test', np.arange(n))), src.vocab),order,N,says
 
 def _bench_attacks(attacks, eps, norm, version):
     "`attacks`, if they are of this threat model; AutoAttack where there are none"

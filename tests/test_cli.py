@@ -115,8 +115,12 @@ def test_eps_and_norm_of_the_command_line():
 
 @pytest.mark.parametrize('eps', [8/255, .5/255, 12.75/255, .1, 1/3000, 2.5*8/255/7])
 def test_a_printed_eps_can_be_typed(eps): assert number(eps_str(eps))==pytest.approx(eps, rel=1e-4)
-@pytest.mark.parametrize('s,v', [('0.1',.1), ('8/255',8/255), (' 0.5/255',.5/255), ('1/2/5',.1), ('1e-3',1e-3)])
+@pytest.mark.parametrize('s,v', [('0.1',.1), ('8/255',8/255), (' 0.5/255',.5/255), ('1e-3',1e-3)])
 def test_numbers_and_fractions(s, v): assert number(s)==v
+def test_a_fraction_has_two_numbers():
+    "(1/2)/3 or 1/(2/3)?"
+    for bad in ('1/2/3','8/255/2'):
+        with pytest.raises(ValueError, match=re.escape(bad)): number(bad)
 
 @pytest.mark.parametrize('text,says', [('pgdd','there are: clean, '), ('pgd20_nope','losses ce, margin, cw'), ('PGD(8)','8/255'), ('PGD(step=3)','steps'), ('fgsm5','FGSM'), ('PGD(steps=1.5)','1.5'), ('PGDD(1)','APGD'), ('','expected'), ('fgsm pgd','cannot be read'),
     ('PGD(8/0)','divides by zero'), ('3','expected an attack'), ('"PGD"','expected an attack'), ('__import__("os").system("x")','neither'), ('PGD(eps=open("x"))','open'), ('[x for x in y]','neither'), ('PGD(2**9)','neither'), ('lambda: 1','neither'), ('PGD(loss=os)','os'),
@@ -194,7 +198,7 @@ def folder(tmp_path):
     return tmp_path/'data'
 
 def evaluate(model, data, out, attacks='fgsm', **kw):
-    ks = dict(eps=.02, size=28)|kw; mk = {k:ks.pop(k) for k in ('checkpoint','n_classes','overwrite','mean','std') if k in ks}
+    ks = dict(eps=.02, size=28)|kw; mk = {k:ks.pop(k) for k in ('checkpoint','n_classes','overwrite','mean','std','pct','interp','crop_mode') if k in ks}
     return run_eval(eval_settings('smoke', data=str(data), device='cpu', **ks), parse_attacks(attacks, ks['eps']), model, out=out, **mk)
 
 def test_folders(folder, tmp_path):
@@ -242,10 +246,52 @@ def test_fastai_export(folder, tmp_path):
     (tmp_path/'bad.pkl').write_bytes(b'abc')
     with pytest.raises(ValueError, match='cannot be opened as a Learner'): eval_model(checkpoint=tmp_path/'bad.pkl')
 
+# --- how images are cut to size
+
+def timm_like(**cfg):
+    "A small timm model whose configuration is what a pretrained one's would be"
+    m = timm.create_model('vit_tiny_patch16_224', img_size=32, patch_size=8, depth=1, embed_dim=24, num_heads=2, num_classes=2); m.pretrained_cfg = {**m.pretrained_cfg, 'input_size':(3,32,32), **cfg}; return m.eval()
+def wide(d):
+    "Two class folders of large images whose rim is white"
+    for c in 'ab':
+        (d/c).mkdir(parents=True); a = np.random.default_rng(ord(c)).integers(0, 200, (96,128,3)).astype(np.uint8)
+        a[:8] = a[-8:] = 255; Image.fromarray(a).save(d/c/'0.png')
+    return d
+
+@pytest.mark.parametrize('cfg', [dict(crop_pct=1., interpolation='bicubic'), dict(crop_pct=.8, interpolation='bilinear'), dict(crop_pct=.9, interpolation='bicubic', crop_mode='squash')])
+def test_the_models_own_configuration_decides(tmp_path, cfg):
+    from timm.data import create_transform, resolve_model_data_config
+    m,d = timm_like(**cfg),wide(tmp_path/'d'); dl,line = eval_images(d, Normalized(m), device='cpu')
+    found = resolve_model_data_config(m); assert all(found[k]==v for k,v in cfg.items())
+    want = create_transform(**{**found, 'mean':(0.,)*3, 'std':(1.,)*3})
+    x = dl.one_batch()[0]; ref = torch.stack([want(Image.open(d/c/'0.png')) for c in 'ab'])
+    assert (x-ref).abs().mean()<.03 and f"crop_pct {cfg['crop_pct']:g}, {cfg['interpolation']}" in line
+    other,_ = eval_images(d, Normalized(m), device='cpu', pct=.5, crop_mode='center'); assert (other.one_batch()[0]-ref).abs().mean()>.08
+
+def test_the_report_names_how_images_were_cut(tmp_path):
+    d = wide(tmp_path/'d'); rep = evaluate('resnet18', d, None, attacks='fgsm', n=2, size=32)
+    assert 'crop_pct 0.95, bicubic, center' in rep.meta['title'], rep.meta['title']
+    rep = evaluate('resnet18', d, None, attacks='fgsm', n=2, size=32, pct=.7, interp='bilinear')
+    assert 'crop_pct 0.7, bilinear, center' in rep.meta['title']
+
+def test_images_of_the_right_size_are_not_cut():
+    dl,line = eval_images('fashion_mnist', small(), n=10); assert 'crop' not in line
+
+def test_classes_called_by_numbers_are_named(tmp_path):
+    for i in range(12): (tmp_path/'d'/str(i)).mkdir(parents=True); Image.new('RGB', (32,32), (20*i,)*3).save(tmp_path/'d'/str(i)/'0.png')
+    assert 'output 0 is class 0, output 1 is class 1, output 2 is class 2, output 11 is class 11' in evaluate('resnet18', tmp_path/'d', None, attacks='fgsm', n=12).meta['title']
+
+def test_bench_names_the_classes_of_a_sorted_copy(monkeypatch):
+    import robust_nbdev.cli as cli
+    src = datasets.embedded_fashion(); i = np.argsort(src.labels('test'), kind='stable')
+    monkeypatch.setattr(cli, 'find_images', lambda *a: datasets.ImageSource(dict(test=src.take('test', i)), src.vocab))
+    rep = robust_bench(small(), 'fashion_mnist', eps=.01, n=30, attacks=[FGSM(.01)], strict=False).report
+    assert any('1 of 10 classes only (T-shirt/top)' in o for o in rep.warnings)
+
 # --- robust-eval as typed
 
 BAD_EVAL = {'':'--model NAME', '--model nope':'near', '--model resnet18 --data nowhere':"'nowhere'", '--model resnet18 --data camvid_not':'fashion_mnist, cifar10', '--model resnet18 --attacks pgdd':'there are: clean, ', '--model resnet18 --attacks ""':'expected',
-    '--model resnet18 --eps 8':'8/255', '--model resnet18 --eps x':'x', '--model resnet18 --norm L7':'Linf', '--model resnet18 --n 0':'at least 1', '--model resnet18 --n 70001':'images asked for' if Path('/usr/share/datasets/fashion-mnist').exists() else 'fashion_mnist', '--model resnet18 --seed -1':'between 0', '--model resnet18 --bs 0':'at least 1',
+    '--model resnet18 --eps 8':'8/255', '--model resnet18 --eps x':'x', '--model resnet18 --eps 1/2/3':'1/2/3', '--model resnet18 --crop-mode border':'squash', '--model resnet18 --interpolation nope':'bicubic', '--model resnet18 --crop-pct 2':'pct', '--model resnet18 --norm L7':'Linf', '--model resnet18 --n 0':'at least 1', '--model resnet18 --n 70001':'images asked for' if Path('/usr/share/datasets/fashion-mnist').exists() else 'fashion_mnist', '--model resnet18 --seed -1':'between 0', '--model resnet18 --bs 0':'at least 1',
     '--model resnet18 --device nope':'nope', '--model resnet18 --checkpoint no.pth':'no.pth', '--checkpoint no.pkl':'no.pkl', '--checkpoint no.pth':'--model NAME', '--model resnet18 --checkpoint a.pth --pretrained':'choose one', '--model resnet18 --checkpoint afile':'not a file of weights',
     '--model resnet18 --out afile':'is a file', '--model resnet18 --std 0':'std must be positive', '--model resnet18 --mean 1,2':'one per channel (1), got 2', '--model resnet18 --mean x':'x', '--model resnet18 --profile nope':'nope', '--model resnet18 --data empty':'no images', '--nonsense 1':'nonsense'}
 @pytest.fixture(scope='module')
@@ -265,13 +311,14 @@ def test_bad_arguments_of_eval_are_one_clear_line(eval_failures, args):
 def test_eval_leaves_no_folder_after_an_error_and_has_help(eval_failures):
     res,d = eval_failures
     assert sorted(p.name for p in d.iterdir())==['afile','empty']
-    assert res['--help'][0] in (0,None) and all(f'--{o}' in res['--help'][2] for o in 'model checkpoint pretrained data attacks eps norm n seed bs device out overwrite size n-classes mean std profile'.split())
+    assert res['--help'][0] in (0,None) and all(f'--{o}' in res['--help'][2] for o in 'model checkpoint pretrained data attacks eps norm n seed bs device out overwrite size crop-pct interpolation crop-mode n-classes mean std profile'.split())
 
 SLOW = ['--model', SMALL, '--n', '300', '--attacks', 'fgsm,PGD(0.001, steps=150),pgd2', '--eps', '0.001', '--device', 'cpu', '--data', 'fashion_mnist']
+def hears_interrupts(): signal.signal(signal.SIGINT, signal.default_int_handler)          # a shell's background job ignores them, and so would its children
 def started(d, name):
     "robust-eval in a process of its own, once its first row is on disk"
     env = os.environ|dict(OMP_NUM_THREADS='1', PYTHONWARNINGS='ignore', ROBUST_PROFILE='smoke'); (f:=d/'robust_eval.py').write_text(COMMAND.format('robust_eval'))
-    p = subprocess.Popen([sys.executable, f, *SLOW, '--out', name], cwd=d, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    p = subprocess.Popen([sys.executable, f, *SLOW, '--out', name], cwd=d, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, preexec_fn=hears_interrupts)
     j,t = d/name/'report.json',time.time()
     while not j.exists() and p.poll() is None and time.time()-t<60: time.sleep(.02)
     assert p.poll() is None, p.communicate()
