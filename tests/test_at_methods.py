@@ -333,7 +333,7 @@ def test_interrupted_and_fitted_again(method, err, event):
         with pytest.raises(err): l.fit(1, 1e-3)
     check_clean(l, lf)
     w = copy.deepcopy(l.model.state_dict()); ref = learner(METHODS[method](), model=noisy_vit()); ref.model.load_state_dict(w)
-    for o in (l, ref): o.opt = None; set_seed(3, True); o.dls.train.rng.seed(3); o.model.zero_grad(); o.fit(1, 1e-3)
+    for o in (l, ref): o.opt,o.epochs_lived = None,Epochs(); set_seed(3, True); o.dls.train.rng.seed(3); o.model.zero_grad(); o.fit(1, 1e-3)
     assert same(weights(l), weights(ref))
 
 # --- AWP ---------------------------------------------------------------------------------------------------------------------------------
