@@ -576,7 +576,7 @@ class AWP(AdvCallback):
 
     def before_batch(self):
         "Keep the images for the second pass: a model may change its input"
-        self.images = (self.learn.xb,tuple(o.clone() for o in self.learn.xb)) if self.now()>0 else None
+        self.images = {o.data_ptr():o.clone() for o in self.xb} if self.now()>0 else None
 
     def after_loss(self):
         "Add a zero to the loss: the gradient to it tells by what the callbacks after this one multiply the loss"
@@ -626,9 +626,9 @@ def moved(self:AWP, moves:list): # Pairs of weight and change
 def batch_loss(self:AWP)->Tensor: # One number
     "The loss of this batch at the weights as they are, with the terms of all other `AdvCallback`s"
     cbs = [c for c in self.learn.cbs.sorted('order') if isinstance(c, AdvCallback) and c is not self]
-    (seen,images),self.images = self.images,None
+    images,self.images = self.images,None
     with self.amp():
-        self.learn.pred = self.learn.model(*(images if self.learn.xb is seen else self.learn.xb))
+        self.learn.pred = self.learn.model(*[images.get(o.data_ptr(), o).as_subclass(type(o)) for o in self.xb])
         for c in cbs: c('after_pred')
         self.learn.pred = check_logits(self.pred, self.x)
         self.learn.loss_grad = self.learn.loss_func(self.pred, *self.yb)
