@@ -760,8 +760,8 @@ class SaveRun(SaveModelCallback):
     def state(self)->dict: # For `torch.save`
         "What is kept beside weights and optimiser"
         ema,order = first(c for c in self.learn.cbs if isinstance(c, EMA)),getattr(self.dls.train,'rng',None)
-        return dict(about=self.about, epochs=self.n_epoch, ema=ema and ema.state_dict(), torch=torch.get_rng_state(),
-            order=order and order.getstate())
+        return dict(about=self.about, epochs=self.n_epoch, torch=torch.get_rng_state(), order=order and order.getstate(),
+            **(ema.state_dict() if ema else {}))
     def _save(self, name):
         super()._save(name)
         if not rank_distrib(): torch.save(self.state(), self.learn.path/self.learn.model_dir/f'average_{name}.pth')
@@ -790,7 +790,7 @@ def resume(self:Learner,
     if state is None: return 0
     self.load(f'{fname}_{epoch}', with_opt=True)
     ema = first(c for c in self.cbs if isinstance(c, EMA))
-    if ema and state['ema']: ema.load_state_dict(state['ema'])
+    if ema and 'average' in state: ema.load_state_dict(state)
     torch.set_rng_state(state['torch'].cpu())
     if state['order']: self.dls.train.rng.setstate(state['order'])
     return epoch+1

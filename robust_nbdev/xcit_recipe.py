@@ -846,9 +846,12 @@ class AttackEffect(AdvCallback):
         "Attack some validation images with each number of steps"
         if not self.on: return
         self.on = False
-        x,y = first((x,y) for _,x,y in eval_batches(self.dls.valid, device=self.dls.device)); x,y = x[:self.n],y[:self.n]
+        n = min(self.n, len(self.dls.valid.dataset))
+        x,y = [torch.cat(o) for o in list(zip(*eval_batches(self.dls.valid, n, device=self.dls.device)))[1:]]
         top = self.loss(x, y, self.many)
-        for k in self.steps: v = self.loss(x, y, k); self.rows.append(dict(epoch=self.epoch, steps=k, loss=v, missed=(top-v)/top))
+        for k in self.steps:
+            v = self.loss(x, y, k)
+            self.rows.append(dict(epoch=self.epoch, steps=k, loss=v, missed=(top-v)/top))
     @property
     def df(self):
         "The loss under attack after each epoch that was measured, a row per number of steps; `missed`: share of the strongest attack's loss that is not reached"
