@@ -610,47 +610,62 @@ def grid_cells(
 
 def _plain(v): return v.tolist() if hasattr(v,'tolist') else repr(v)      # numbers of numpy and torch stay numbers
 
-_words = (bool,int,float,complex,str,bytes,type(None),np.generic,Value,Path)
+_words = (bool,int,float,complex,str,bytes,type(None),np.generic,Path)
 _libraries = {'torch','torchvision','fastai','fastcore','timm','numpy','pandas','matplotlib','robust_nbdev'}
 
 def _is_word(v):
-    "A number, a word, a recipe, an attack, or a container of nothing else"
+    "A number, a word, or a container of nothing else"
     if isinstance(v, dict): return all(map(_is_word, [*v.keys(), *v.values()]))
     return all(map(_is_word, v)) if isinstance(v, (list,tuple,set,frozenset)) else isinstance(v, _words)
 
 def _names(code): return set(code.co_names).union(*[_names(c) for c in code.co_consts if isinstance(c, types.CodeType)])
 
+def _own(v): return (v.__module__ or '').split('.')[0] not in _libraries
+
 def _held(v):
-    "Name -> value, for what a function, a partial, a method or a container holds"
+    "Name -> value, for what a function, a partial, a method, a container, a recipe or an attack holds"
     if isinstance(v, dict): return v
     if isinstance(v, (list,tuple)): return dict(enumerate(v))
     if isinstance(v, partial): return {'func':v.func, 'args':v.args, **v.keywords}
     if isinstance(v, types.MethodType): return dict(func=v.__func__, self=v.__self__)
-    if not isinstance(v, types.FunctionType): return vars(v) if callable(v) and not isinstance(v, (type,nn.Module)) and hasattr(v,'__dict__') else {}
-    if v.__module__.split('.')[0] in _libraries: return {}
+    if isinstance(v, Value): return {'class':type(v), **vars(v)}
+    if isinstance(v, type):
+        return {f'{k.__name__}.{a}':o for k in v.__mro__ if _own(k) for a,o in vars(k).items() if _is_word(o) and a[:2]!='__'}
+    if not isinstance(v, types.FunctionType) or not _own(v): return {}
     inside = {k:c.cell_contents for k,c in zip(v.__code__.co_freevars, v.__closure__ or ()) if c!=types.CellType()}
     outside = {k:v.__globals__[k] for k in sorted(_names(v.__code__)) if k in v.__globals__}
     return {'defaults':v.__defaults__, 'keywords':v.__kwdefaults__, **outside, **inside}
 
+def _code(v):
+    "A hash of the code of a function, a class or a model; None for anything else"
+    if isinstance(v, types.FunctionType): return identity(v.__code__ if _own(v) else v, data=False)
+    return identity(v, data=False) if isinstance(v, (type,nn.Module)) else None
+
 def _settings(v, name='run', seen=None):
-    "Name -> hash, of all the words that a function and what it calls hold; the data are left out, since their state moves"
+    """Name -> what it is, for all words and all code that a function and what it calls hold. The data are left out, since
+    their state moves"""
     seen = {} if seen is None else seen
-    if _is_word(v): return {name:identity(v)}
+    if _is_word(v):
+        text = f'{type(v).__name__} {sorted(map(repr, v)) if isinstance(v, (set,frozenset)) else v!r}'
+        return {name:hashlib.sha256(text.encode()).hexdigest()[:16]}
     if id(v) in seen: return {}
     seen[id(v)] = v
-    return merge(*[_settings(o, f'{name}.{k}', seen) for k,o in _held(v).items()])
+    code = _code(v)
+    return merge({} if code is None else {name:code}, *[_settings(o, f'{name}.{k}', seen) for k,o in _held(v).items()])
 
 def _same_run(run, cell):
-    "What a row is known by: the code that `run` reaches, its settings, the cell"
-    return dict(code=identity(run, data=False), cell=identity(cell), settings=_settings(run))
+    "What a row is known by: the settings and the code that `run` reaches, and the cell"
+    return _settings(run)|_settings(cell, 'cell')
 
 def _is_same(old, new):
     "Would the same be computed? In doubt, no; what running itself had changed (`moved`) is no setting"
-    if not isinstance(old, dict) or not (old['code'] and old['cell']) or '' in old['settings'].values(): return False
-    now = {k:v for k,v in new['settings'].items() if k not in old['moved']}
-    return (old['code'],old['cell'],old['settings'])==(new['code'],new['cell'],now)
+    if not isinstance(old, dict) or '' in old['settings'].values(): return False
+    return old['settings']=={k:v for k,v in new.items() if k not in old['moved']}
 
-def _cell_file(about, cell): return hashlib.sha256(json.dumps([about, cell], sort_keys=True, default=repr).encode()).hexdigest()[:16]
+def _cell_file(about, cell):
+    "A name for the file; what JSON cannot write counts by its identity, not by what it prints"
+    text = json.dumps([about, cell], sort_keys=True, default=lambda o: repr(sorted(_settings(o).items())) or repr(o))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 def _finished(path, same):
     "The result in a file, if it is that of the same run; None where there is none that can be read"
@@ -674,10 +689,10 @@ def _row(cell, run, path, about):
     t = time.process_time(); res = run(**cell)
     res = {**res, 'seconds':round(time.process_time()-t, 1)}
     if path is None: return res
-    after = _settings(run)
-    same['moved'] = [k for k,v in {**after, **same['settings']}.items() if after.get(k)!=v]
-    same['settings'] = {k:v for k,v in same['settings'].items() if k not in same['moved']}
-    _write(path, dict(about=about, cell=cell, same=same, result=res))
+    after = _same_run(run, cell)
+    moved = [k for k,v in {**after, **same}.items() if not after.get(k)==v==same.get(k)]
+    known = dict(settings={k:v for k,v in same.items() if k not in moved}, moved=moved)
+    _write(path, dict(about=about, cell=cell, same=known, result=res))
     return res
 
 def ablate(
