@@ -85,7 +85,7 @@ class AdvTrain(AdvCallback):
 def whole_loss(self:AdvTrain,
     z, # Output for the batch, logits [B,C] as a rule; whatever the Learner's loss takes
 )->Tensor: # One number
-    "The Learner's loss of this batch, as the Learner takes it: with its weights, without what it ignores, mixed, summed"
+    "The Learner's loss of this batch, as the Learner takes it: weighted, mixed, summed, without what it ignores"
     return self.learn.loss_func(z, *[o.as_subclass(Tensor) if isinstance(o,Tensor) else o for o in self.yb])
 
 @patch
@@ -221,7 +221,7 @@ def terms(self:AdvTrain,
     z, # Output for the clean images, logits [B,C] as a rule
     z_adv, # Output for the adversarial images
 )->tuple: # Output for the Learner's loss; one number, or [B], added to that loss
-    "What the Learner's loss gets, and what is added to it; of values per image the mean (the sum, where that loss sums)"
+    "What the Learner's loss gets, and what is added to it; of values per image the mean (or sum, as that loss)"
     return z_adv,self.at(self.clean_loss)*(self.whole_loss(z)-self.whole_loss(z_adv))
 
 @patch
@@ -241,7 +241,7 @@ def after_loss(self:AdvTrain):
 
 # %% ../nbs/01a_adv_train.ipynb #cfbc2faa
 class TRADES(AdvTrain):
-    "Zhang et al. (2019): the loss on clean images, + `beta` times KL(clean output || adversarial output), of all images"
+    "Zhang et al. (2019): the loss on clean images, + `beta` times KL(clean output || adversarial), of all images"
     joint,compares,options,inner = True,True,('beta',),staticmethod(kl)
     def __init__(self,
         attack:Attack, # Any attack; where it has no loss of its own, it climbs the KL
@@ -264,7 +264,7 @@ class NearPGD(PGD):
 
 # %% ../nbs/01a_adv_train.ipynb #51b49eb8
 class MART(AdvTrain):
-    "Wang et al. (2020): boosted cross-entropy on adversarial images, + `beta` times KL, less where the clean label is sure"
+    "Wang et al. (2020): boosted cross-entropy on adversarial images, + `beta` times KL, less on sure ones"
     joint,options = True,('beta',)
     def __init__(self,
         attack:Attack, # Any attack; where it has no loss of its own, it climbs the Learner's loss
@@ -375,7 +375,8 @@ class CatchOverfit(AdvCallback):
         if then is not None and then!='stop': check_attack(then)
         store_attr(); self.rows = []
     def __repr__(self):
-        return f'CatchOverfit({self.strong!r}, gap={self.gap:g}'+(f', then={self.then!r}' if self.then is not None else '')+')'
+        then = f', then={self.then!r}' if self.then is not None else ''
+        return f'CatchOverfit({self.strong!r}, gap={self.gap:g}{then})'
     @property
     def watched(self):
         "The AdvTrain whose attack is checked"
@@ -384,8 +385,8 @@ class CatchOverfit(AdvCallback):
         "Find the attack to watch; forget the images of the last epoch"
         super().before_train()
         if getattr(getattr(self.watched,'attack',None),'eps',None) is None:
-            raise TypeError('CatchOverfit compares the attack of AdvTrain, TRADES, ... with a stronger one at the same eps: '
-                'there is none here that has an eps')
+            raise TypeError('CatchOverfit compares the attack of AdvTrain, TRADES, ... with a stronger one '
+                'at the same eps: there is none here that has an eps')
         self.rows,self.batch,self.mixed = [] if self.epoch==0 else self.rows,None,False
     def before_batch(self):
         "Keep labelled images of the epoch's first batch; go on while all are of one class, as in unshuffled data"
@@ -450,7 +451,8 @@ def caught(self:CatchOverfit,
     seen = (f'epoch {row["epoch"]}: {row["weak"]:.0%} right under {weak}, the training attack, '
         f'but {row["strong"]:.0%} under {self.strong.name}: catastrophic overfitting')
     if not rank_distrib():
-        warnings.warn(f'{seen}. Train with NFGSM or PGD(steps=2), or with a smaller eps or alpha; the epochs before it are sound')
+        warnings.warn(f'{seen}. Train with NFGSM or PGD(steps=2), or with a smaller eps or alpha; '
+            'the epochs before it are sound')
     if isinstance(self.then, str): raise CancelFitException()
     if self.then is not None: self.watched.instead = like(self.then, weak)
 
@@ -476,8 +478,8 @@ class Replay(GetAttr):
 
 # %% ../nbs/01a_adv_train.ipynb #8b7a14d9
 class FreeAT(AdvTrain):
-    """Shafahi et al. (2019): each batch is trained `replay` times, and the gradient that trains the weights also moves the
-    images, from zero at the beginning of each epoch"""
+    """Shafahi et al. (2019): each batch is trained `replay` times, and the gradient that trains the weights also moves
+    the images, from zero at the beginning of each epoch"""
     _stateattrs,delta,probe = ('extra','delta','probe'),None,None
     def __init__(self,
         attack:Attack, # Gives the ball and the step: `FGSM(8/255)` in the paper
@@ -487,8 +489,8 @@ class FreeAT(AdvTrain):
     ):
         self.begin(attack, eps, fields)
         if getattr(type(attack),'update',None) is not PGD.update or attack.loss is not None:
-            raise TypeError('FreeAT climbs the loss that is trained, with the step of FGSM(8/255) or PGD(8/255, alpha=...), '
-                f'got {attack!r}')
+            raise TypeError('FreeAT climbs the loss that is trained, with the step of FGSM(8/255) '
+                f'or PGD(8/255, alpha=...), got {attack!r}')
         if replay!=int(replay) or replay<1: raise ValueError(f'replay must be a whole number >= 1, got {replay}')
         self.replay = int(replay)
 
@@ -637,8 +639,8 @@ def batch_loss(self:AWP)->Tensor: # One number
 
 # %% ../nbs/01a_adv_train.ipynb #4ea27204
 class EMA(AdvCallback):
-    """Keep an exponential moving average of the weights, `learn.ema.avg`, from the beginning of each fit: four `fit(1)` make
-    four averages, `fit(4, start_epoch=k)` goes on with the one at hand"""
+    """Keep an exponential moving average of the weights, `learn.ema.avg`, from the beginning of each fit: four `fit(1)`
+    make four averages, `fit(4, start_epoch=k)` goes on with the one at hand"""
     order,run_valid,_stateattrs = 70,True,('avg','seen')      # after everything that may skip a step
     avg,n,off,skip,seen = None,0,False,False,None
     def __init__(self,
@@ -654,8 +656,8 @@ class EMA(AdvCallback):
         self.off = hasattr(self.learn, 'lr_finder')
         if self.off or (self.epoch>0 and self.avg is not None): return
         if self.epoch>0:
-            warnings.warn(f'the fit starts at epoch {self.epoch} and there is no average to go on with, so it begins anew: '
-                'load the old one, learn.ema.load_state_dict(...), or save and resume with SaveRun')
+            warnings.warn(f'the fit starts at epoch {self.epoch} and there is no average to go on with, '
+                'so it begins anew: load the old one, learn.ema.load_state_dict(...), or save and resume with SaveRun')
         self.start()
     def before_batch(self):
         "In validation, keep the images for `OnAverage`: a model may change its input"
@@ -732,20 +734,21 @@ class OnAverage(Metric):
         return f'ema_{self.metric.name}'
 
 class SaveEMA(SaveModelCallback):
-    """fastai's `SaveModelCallback`, which saves the averaged weights. A second one needs a file of its own, `fname=`; at the
-    end of the fit the one that comes last loads its weights"""
+    """fastai's `SaveModelCallback`, which saves the averaged weights. A second one needs a file of its own,
+    `fname=`; at the end of the fit the one that comes last loads its weights"""
     def before_train(self):
         "Refuse another callback that writes to the same file"
         two = [c for c in self.learn.cbs if isinstance(c, SaveModelCallback) and c.fname==self.fname]
-        if len(two)>1: raise ValueError(f'{len(two)} callbacks save to the same file {self.fname!r}: give each its own fname=')
+        if len(two)<2: return
+        raise ValueError(f'{len(two)} callbacks save to the same file {self.fname!r}: give each its own fname=')
     before_validate = before_train
     def _save(self, name):
         with self.learn.ema.averaged(): super()._save(name)
 
 # %% ../nbs/01a_adv_train.ipynb #ca7fd2b0
 class SaveRun(SaveModelCallback):
-    """After every few epochs and after the last, save what an interrupted fit needs to go on: weights, optimiser, average of
-    `EMA`, random numbers; `learn.resume` loads the newest. A second one needs a name of its own"""
+    """After every few epochs and after the last, save what an interrupted fit needs to go on: weights, optimiser,
+    average of `EMA`, random numbers; `learn.resume` loads the newest. A second one needs a name of its own"""
     def __init__(self,
         fname:str='run', # The files are called `run_0.pth`, `average_run_0.pth`, `run_1.pth`, ...
         every:int=1, # Epochs between two states
@@ -760,8 +763,8 @@ class SaveRun(SaveModelCallback):
     def state(self)->dict: # For `torch.save`
         "What is kept beside weights and optimiser"
         ema,order = first(c for c in self.learn.cbs if isinstance(c, EMA)),getattr(self.dls.train,'rng',None)
-        return dict(about=self.about, epochs=self.n_epoch, torch=torch.get_rng_state(), order=order and order.getstate(),
-            **(ema.state_dict() if ema else {}))
+        return dict(about=self.about, epochs=self.n_epoch, torch=torch.get_rng_state(),
+            order=order and order.getstate(), **(ema.state_dict() if ema else {}))
     def _save(self, name):
         super()._save(name)
         if not rank_distrib(): torch.save(self.state(), self.learn.path/self.learn.model_dir/f'average_{name}.pth')

@@ -231,8 +231,8 @@ def xcit_recipe(
 
 # %% ../nbs/04_xcit_recipe.ipynb #c94dab00
 class RecipeLR:
-    """The learning rate of timm's cosine schedule, as a function of the fit's progress, from 0 to 1. At another batch size than
-    the recipe's, all of it is multiplied by the factor of the highest one"""
+    """The learning rate of timm's cosine schedule, as a function of the fit's progress, from 0 to 1. At another batch
+    size than the recipe's, all of it is multiplied by the factor of the highest one"""
     def __init__(self,
         r:XcitRecipe, # Gives the lengths, the first and the last learning rate
         lr:float, # Highest learning rate
@@ -305,7 +305,7 @@ def erase_some(
 
 # %% ../nbs/04_xcit_recipe.ipynb #753440cb
 class Augment(Callback):
-    "The recipe's changes to training images, before MixUp and the attack; a second one would augment twice and is refused"
+    "The recipe's changes to training images, before MixUp and the attack; a second one is refused"
     order,run_valid = MixUp.order-.75,False
     def __init__(self,
         r:XcitRecipe, # Says what
@@ -376,8 +376,8 @@ def hold_out(
 
 # %% ../nbs/04_xcit_recipe.ipynb #b1ab4da1
 class KeepBest(AdvCallback):
-    """After each epoch, the accuracy under `attack` on `data`; at the end of the fit, the weights of the best epoch. Each fit
-    has a best epoch and a table of its own"""
+    """After each epoch, the accuracy under `attack` on `data`; at the end of the fit, the weights of the best epoch.
+    Each fit has a best epoch and a table of its own"""
     order,_stateattrs,best,on,begun = 65,('best','data'),None,False,False
     def __init__(self,
         attack, # Any attack
@@ -425,7 +425,7 @@ def patch_for(
 def small_stem(
     model:ResNet, # Is changed in place
 )->ResNet: # The same model
-    "A ResNet for small images: the first convolution and the pooling behind it no longer shrink them, to a quarter as a rule"
+    "A ResNet for small images: the first convolution and the pooling behind it no longer shrink them"
     conv = first(o for o in model.conv1.modules() if isinstance(o, nn.Conv2d))
     conv.stride,model.maxpool = (1,1),nn.Identity()
     return model
@@ -435,7 +435,8 @@ def _create(name, drop_path, **kw):
     try: return timm.create_model(name, drop_path_rate=drop_path, **kw)
     except TypeError as e:
         if 'drop_path_rate' not in str(e): raise
-        if drop_path: raise ValueError(f'{name} has no drop path, the recipe asks for {drop_path:g}: r.but(drop_path=0.)') from e
+        if drop_path:
+            raise ValueError(f'{name} has no drop path, the recipe asks for {drop_path:g}: r.but(drop_path=0.)') from e
         return timm.create_model(name, **kw)
 
 @patch
@@ -488,7 +489,7 @@ def callbacks(self:XcitRecipe,
     if r.mixup and r.cutmix: cbs.append(MixOrCut(r.mixup, r.cutmix))
     elif r.mixup or r.cutmix: cbs.append(MixUp(r.mixup) if r.mixup else CutMix(r.cutmix))
     if r.method=='clean': return cbs
-    kw = dict(eps=r.eps_schedule, alpha=r.attack.alpha) if r.eps_warmup else {}         # the step stays that of the full radius
+    kw = dict(eps=r.eps_schedule, alpha=r.attack.alpha) if r.eps_warmup else {}     # the step stays as it is
     cbs.append(TRADES(r.attack, beta=r.beta, **kw) if r.method=='trades' else AdvTrain(r.attack, **kw))
     return cbs+([CleanPass()] if r.bn_clean and r.method=='adv' else [])
 
@@ -518,9 +519,10 @@ def _recipe_cbs(learn, r, bs, cbs):
     "The recipe's callbacks, but for what is there; ValueError for what would act twice"
     ours,there = r.callbacks(bs),[*learn.cbs, *L(cbs)]
     if has_cb(learn, MixHandler, cbs) and any(isinstance(c, MixHandler) for c in ours):
-        raise ValueError('the recipe mixes images, and so does a callback of the Learner: remove it, or r.but(mixup=0., cutmix=0.)')
+        raise ValueError('the recipe mixes images, and so does a callback of the Learner: remove it, '
+            'or r.but(mixup=0., cutmix=0.)')
     if any(isinstance(c, ParamScheduler) and 'lr' in c.scheds for c in there):
-        raise ValueError("the recipe has a schedule of the learning rate, and so has a ParamScheduler of the Learner: remove it")
+        raise ValueError('the recipe has a schedule of the learning rate, and so has a ParamScheduler: remove it')
     return [c for c in ours if not (isinstance(c, NoDecay) and has_cb(learn, NoDecay, cbs))]
 
 @patch
@@ -537,8 +539,8 @@ def fit_recipe(self:Learner,
         raise TypeError(f'fit_recipe needs a recipe, such as xcit_recipe("s12", eps=4/255), got {r!r}')
     if epochs is not None: r = r.in_epochs(epochs)
     if r.extra and not isinstance(self.dls.train, Blend):
-        warnings.warn(f'the recipe is meant for batches of which {r.extra:.0%} are generated images, and dls.train has none: '
-            f'dls.loaders[0] = Blend(dls.train, extra, {r.extra:g})')
+        warnings.warn(f'the recipe is meant for batches of which {r.extra:.0%} are generated images, '
+            f'and dls.train has none: dls.loaders[0] = Blend(dls.train, extra, {r.extra:g})')
     train,held = hold_out(self.dls, r.held) if r.best=='valid' else (self.dls.train, None)
     keep = [] if r.best=='last' else [KeepBest(r.attack if r.method!='clean' else None, held)]
     bs = images_per_step(self, getattr(train,'bs',None) or r.bs, cbs)
@@ -630,7 +632,8 @@ def _held(v):
     if isinstance(v, types.MethodType): return dict(func=v.__func__, self=v.__self__)
     if isinstance(v, Value): return {'class':type(v), **vars(v)}
     if isinstance(v, type):
-        return {f'{k.__name__}.{a}':o for k in v.__mro__ if _own(k) for a,o in vars(k).items() if _is_word(o) and a[:2]!='__'}
+        found = [(k.__name__, a, o) for k in v.__mro__ if _own(k) for a,o in vars(k).items()]
+        return {f'{k}.{a}':o for k,a,o in found if _is_word(o) and a[:2]!='__'}
     if not isinstance(v, types.FunctionType) or not _own(v): return {}
     inside = {k:c.cell_contents for k,c in zip(v.__code__.co_freevars, v.__closure__ or ()) if c!=types.CellType()}
     outside = {k:v.__globals__[k] for k in sorted(_names(v.__code__)) if k in v.__globals__}
@@ -642,8 +645,8 @@ def _code(v):
     return identity(v, data=False) if isinstance(v, (type,nn.Module)) else None
 
 def _settings(v, name='run', seen=None):
-    """Name -> what it is, for all words and all code that a function and what it calls hold. The data are left out, since
-    their state moves"""
+    """Name -> what it is, for all words and all code that a function and what it calls hold. The data are left out,
+    since their state moves"""
     seen = {} if seen is None else seen
     if _is_word(v):
         text = f'{type(v).__name__} {sorted(map(repr, v)) if isinstance(v, (set,frozenset)) else v!r}'
@@ -673,7 +676,8 @@ def _finished(path, same):
     except (OSError, ValueError): return None
     if not isinstance(d, dict) or 'result' not in d: return None
     if same is None or _is_same(d.get('same'), same): return d['result']
-    warnings.warn(f'{path.name}, {d.get("cell")}: computed again, because run, its settings or the cell are not what they were')
+    warnings.warn(f'{path.name}, {d.get("cell")}: computed again, because run, its settings or the cell '
+        'are not what they were')
 
 def _write(path, o):
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -835,7 +839,7 @@ def class_images(
 
 # %% ../nbs/04_xcit_recipe.ipynb #677d805d
 class AttackEffect(AdvCallback):
-    "After chosen epochs, by how much attacks of few steps miss the cross-entropy that many steps reach; a table for each fit"
+    "After chosen epochs, by how much attacks of few steps miss the cross-entropy of many; a table for each fit"
     order,on = 66,False
     def __init__(self,
         eps:float, # Radius in pixel units
