@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['XCITS', 'xcit_medium_12_p16_224', 'xcit_large_12_p16_224', 'cait_s12_224', 'n_params', 'gflops', 'XcitRecipe',
            'xcit_recipe', 'RecipeLR', 'warp', 'color_jitter', 'rand_augment', 'erase_some', 'Augment', 'MixOrCut',
-           'CleanPass', 'hold_out', 'KeepBest', 'patch_for', 'Blend', 'gaussian_images', 'grid_cells', 'ablate',
-           'train_row', 'plot_ablation', 'delta_image', 'topk', 'semantic_table', 'show_deltas', 'show_pic',
-           'class_images', 'AttackEffect', 'restart_losses', 'one_step_check']
+           'CleanPass', 'hold_out', 'KeepBest', 'patch_for', 'small_stem', 'images_per_step', 'Blend',
+           'gaussian_images', 'grid_cells', 'ablate', 'train_row', 'plot_ablation', 'delta_image', 'topk',
+           'semantic_table', 'show_deltas', 'show_pic', 'class_images', 'AttackEffect', 'restart_losses',
+           'one_step_check']
 
 # %% ../nbs/04_xcit_recipe.ipynb #5e589621
-import hashlib,json,itertools,math,os,time,warnings
+import hashlib,json,itertools,math,os,time,types,warnings
 from contextlib import contextmanager
 from dataclasses import dataclass,field,asdict
 from functools import lru_cache
@@ -21,6 +22,7 @@ from timm.data.auto_augment import rand_augment_transform
 from timm.data.random_erasing import RandomErasing as TimmErasing
 from timm.models._registry import register_model,generate_default_cfgs
 from timm.models.cait import Cait,_create_cait
+from timm.models.resnet import ResNet
 from timm.models.xcit import Xcit,_create_xcit
 from torch.distributions import Beta
 from .core import *
@@ -30,9 +32,10 @@ from .attacks import *
 from .adv_train import *
 from .evaluate import *
 from fastai.basics import *
-from fastai.callback.mixup import MixUp,CutMix
+from fastai.callback.mixup import MixHandler,MixUp,CutMix
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import ParamScheduler
+from fastai.callback.training import GradientAccumulation
 from fastai.vision.augment import RandomResizedCrop
 
 # %% ../nbs/04_xcit_recipe.ipynb #9136753d
@@ -80,7 +83,7 @@ def gflops(
 )->float: # 1e9 multiply-adds per image, which is what papers call GFLOPs
     "Cost of one forward: the convolutions and matrix products in it"
     from torch.utils.flop_counter import FlopCounterMode
-    with FlopCounterMode(display=False) as f, attack_mode(model), torch.no_grad(): model(x)
+    with FlopCounterMode(display=False) as f, attack_mode(model), torch.no_grad(): outputs(model, x)
     return f.get_total_flops()/2e9/len(x)
 
 # %% ../nbs/04_xcit_recipe.ipynb #b0803ffd
@@ -93,7 +96,7 @@ class XcitRecipe(Value):
     eps:float = 4/255 # Radius of the training attack in pixel units
     method:str = 'adv' # `'adv'`, `'trades'` or `'clean'`
     steps:int = 1 # Of the training attack
-    alpha:float = None # Its step length; None: 1.5*eps/steps
+    alpha:float = None # Its step length at the full radius, kept while eps warms up; None: 1.5*eps/steps
     beta:float = 6. # Weight of the KL of TRADES
     eps_warmup:float = 10 # Epochs in which eps rises from 0; epoch 0 has eps 0
     epochs:float = 100 # Length of the cosine
@@ -102,8 +105,8 @@ class XcitRecipe(Value):
     lr_bs:int = 512 # Batch size that `lr` is for
     lr_rule:str = 'linear' # How `lr` follows the batch size: `'linear'`, `'sqrt'` or `'none'`
     warmup:float = 10 # Epochs in which the learning rate rises
-    warmup_lr:float = 1e-6 # First learning rate
-    min_lr:float = 1e-5 # Last learning rate
+    warmup_lr:float = 1e-6 # First learning rate, at `bs` images
+    min_lr:float = 1e-5 # Last learning rate, at `bs` images
     by_epoch:bool = True # Do the two schedules move once per epoch, or with every batch?
     bs:int = 512 # Images per step, all devices together
     wd:float = .5 # Weight decay of AdamW
@@ -226,19 +229,24 @@ def xcit_recipe(
 
 # %% ../nbs/04_xcit_recipe.ipynb #c94dab00
 class RecipeLR:
-    "The learning rate of timm's cosine schedule, as a function of the fit's progress, from 0 to 1"
+    """The learning rate of timm's cosine schedule, as a function of the fit's progress, from 0 to 1. At another batch
+    size than the recipe's, all of it is multiplied by the factor of the highest one"""
     def __init__(self,
-        r:XcitRecipe, # Gives the lengths
+        r:XcitRecipe, # Gives the lengths, the first and the last learning rate
         lr:float, # Highest learning rate
-    ): store_attr()
+    ):
+        store_attr()
+        peak = r.peak_lr()
+        self.k = lr/peak if peak else 1.
     def __call__(self,
         pct:float, # Share of the training that is done, 0 to 1
     )->float: # The learning rate
         "The learning rate at a point of the training"
         r,t = self.r,pct*self.r.total
+        first,last = self.k*r.warmup_lr,self.k*r.min_lr
         if r.by_epoch: t = math.floor(t+1e-6)
-        if t<r.warmup: return r.warmup_lr+t*(self.lr-r.warmup_lr)/r.warmup
-        return r.min_lr+.5*(self.lr-r.min_lr)*(1+math.cos(math.pi*t/r.epochs)) if t<r.epochs else r.min_lr
+        if t<r.warmup: return first+t*(self.lr-first)/r.warmup
+        return last+.5*(self.lr-last)*(1+math.cos(math.pi*t/r.epochs)) if t<r.epochs else last
 
 @patch(as_prop=True)
 def eps_schedule(self:XcitRecipe):
@@ -295,28 +303,40 @@ def erase_some(
 
 # %% ../nbs/04_xcit_recipe.ipynb #753440cb
 class Augment(Callback):
-    "The recipe's changes to training images, before MixUp and the attack"
+    "The recipe's changes to training images, before MixUp and the attack; a second one is refused"
     order,run_valid = MixUp.order-.75,False
     def __init__(self,
         r:XcitRecipe, # Says what
     ): self.r = r
+    def before_train(self):
+        "Refuse a second one"
+        refuse_second(self)
+    before_validate = before_train
     def before_batch(self):
         "Augment the batch's images"
         r,x = self.r,self.x.as_subclass(Tensor)
-        x = warp(x, r, not any(isinstance(o, RandomResizedCrop) for o in getattr(getattr(self.dl,'after_item',None),'fs',[])))
+        crops = any(isinstance(o, RandomResizedCrop) for o in getattr(getattr(self.dl,'after_item',None),'fs',[]))
+        x = warp(x, r, not crops)
         if r.jitter and not r.randaug: x = color_jitter(x, r.jitter)
         if r.randaug: x = rand_augment(x, r.randaug)
         if r.erase: x = erase_some(x, r.erase)
         self.learn.xb = (x.as_subclass(type(self.x)),)
 
 class MixOrCut(CutMix):
-    "For each batch MixUp or CutMix, each half of the time"
+    "For each batch MixUp or CutMix, each half of the time; a second mixer of any kind would mix twice and is refused"
     def __init__(self,
         mixup:float=.8, # Alpha of MixUp
         cutmix:float=1., # Alpha of CutMix
     ):
         super().__init__(cutmix)
         self.both = (MixUp,Beta(tensor(mixup), tensor(mixup))),(CutMix,self.distrib)
+    def before_train(self):
+        "Refuse a second mixer, then take the loss over"
+        refuse_second(self, MixHandler)
+        super().before_train()
+    def before_validate(self):
+        "Refuse a second mixer"
+        refuse_second(self, MixHandler)
     def before_batch(self):
         kind,self.distrib = self.both[int(torch.rand(1)<.5)]
         kind.before_batch(self)
@@ -328,7 +348,7 @@ class CleanPass(AdvCallback):
     def before_batch(self):
         "Run the model on the clean images, if it has batch norm"
         if not any(isinstance(o, nn.modules.batchnorm._BatchNorm) for o in self.victim.modules()): return
-        with torch.no_grad(), self.amp(): self.victim(*self.xb)
+        with torch.no_grad(), self.amp(): outputs(self.victim, self.x)
 
 # %% ../nbs/04_xcit_recipe.ipynb #4995d379
 def _pick(ds, idxs, split_idx):
@@ -354,35 +374,43 @@ def hold_out(
 
 # %% ../nbs/04_xcit_recipe.ipynb #b1ab4da1
 class KeepBest(AdvCallback):
-    "After each epoch, the accuracy under `attack` on `data`; at the end of the fit, the weights of the best epoch"
-    order,_stateattrs,best,on = 65,('best','data'),None,False
+    """After each epoch, the accuracy under `attack` on `data`; at the end of the fit, the weights of the best epoch.
+    Each fit has a best epoch and a table of its own"""
+    order,_stateattrs,best,on,begun = 65,('best','data'),None,False,False
     def __init__(self,
         attack, # Any attack
         data, # A DataLoader; None: the Learner's validation images
     ): store_attr(); self.rows = []
     def before_fit(self):
         "Forget the best weights of the last fit"
-        self.best = None
+        self.best,self.begun = None,False
     def before_train(self):
         "Is this a fit, and no search for a learning rate?"
         super().before_train()
         self.on = not hasattr(self.learn,'lr_finder')
-        if self.on and self.epoch==0: self.rows,self.best = [],None
+        if self.on and not self.begun: self.rows,self.best,self.begun = [],None,True
     def after_epoch(self):
         "Measure the robust accuracy; keep the weights if it is the best so far"
         if not self.on: return
         self.on,data = False,self.dls.valid if self.data is None else self.data
         ok = _right(self.victim, self.attack, eval_batches(data, device=self.dls.device))
+        best = max([o['accuracy'] for o in self.rows], default=-1)
         self.rows.append(dict(epoch=self.epoch, accuracy=ok))
-        if ok>max([o['accuracy'] for o in self.rows[:-1]], default=-1): self.best = {k:v.detach().clone() for k,v in self.victim.state_dict().items()}
+        if ok>best: self.best = {k:v.detach().clone() for k,v in self.victim.state_dict().items()}
     def after_fit(self):
         "Give the model its best weights"
         if self.best is not None: self.victim.load_state_dict(self.best); self.best = None
     def __repr__(self): return f'KeepBest({self.attack!r})'
 
 def _right(model, attack, batches):
-    "Accuracy under `attack`"
-    oks = [(predict(model, x if attack is None else attack(model, x, y, seed=0))==y).float() for _,x,y in batches]
+    "Share of images that are right before and after `attack`; only those that are right before are attacked"
+    oks = []
+    for _,x,y in batches:
+        ok = predict(model, x)==y
+        if attack is not None and ok.any():
+            i = ok.nonzero()[:,0]
+            ok = ok.index_copy(0, i, predict(model, attack(model, x[i], y[i], seed=0))==y[i])
+        oks.append(ok.float())
     return torch.cat(oks).mean().item()
 
 # %% ../nbs/04_xcit_recipe.ipynb #9940df11
@@ -392,6 +420,23 @@ def patch_for(
     "The largest patch that leaves at least 7x7 of them"
     return first(p for p in (16,8,4) if side//p>=7) or 4
 
+def small_stem(
+    model:ResNet, # Is changed in place
+)->ResNet: # The same model
+    "A ResNet for small images: the first convolution and the pooling behind it no longer shrink them"
+    conv = first(o for o in model.conv1.modules() if isinstance(o, nn.Conv2d))
+    conv.stride,model.maxpool = (1,1),nn.Identity()
+    return model
+
+def _create(name, drop_path, **kw):
+    "timm's model; one without drop path is made without, where none is asked for"
+    try: return timm.create_model(name, drop_path_rate=drop_path, **kw)
+    except TypeError as e:
+        if 'drop_path_rate' not in str(e): raise
+        if drop_path:
+            raise ValueError(f'{name} has no drop path, the recipe asks for {drop_path:g}: r.but(drop_path=0.)') from e
+        return timm.create_model(name, **kw)
+
 @patch
 def model(self:XcitRecipe,
     side:int=224, # Of the images, in pixels
@@ -400,10 +445,13 @@ def model(self:XcitRecipe,
 )->nn.Module: # With new weights
     "The model of this size, with a stem for these images"
     name,p = XCITS.get(self.size, self.size),self.patch or patch_for(side)
-    kw = dict(num_classes=classes, in_chans=chans, drop_path_rate=self.drop_path)
-    if not (timm.is_model(name) and name.startswith('xcit')): kw.update(img_size=side, patch_size=p)
-    m = timm.create_model(name, **kw)
+    kw = dict(num_classes=classes, in_chans=chans)
+    with torch.device('meta'): like = timm.create_model(name)
+    own = getattr(getattr(like,'patch_embed',None),'patch_size',None)          # None: no patches, as in a ResNet
+    if own and not isinstance(like, Xcit): kw.update(img_size=side, patch_size=self.patch or min(p, *L(own)))
+    m = _create(name, self.drop_path, **kw)
     if isinstance(m, Xcit): xcit_stem(m, p)
+    if isinstance(m, ResNet) and side<=64: small_stem(m)
     return m if self.mean is None else Normalized(m, self.mean, self.std)
 
 # %% ../nbs/04_xcit_recipe.ipynb #d5e7ea8c
@@ -439,7 +487,7 @@ def callbacks(self:XcitRecipe,
     if r.mixup and r.cutmix: cbs.append(MixOrCut(r.mixup, r.cutmix))
     elif r.mixup or r.cutmix: cbs.append(MixUp(r.mixup) if r.mixup else CutMix(r.cutmix))
     if r.method=='clean': return cbs
-    kw = dict(eps=r.eps_schedule) if r.eps_warmup else {}
+    kw = dict(eps=r.eps_schedule, alpha=r.attack.alpha) if r.eps_warmup else {}     # the step stays as it is
     cbs.append(TRADES(r.attack, beta=r.beta, **kw) if r.method=='trades' else AdvTrain(r.attack, **kw))
     return cbs+([CleanPass()] if r.bn_clean and r.method=='adv' else [])
 
@@ -455,6 +503,26 @@ def _by_recipe(learn, r, train):
         learn.loss_func,learn.opt_func,learn.dls.loaders[0] = kept
         if learn.opt_func is not _adamw: learn.opt = None      # its own again at the next fit
 
+def images_per_step(
+    learn:Learner, # With its callbacks
+    bs:int, # Images in a batch of one process
+    cbs=None, # Callbacks that will be added
+)->int: # Of all processes together
+    "How many images a step of the optimiser has seen: those of all batches that `GradientAccumulation` adds up"
+    acc = [c() if isinstance(c, type) else c for c in [*learn.cbs, *L(cbs)]
+        if issubclass(c if isinstance(c, type) else type(c), GradientAccumulation)]
+    return max([bs, *[math.ceil(c.n_acc/bs)*bs for c in acc]])*max(num_distrib(),1)
+
+def _recipe_cbs(learn, r, bs, cbs):
+    "The recipe's callbacks, but for what is there; ValueError for what would act twice"
+    ours,there = r.callbacks(bs),[*learn.cbs, *L(cbs)]
+    if has_cb(learn, MixHandler, cbs) and any(isinstance(c, MixHandler) for c in ours):
+        raise ValueError('the recipe mixes images, and so does a callback of the Learner: remove it, '
+            'or r.but(mixup=0., cutmix=0.)')
+    if any(isinstance(c, ParamScheduler) and 'lr' in c.scheds for c in there):
+        raise ValueError('the recipe has a schedule of the learning rate, and so has a ParamScheduler: remove it')
+    return [c for c in ours if not (isinstance(c, NoDecay) and has_cb(learn, NoDecay, cbs))]
+
 @patch
 @delegates(Learner.fit, but=['n_epoch','lr','wd','cbs','reset_opt'])
 def fit_recipe(self:Learner,
@@ -465,13 +533,18 @@ def fit_recipe(self:Learner,
 ):
     "Train by a recipe; afterwards the model has the weights of the best epoch, and `self.best_epoch` says which it was"
     r = r or getattr(self,'recipe',None)
-    if not isinstance(r, XcitRecipe): raise TypeError(f'fit_recipe needs a recipe, such as xcit_recipe("s12", eps=4/255), got {r!r}')
+    if not isinstance(r, XcitRecipe):
+        raise TypeError(f'fit_recipe needs a recipe, such as xcit_recipe("s12", eps=4/255), got {r!r}')
     if epochs is not None: r = r.in_epochs(epochs)
-    if r.extra and not isinstance(self.dls.train, Blend): warnings.warn(f'the recipe is meant for batches of which {r.extra:.0%} are generated images, and dls.train has none: dls.loaders[0] = Blend(dls.train, extra, {r.extra:g})')
+    if r.extra and not isinstance(self.dls.train, Blend):
+        warnings.warn(f'the recipe is meant for batches of which {r.extra:.0%} are generated images, '
+            f'and dls.train has none: dls.loaders[0] = Blend(dls.train, extra, {r.extra:g})')
     train,held = hold_out(self.dls, r.held) if r.best=='valid' else (self.dls.train, None)
     keep = [] if r.best=='last' else [KeepBest(r.attack if r.method!='clean' else None, held)]
-    bs,new = (getattr(train,'bs',None) or r.bs)*max(num_distrib(),1),self.opt_func is not _adamw
-    with _by_recipe(self, r, train): self.fit(r.total, r.peak_lr(bs), wd=r.wd, cbs=L(cbs)+r.callbacks(bs)+keep, reset_opt=new, **kwargs)
+    bs = images_per_step(self, getattr(train,'bs',None) or r.bs, cbs)
+    ours,new = _recipe_cbs(self, r, bs, cbs),self.opt_func is not _adamw
+    with _by_recipe(self, r, train):
+        self.fit(r.total, r.peak_lr(bs), wd=r.wd, cbs=L(cbs)+ours+keep, reset_opt=new, **kwargs)
     self.best_epoch = pd.DataFrame(keep[0].rows) if keep else None
 
 # %% ../nbs/04_xcit_recipe.ipynb #718f5bb6
@@ -535,37 +608,108 @@ def grid_cells(
     "Every combination of values, the last axis fastest"
     return [dict(zip(axes, o)) for o in itertools.product(*axes.values())]
 
-def _cell_name(about, cell): return hashlib.sha256(json.dumps([about, cell], sort_keys=True, default=repr).encode()).hexdigest()[:16]
-
 def _plain(v): return v.tolist() if hasattr(v,'tolist') else repr(v)      # numbers of numpy and torch stay numbers
 
-def _finished(path, cell):
-    "The result in a file, if it is that of `cell`; None where there is none that can be read"
+_words = (bool,int,float,complex,str,bytes,type(None),np.generic,Path)
+_libraries = {'torch','torchvision','fastai','fastcore','timm','numpy','pandas','matplotlib','robust_nbdev'}
+
+def _is_word(v):
+    "A number, a word, or a container of nothing else"
+    if isinstance(v, dict): return all(map(_is_word, [*v.keys(), *v.values()]))
+    return all(map(_is_word, v)) if isinstance(v, (list,tuple,set,frozenset)) else isinstance(v, _words)
+
+def _names(code): return set(code.co_names).union(*[_names(c) for c in code.co_consts if isinstance(c, types.CodeType)])
+
+def _own(v): return (v.__module__ or '').split('.')[0] not in _libraries
+
+def _held(v):
+    "Name -> value, for what a function, a partial, a method, a container, a recipe or an attack holds"
+    if isinstance(v, dict): return v
+    if isinstance(v, (list,tuple)): return dict(enumerate(v))
+    if isinstance(v, partial): return {'func':v.func, 'args':v.args, **v.keywords}
+    if isinstance(v, types.MethodType): return dict(func=v.__func__, self=v.__self__)
+    if isinstance(v, Value): return {'class':type(v), **vars(v)}
+    if isinstance(v, type):
+        found = [(k.__name__, a, o) for k in v.__mro__ if _own(k) for a,o in vars(k).items()]
+        return {f'{k}.{a}':o for k,a,o in found if _is_word(o) and a[:2]!='__'}
+    if not isinstance(v, types.FunctionType) or not _own(v): return {}
+    inside = {k:c.cell_contents for k,c in zip(v.__code__.co_freevars, v.__closure__ or ()) if c!=types.CellType()}
+    outside = {k:v.__globals__[k] for k in sorted(_names(v.__code__)) if k in v.__globals__}
+    return {'defaults':v.__defaults__, 'keywords':v.__kwdefaults__, **outside, **inside}
+
+def _code(v):
+    "A hash of the code of a function, a class or a model; None for anything else"
+    if isinstance(v, types.FunctionType): return identity(v.__code__ if _own(v) else v, data=False)
+    return identity(v, data=False) if isinstance(v, (type,nn.Module)) else None
+
+def _settings(v, name='run', seen=None):
+    """Name -> what it is, for all words and all code that a function and what it calls hold. The data are left out,
+    since their state moves"""
+    seen = {} if seen is None else seen
+    if _is_word(v):
+        text = f'{type(v).__name__} {sorted(map(repr, v)) if isinstance(v, (set,frozenset)) else v!r}'
+        return {name:hashlib.sha256(text.encode()).hexdigest()[:16]}
+    if id(v) in seen: return {}
+    seen[id(v)] = v
+    code = _code(v)
+    return merge({} if code is None else {name:code}, *[_settings(o, f'{name}.{k}', seen) for k,o in _held(v).items()])
+
+def _same_run(run, cell):
+    "What a row is known by: the settings and the code that `run` reaches, and the cell"
+    return _settings(run)|_settings(cell, 'cell')
+
+def _is_same(old, new):
+    "Would the same be computed? In doubt, no; what running itself had changed (`moved`) is no setting"
+    if not isinstance(old, dict) or '' in old['settings'].values(): return False
+    return old['settings']=={k:v for k,v in new.items() if k not in old['moved']}
+
+def _cell_file(about, cell):
+    "A name for the file; what JSON cannot write counts by its identity, not by what it prints"
+    text = json.dumps([about, cell], sort_keys=True, default=lambda o: repr(sorted(_settings(o).items())) or repr(o))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+def _finished(path, same):
+    "The result in a file, if it is that of the same run; None where there is none that can be read"
     try: d = json.loads(path.read_text())
     except (OSError, ValueError): return None
-    return d['result'] if isinstance(d, dict) and d.get('cell')==json.loads(json.dumps(cell, default=_plain)) else None
+    if not isinstance(d, dict) or 'result' not in d: return None
+    if same is None or _is_same(d.get('same'), same): return d['result']
+    warnings.warn(f'{path.name}, {d.get("cell")}: computed again, because run, its settings or the cell '
+        'are not what they were')
 
 def _write(path, o):
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f'{path.name}.{os.getpid()}'); tmp.write_text(json.dumps(o, indent=1, default=_plain)); os.replace(tmp, path)
 
 # %% ../nbs/04_xcit_recipe.ipynb #9e4c6c05
+def _row(cell, run, path, about):
+    "The result of one cell, from its file or from `run`"
+    same = _same_run(run, cell) if path and run else None
+    res = _finished(path, same) if path else None
+    if res is not None: return res
+    if run is None: raise ValueError(f'there is no finished run of {cell} at {path}, and run=None cannot make one')
+    t = time.process_time(); res = run(**cell)
+    res = {**res, 'seconds':round(time.process_time()-t, 1)}
+    if path is None: return res
+    after = _same_run(run, cell)
+    moved = [k for k,v in {**after, **same}.items() if not after.get(k)==v==same.get(k)]
+    known = dict(settings={k:v for k,v in same.items() if k not in moved}, moved=moved)
+    _write(path, dict(about=about, cell=cell, same=known, result=res))
+    return res
+
 def ablate(
     cells, # A dict of lists, `dict(wd=[.05,.5], method=['clean','adv'])`, for every combination; or a list of dicts
-    run, # `run(**cell)` trains and returns a dict of results
+    run, # `run(**cell)` trains and returns a dict of results; None: only what is on disk, whatever made it
     out=None, # Folder with a file per finished run, from which it goes on; None: keep nothing
-    about:str='', # What else decides the results (recipe, data, ...): runs of something else in the same folder are left alone
+    about:str='', # What else decides the results, the data first of all: runs of something else are left alone
     progress:bool=False, # Show fastai's progress bar
 )->pd.DataFrame: # A row per cell: its settings, its results, and the seconds of one core that it took
     "Run a grid of settings, each setting once; after a kill, go on where it stopped"
     done,rows,cells = {},[],grid_cells(**cells) if isinstance(cells, dict) else list(cells)
     for c in progress_bar(cells, leave=False) if progress else cells:
-        k = _cell_name(about, c); f = None if out is None else Path(out)/f'{k}.json'
-        res = done[k] if k in done else _finished(f, c) if f else None
-        if res is None:
-            t = time.process_time(); res = run(**c); res = {**res, 'seconds':round(time.process_time()-t, 1)}
-            if f: _write(f, dict(about=about, cell=c, result=res))
-        done[k] = res; rows.append({**c, **res})
+        k = _cell_file(about, c)
+        if k not in done: done[k] = _row(c, run, None if out is None else Path(out)/f'{k}.json', about)
+        rows.append({**c, **done[k]})
     return pd.DataFrame(rows)
 
 # %% ../nbs/04_xcit_recipe.ipynb #b60dcc57
@@ -629,7 +773,7 @@ def topk(
     k:int=1, # How many guesses
 )->float: # 0 to 1
     "Share of images whose label is among the `k` likeliest classes"
-    with attack_mode(model), torch.no_grad(): z = model(x)
+    with attack_mode(model), torch.no_grad(): z = outputs(model, x)
     return (z.topk(k, dim=1).indices==y[:,None]).any(1).float().mean().item()
 
 def semantic_table(
@@ -693,7 +837,7 @@ def class_images(
 
 # %% ../nbs/04_xcit_recipe.ipynb #677d805d
 class AttackEffect(AdvCallback):
-    "After chosen epochs, by how much attacks of few steps miss the loss that many steps reach"
+    "After chosen epochs, by how much attacks of few steps miss the cross-entropy of many; a table for each fit"
     order,on = 66,False
     def __init__(self,
         eps:float, # Radius in pixel units
@@ -706,22 +850,25 @@ class AttackEffect(AdvCallback):
         "Is this an epoch to measure?"
         super().before_train()
         self.on = not hasattr(self.learn,'lr_finder') and ((self.epoch+1)%self.every==0 or self.epoch+1==self.n_epoch)
-        if self.epoch==0 and not hasattr(self.learn,'lr_finder'): self.rows = []
+        if self.rows and self.rows[-1]['epoch']>=self.epoch and not hasattr(self.learn,'lr_finder'): self.rows = []
     def loss(self,
         x:Tensor, # Images [B,C,H,W] in [0,1]
         y:Tensor, # Labels [B]
         k:int, # Steps of the attack
     )->float: # Mean over the images
         "Cross-entropy under PGD"
-        x_adv = PGD(self.eps, steps=k, alpha=1.5*self.eps/k)(self.victim, x, y, seed=0)
-        with attack_mode(self.victim) as m, torch.no_grad(): return ce(m(x_adv), y).mean().item()
+        x_adv = PGD(self.eps, steps=k, alpha=min(1.5*self.eps/k, 1.))(self.victim, x, y, seed=0)
+        with attack_mode(self.victim) as m, torch.no_grad(): return ce(outputs(m, x_adv), y).mean().item()
     def after_epoch(self):
         "Attack some validation images with each number of steps"
         if not self.on: return
         self.on = False
-        x,y = first((x,y) for _,x,y in eval_batches(self.dls.valid, device=self.dls.device)); x,y = x[:self.n],y[:self.n]
+        n = min(self.n, len(self.dls.valid.dataset))
+        x,y = [torch.cat(o) for o in list(zip(*eval_batches(self.dls.valid, n, device=self.dls.device)))[1:]]
         top = self.loss(x, y, self.many)
-        for k in self.steps: v = self.loss(x, y, k); self.rows.append(dict(epoch=self.epoch, steps=k, loss=v, missed=(top-v)/top))
+        for k in self.steps:
+            v = self.loss(x, y, k)
+            self.rows.append(dict(epoch=self.epoch, steps=k, loss=v, missed=(top-v)/top))
     @property
     def df(self):
         "The loss under attack after each epoch that was measured, a row per number of steps; `missed`: share of the strongest attack's loss that is not reached"

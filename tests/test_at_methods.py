@@ -44,6 +44,20 @@ def check_clean(l, lf, flags=None):
 
 # --- schedules ------------------------------------------------------------------------------------------------------------
 
+def steps_of(cb, epochs=2):
+    "(eps, step) in each batch"
+    seen = []
+    learner([cb, Callback(before_batch=lambda self: seen.append((cb.current().eps, cb.current().step_size)) if self.training else None)]).fit(epochs, 0.)
+    return torch.tensor(seen)
+@pytest.mark.parametrize('attack', [PGD(.2, steps=2, alpha=.05), FGSM_RS(.2, alpha=.25), NFGSM(.2, alpha=.1), BernoulliFGSM(.2, alpha=.1), ARDPRM(.2, steps=2, alpha=.05), NearPGD(.2, steps=2, alpha=.05)], ids=repr)
+@pytest.mark.parametrize('method', [AdvTrain, TRADES, MART])
+def test_a_step_given_for_one_radius_is_scaled_with_it(method, attack):
+    s = steps_of(method(attack, eps=warmup(.2, pct=1.)))
+    assert s[:,0].tolist()==pytest.approx([0,.05,.1,.15]) and torch.allclose(s[:,1], s[:,0]*attack.alpha/.2)
+def test_a_step_given_to_the_callback_stays():
+    s = steps_of(AdvTrain(PGD(.2, steps=2, alpha=.05), eps=warmup(.2, pct=1.), alpha=.07))
+    assert s[:,1].tolist()==pytest.approx([.07]*4)
+
 def test_warmup_once_per_epoch_in_a_fit():
     seen = []
     cb = AdvTrain(FGSM(.2), eps=warmup(.2, pct=.5, epochs=4))
@@ -110,6 +124,109 @@ def test_loss_and_gradient_by_hand(k):
     m.zero_grad(); v = BY_HAND[k](m(x), m(x_adv), g.y); v.backward()
     assert g.value==pytest.approx(v.item(), abs=1e-5) and torch.allclose(g.g, flat(m.parameters()), atol=1e-6)
 
+class Trained(Callback):
+    "What the first joint batch was trained on, its gradient to the model's output, and both by hand"
+    order = AdvTrain.order+.1
+    def __init__(self, objective): self.objective,self.got = objective,None
+    def after_loss(self):
+        if not self.training or self.got: return
+        z,L = self.look.z,lambda o: self.learn.loss_func(o, *self.yb)
+        want = self.objective(L, *z.chunk(2), plain(self.y))
+        grads = [torch.autograd.grad(v, z, retain_graph=True)[0] for v in (self.learn.loss_grad, want)]
+        self.got = self.learn.loss.item(),want.item(),*grads
+class Look(Callback):
+    order = AdvTrain.order-.1
+    def after_pred(self): self.z = self.learn.pred
+
+def kl_each(z_adv, z): return F.kl_div(z_adv.log_softmax(1), z.softmax(1), reduction='none').sum(1)
+def mart_each(z, z_adv, y):
+    p,q = z.softmax(1),z_adv.softmax(1)
+    wrong = q.scatter(1, y[:,None], 0).amax(1)
+    return -(1.0001-wrong).log()+5*kl_each(z_adv, z)*(1.0000001-p.gather(1, y[:,None])[:,0])
+# method -> its callback, L of which output, and what is added per image; `left_out` images count in what needs no label
+OBJECTIVES = dict(half=(lambda: AdvTrain(PGD2, clean_loss=.3), lambda L,z,a: .3*L(z)+.7*L(a), lambda z,a,y: 0*z[:,0]),
+    trades=(lambda: TRADES(PGD2), lambda L,z,a: L(z), lambda z,a,y: 6*kl_each(a, z)),
+    gat=(lambda: GAT(BernoulliFGSM(.1)), lambda L,z,a: L(z), lambda z,a,y: 10*(z.softmax(1)-a.softmax(1)).pow(2).sum(1)),
+    mart=(lambda: MART(PGD2), lambda L,z,a: L(a), mart_each))
+few = torch.tensor([1.,2.,3.,.5])
+LOSSES = dict(plain={}, equal_weights=dict(weight=torch.full((4,), 10.)), weights=dict(weight=few), summed=dict(reduction='sum'), weights_summed=dict(weight=few, reduction='sum'),
+    a_class_without_weight=dict(weight=torch.tensor([1.,0,2,3])), ignored=dict(ignore_index=2), smoothed=dict(label_smoothing=.1), all=dict(weight=few, ignore_index=3, label_smoothing=.1, reduction='sum'))
+
+@pytest.mark.parametrize('loss', LOSSES)
+@pytest.mark.parametrize('method', OBJECTIVES)
+def test_the_learners_own_loss_is_in_the_objective(method, loss):
+    "Its value, and its gradient to the output"
+    make,whole,each = OBJECTIVES[method]; kw = LOSSES[loss]
+    if method=='mart' and 'label_smoothing' in kw: pytest.skip('by hand for hard labels alone')
+    def objective(L, z, a, y):
+        kept = torch.ones_like(y, dtype=torch.bool)
+        if method=='mart': kept = (y!=kw.get('ignore_index',-100)) & (kw['weight'][y]>0 if 'weight' in kw else True)
+        v = each(z, a, y)[kept]
+        return whole(L, z, a)+(v.sum() if kw.get('reduction')=='sum' else v.mean())
+    l = learner([make(), Look(), t := Trained(objective)], loss_func=CrossEntropyLossFlat(**kw)); l.fit(1, 0.)
+    value,want,g,want_g = t.got
+    assert value==pytest.approx(want, rel=1e-5) and torch.allclose(g, want_g, atol=1e-5*want_g.abs().max())
+
+@pytest.mark.parametrize('loss', ['plain','weights','summed'])
+@pytest.mark.parametrize('mix', [MixUp, CutMix])
+@pytest.mark.parametrize('method', ['half','trades','gat'])
+def test_the_learners_mixed_loss_is_in_the_objective(method, mix, loss):
+    make,whole,each = OBJECTIVES[method]; kw = LOSSES[loss]
+    def objective(L, z, a, y): v = each(z, a, y); return whole(L, z, a)+(v.sum() if 'reduction' in kw else v.mean())
+    l = learner([make(), mix(1.), Look(), t := Trained(objective)], loss_func=CrossEntropyLossFlat(**kw)); l.fit(1, 0.)
+    value,want,g,want_g = t.got
+    assert value==pytest.approx(want, rel=1e-5) and torch.allclose(g, want_g, atol=1e-5*want_g.abs().max())
+
+def test_a_loss_without_reduction_and_two_outputs():
+    "A model with two heads, and a function as loss: the mixture is that of the function's numbers"
+    class Two(nn.Module):
+        def __init__(self): super().__init__(); self.a,self.b = [nn.Sequential(nn.Flatten(), nn.Linear(784,4)) for _ in range(2)]
+        def forward(self, x): return self.a(x),self.b(x)
+    weighted = nn.CrossEntropyLoss(weight=few)
+    def loss(z, y): return weighted(z[0], y)+.5*F.cross_entropy(z[1], y)
+    seen = []
+    class Keep(Callback):
+        order = AdvTrain.order-.1
+        def after_pred(self): self.z = self.learn.pred
+    class After(Callback):
+        order = AdvTrain.order+.1
+        def after_loss(self):
+            if self.training: seen.append((self.learn.loss.item(), [loss([plain(o.chunk(2)[i]) for o in self.keep.z], plain(self.y)).item() for i in (0,1)]))
+    learner([AdvTrain(PGD2, clean_loss=.3), Keep(), After()], model=Two(), loss_func=loss).fit(1, 0.)
+    assert len(seen)==2 and all(v==pytest.approx(.3*a+.7*b, rel=1e-5) for v,(a,b) in seen)
+
+@pytest.mark.parametrize('loss', LOSSES)
+def test_values_per_image_add_up_to_the_learners_loss(loss):
+    "What a method of one's own gets from `learn_loss`: its mean, or sum, is the Learner's number"
+    got = []
+    class Check(AdvTrain):
+        joint = True
+        def terms(self, z, z_adv):
+            v = self.learn_loss(z); got.append((self.reduced(v).item(), self.whole_loss(z).item(), v.shape))
+            return z_adv,0*v
+    learner([Check(PGD2, clean_loss=.5)], loss_func=CrossEntropyLossFlat(**LOSSES[loss])).fit(1, 0.)
+    assert len(got)==2 and all(a==pytest.approx(b, rel=1e-5) and s==(16,) for a,b,s in got)
+
+def test_class_weights_do_not_turn_training_round():
+    "With heavy weights for all classes the adversarial loss still falls"
+    ends = []
+    for weight in (None, torch.full((4,), 10.)):
+        l = synth_learner(cbs=AdvTrain(PGD2, clean_loss=.5), loss_func=CrossEntropyLossFlat(weight=weight), metrics=RobustAccuracy(PGD(.1, steps=5)), model=linear(), lr=3e-3)
+        l.fit(4); ends.append(l.recorder.values[-1][2])
+    assert ends[0]==pytest.approx(ends[1], abs=.1) and ends[1]>.6
+
+def test_left_out_images_are_not_moved_by_the_learners_loss():
+    "They keep their random start; TRADES, which needs no label, attacks them"
+    moved = {}
+    for k,cb in dict(at=AdvTrain(PGD(.1, steps=3, rand=False)), trades=TRADES(NearPGD(.1, steps=3))).items():
+        class Save(Callback):
+            order = AdvTrain.order+1
+            def before_batch(self):
+                if self.training: x = self.x.chunk(2)[1] if k=='trades' else self.x; moved.setdefault(k, []).append(((plain(x)-self.keep_clean.seen[-1]).abs().flatten(1).amax(1), plain(self.y)))
+        learner([KeepClean(), cb, Save()], loss_func=CrossEntropyLossFlat(ignore_index=2)).fit(1, 0.)
+    d,y = [torch.cat(o) for o in zip(*moved['at'])]; assert (d[y==2]==0).all() and (d[y!=2]>.05).all() and (y==2).any()
+    d,y = [torch.cat(o) for o in zip(*moved['trades'])]; assert (d>.02).all()
+
 def test_trades_climbs_the_kl_from_the_clean_output():
     rises = []
     class Check(Callback):
@@ -141,6 +258,12 @@ def test_soft_labels():
     for mix in (MixUp(1.), CutMix(1.)):
         (t,y,_),l = labels_of(CrossEntropyLossFlat(), [mix])
         assert torch.allclose(t.sum(1), torch.ones(len(t)), atol=1e-5) and ((t>1e-4).sum(1)<=2).all() and ((t>1e-4).sum(1)==2).any()
+@pytest.mark.parametrize('kw', [dict(weight=torch.full((4,), 10.)), dict(weight=few), dict(weight=few, label_smoothing=.2), dict(reduction='sum'), dict(ignore_index=1)], ids=str)
+def test_soft_labels_without_their_weights(kw):
+    (t,y,_),_ = labels_of(CrossEntropyLossFlat(**kw)); hot = F.one_hot(y, 4).float(); w = kw.get('weight', torch.ones(4))
+    want = hot if 'label_smoothing' not in kw else (.8*hot*w+.2*w/4)/((.8*hot*w+.2*w/4).sum(1, keepdim=True))
+    want = want*(y!=kw.get('ignore_index',-100))[:,None]
+    assert torch.allclose(t, want, atol=1e-4)
 def test_mart_needs_a_cross_entropy():
     class Hot(Callback):
         order = -5
@@ -333,7 +456,7 @@ def test_interrupted_and_fitted_again(method, err, event):
         with pytest.raises(err): l.fit(1, 1e-3)
     check_clean(l, lf)
     w = copy.deepcopy(l.model.state_dict()); ref = learner(METHODS[method](), model=noisy_vit()); ref.model.load_state_dict(w)
-    for o in (l, ref): o.opt = None; set_seed(3, True); o.dls.train.rng.seed(3); o.model.zero_grad(); o.fit(1, 1e-3)
+    for o in (l, ref): o.opt,o.epochs_lived = None,Epochs(); set_seed(3, True); o.dls.train.rng.seed(3); o.model.zero_grad(); o.fit(1, 1e-3)
     assert same(weights(l), weights(ref))
 
 # --- AWP ---------------------------------------------------------------------------------------------------------------------------------
@@ -589,6 +712,34 @@ def test_catch_sees_unmixed_images_and_labels():
     l.fit(1); x,y = got[0]
     assert all(any(torch.equal(plain(o), p) for p in xs) for o in x) and y.dtype==torch.long
 
+def test_catch_scales_the_step_of_the_strong_attack():
+    used = []
+    class Spy(PGD):
+        def start(self, obj, x, seed): used.append((self.eps, self.step_size)); return super().start(obj, x, seed)
+    l = watched(CatchOverfit(Spy(.2, steps=2, alpha=.1), gap=2), PGD(.1, steps=1)); l.fit(1)
+    assert used and all(o==pytest.approx((.1,.05)) for o in used)
+    with pytest.raises(ValueError, match='another norm'): watched(CatchOverfit(PGD(.2, alpha=.1, norm='L2'), gap=2), PGD(.1)).fit(1)
+def test_catch_counts_what_was_right_before():
+    "An attack that repairs every image does not make the model better"
+    class Repair(PGD):
+        def __call__(self, model, x, y=None, seed=0, **kw): return learn.cheat(x, y)
+    learn = watched(c:=CatchOverfit(gap=2), Repair(.1)); learn.cheat = lambda x,y: x if y is None else sorted_images(learn, y)
+    def sorted_images(l, y): return torch.stack([first_of[int(o)] for o in y])
+    first_of = {int(y):plain(x) for x,y in learn.dls.train_ds}
+    nn.init.zeros_(learn.model[1].weight); learn.fit(1, 0.)
+    assert c.df.weak[0]<=.5
+def test_catch_keeps_two_classes_of_sorted_images():
+    dls = synth_dls(64); items = sorted(dls.train_ds, key=lambda o: int(o[1])); dls = DataLoaders.from_dsets(items, items[:16], bs=8, device='cpu'); dls.loaders[0] = dls.train.new(shuffle=False)
+    got = []
+    l = synth_learner(model=linear(), dls=dls, cbs=[AdvTrain(PGD2), c:=CatchOverfit(gap=2), Callback(after_batch=lambda self: got.append(c.batch[1]) if self.training else None)])
+    l.dls.c = 4; l.fit(1); assert len(got[0].unique())==1 and len(got[-1].unique())==2
+def test_catch_leaves_out_ignored_images():
+    class Ignore(Callback):
+        order = CatchOverfit.order-1
+        def before_batch(self): self.learn.yb = (torch.where(plain(self.y)==1, -100, plain(self.y)),)
+    l = watched(c:=CatchOverfit(gap=2), PGD2); l.dls.loaders[1] = l.dls.train; l.add_cb(Ignore()); l.fit(1)
+    assert len(c.df)==1 and 0<=c.df.weak[0]<=1
+
 # --- averages, checkpoints (R19) ---------------------------------------------------------------------------------------------------------------
 
 def test_ema_by_hand():
@@ -598,6 +749,51 @@ def test_ema_by_hand():
     avg = ws[0]                                                                # timm copies the first
     for w in ws[1:]: avg = [.8*a+.2*b for a,b in zip(avg, w)]
     assert close(list(l.ema.avg.module.parameters()), avg) and not close(avg, w0, 1e-3)
+
+def resumed(tmp, cbs=(), fits=1, seed=0):
+    set_seed(seed, reproducible=True); l = synth_learner(seed=seed, cbs=[AdvTrain(PGD2), MixUp(.4), EMA(.9)], path=tmp, model=noisy_vit(), dls=small_dls())
+    l.fit(4, 1e-3, start_epoch=l.resume(about='mine'), cbs=[SaveRun(about='mine'), *cbs]); return l
+class Kill(Callback):
+    order = 90
+    def before_epoch(self):
+        if self.epoch==2: raise KeyboardInterrupt
+def test_an_interrupted_fit_goes_on_with_weights_average_and_numbers(tmp_path):
+    "To the bit, shuffled, with dropout and MixUp"
+    with pytest.raises(KeyboardInterrupt): resumed(tmp_path/'a', [Kill()])
+    a,b = resumed(tmp_path/'a'),resumed(tmp_path/'b')
+    assert a.ema.n==b.ema.n==8 and same(weights(a), weights(b)) and same(list(a.ema.avg.parameters()), list(b.ema.avg.parameters()))
+def test_a_run_of_something_else_is_passed_over(tmp_path):
+    l = resumed(tmp_path)
+    assert l.resume(about='mine')==4 and l.resume(about='other')==0 and l.resume('run2')==0
+    (tmp_path/'models'/'average_run_3.pth').unlink(); assert l.resume(about='mine')==3           # killed while it was written
+def test_state_of_an_average():
+    l = learner([AdvTrain(PGD2), EMA(.9)]); l.fit(2, 1e-2); s = copy.deepcopy(l.ema.state_dict())
+    n = learner([AdvTrain(PGD2), EMA(.9)]); n.ema.load_state_dict(s)
+    assert n.ema.n==4 and same(list(n.ema.avg.parameters()), list(l.ema.avg.parameters()))
+    n.fit(3, 1e-3, start_epoch=2); assert n.ema.n==6
+    with pytest.raises(ValueError, match='fit first'): learner(EMA()).ema.state_dict()
+def test_a_later_start_without_an_average_is_said():
+    with pytest.warns(UserWarning, match='no average to go on with'): learner([AdvTrain(PGD2), EMA(.9)]).fit(3, 1e-3, start_epoch=2)
+def test_loss_of_the_average():
+    from fastai.learner import AvgLoss
+    l = learner([EMA(.9)], metrics=[OnAverage(AvgLoss())]); l.fit(2, 1e-2); own,avg = l.validate()
+    with l.ema.averaged(): assert l.validate()[0]==pytest.approx(avg, rel=1e-4)
+    assert own!=pytest.approx(avg, rel=1e-4)
+
+# --- models that change their input -----------------------------------------------------------------------------------------------
+
+class InPlace(nn.Module):
+    "Normalises its input where it stands, and is then a linear model"
+    def __init__(self, inplace): super().__init__(); torch.manual_seed(0); self.net,self.inplace = nn.Sequential(nn.Flatten(), nn.Linear(784,4)),inplace
+    def forward(self, x): return self.net(x.sub_(.5).div_(.5) if self.inplace else (x-.5)/.5)
+@methods
+def test_a_model_that_changes_its_input_trains_as_one_that_does_not(method):
+    ends = []
+    for inplace in (False, True):
+        if method=='mo': pytest.skip('needs a transformer')
+        l = learner([*METHODS[method](), EMA(.9)] if method!='all' else METHODS[method](), model=InPlace(inplace), metrics=[OnAverage(accuracy), OnAverage(RobustAccuracy(PGD2))]); l.fit(2, 1e-2)
+        ends.append((weights(l), list(l.recorder.values[-1][2:])))
+    assert close(*[w for w,_ in ends], 1e-4) and ends[0][1]==pytest.approx(ends[1][1])
 
 def test_ema_composes_with_accumulation():
     l = learner([AdvTrain(PGD2), EMA(.9), GradientAccumulation(16)], dls=small_dls(bs=8)); l.fit(1, 1e-3); assert l.ema.n==2
@@ -646,6 +842,7 @@ def test_fit_adv_defaults():
 def test_fit_adv_overridden():
     norms = Norms(); l = learner([AdvTrain(PGD2), GradientClip(.1)]); l.fit_adv(1, 1e-3, wd=.3, pct_start=.5, cbs=norms, no_decay=False)
     assert max(norms.seen)<=.1001 and l.opt.hypers[0]['wd']==.3 and all('do_wd' not in l.opt.state[p] or l.opt.state[p]['do_wd'] for n,p in l.model.named_parameters() if 'cls_token' in n)
+    l = learner(AdvTrain(PGD2)); l.fit_adv(1, cbs=[GradientClip(.1), n := Norms()]); l.fit_adv(1, cbs=[GradientClip, Norms()]); assert max(n.seen)<=.1001      # not clipped twice
     l = learner(AdvTrain(PGD2)); l.fit_adv(1, clip=None, cbs=(n:=Norms())); assert len(n.seen)==2 and not hasattr(l,'gradient_clip')
 
 def test_fit_adv_with_a_torch_optimiser():

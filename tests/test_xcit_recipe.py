@@ -158,6 +158,29 @@ def test_learning_rate_is_timms_schedule(values):
         want = ref._get_lr(e)[0] if e<100 else r.min_lr
         assert f(e/110)==pytest.approx(want) and f((e+.999)/110)==pytest.approx(want)
 
+@pytest.mark.parametrize('rule,k', [('linear',1/64), ('sqrt',1/8), ('none',1.)])
+def test_the_whole_schedule_follows_the_batch_size(rule, k):
+    "So the cosine falls at any batch size"
+    r = xcit_recipe('s12').but(lr_rule=rule)
+    big,small = [[RecipeLR(r, r.peak_lr(bs))(e/110) for e in range(110)] for bs in (512, 8)]
+    assert small==pytest.approx([k*o for o in big]) and small[10]==max(small)>small[50]>small[-1]
+
+class Rates(Callback):
+    "The learning rate in each epoch"
+    order = 80
+    def before_fit(self): self.lrs = []
+    def after_epoch(self): self.lrs.append(self.opt.hypers[0]['lr'])
+def rates(bs, cbs=(), later=(), n=64):
+    r = xcit_recipe('n12', eps=.1).but(jitter=0., scale=(1,1), ratio=(1,1), flip=0., best='last', bs=32, lr_bs=32, epochs=3, cooldown=1, warmup=0, eps_warmup=0)
+    learn = learner(r, dls=synth_dls(n, bs=bs)); learn.add_cbs(cbs); learn.fit_recipe(cbs=[look := Rates(), *later]); return look.lrs
+@pytest.mark.parametrize('where', ['learner','fit','class'])
+def test_accumulated_batches_are_one_step(where):
+    "Batches of 8 that make 32 train at the learning rate of 32, as they should at that of 40"
+    acc = dict(learner=([GradientAccumulation(32)],()), fit=((),[GradientAccumulation(32)]), **{'class':((),[GradientAccumulation])})[where]       # the class's default is 32
+    assert rates(8, *acc)==pytest.approx(rates(32)) and rates(8)==pytest.approx([o/4 for o in rates(32)])
+    assert rates(8, [GradientAccumulation(33)])==pytest.approx([o*40/32 for o in rates(32)])
+    assert rates(32, [GradientAccumulation(8)])==pytest.approx(rates(32))
+
 def test_eps_warms_up_once_per_epoch_from_zero():
     f = xcit_recipe('s12', eps=4/255).eps_schedule
     for e in range(110): assert f((e+.5)/110)==pytest.approx(4/255*min(1, e/10))
@@ -390,6 +413,45 @@ def test_a_learner_of_another_optimiser_gets_adamw_for_the_fit():
     learn.fit_recipe(fast, epochs=1, cbs=Look())
     assert eps==[1e-8] and learn.opt_func is of and learn.opt is None
 
+@pytest.mark.parametrize('mixer', [MixUp, CutMix])
+def test_two_mixers_are_refused(mixer):
+    for r in (fast.but(mixup=.8), fast.but(mixup=.8, cutmix=1.)):
+        with pytest.raises(ValueError, match='mixes images'): learner().fit_recipe(r, epochs=1, cbs=mixer())
+    learner().fit_recipe(fast, epochs=1, cbs=mixer())
+def test_two_schedules_are_refused_and_weight_decay_is_spared_once():
+    from fastai.callback.schedule import ParamScheduler, SchedNo
+    with pytest.raises(ValueError, match='schedule of the learning rate'): learner().fit_recipe(fast, epochs=1, cbs=ParamScheduler({'lr':SchedNo(1,1)}))
+    class Count(Callback):
+        def before_train(self): self.n = sum(isinstance(c, NoDecay) for c in self.learn.cbs)
+    learn = learner(); learn.add_cbs([NoDecay(), count := Count()]); learn.fit_recipe(fast.but(best='last'), epochs=1)
+    assert count.n==1
+@pytest.mark.parametrize('cb', [lambda: KeepBest(None, None), lambda: Augment(fast), lambda: CleanPass()])
+def test_a_second_copy_beside_the_recipes_is_refused(cb):
+    with pytest.raises(ValueError, match='two '): learner().fit_recipe(fast.but(best='test'), epochs=1, cbs=cb())
+
+def test_the_best_epoch_counts_images_that_were_right_before():
+    "An attack that repairs every image finds a model that is wrong on half of them half right"
+    dls = synth_dls(16); y = torch.cat([b[1] for b in dls.valid]).as_subclass(Tensor)
+    class Says(nn.Module):
+        def forward(self, x): return F.one_hot((x.flatten(1).mean(1)>2).long(), 4).float()                 # always class 0
+    right = xc._right(Says(), lambda m,x,y,seed=0: x, eval_batches(dls.valid))
+    class Reads(nn.Module):
+        def forward(self, x): return F.one_hot((4*x.flatten(1)[:,0]).long().clamp(0,3), 4).float()
+    def repair(model, x, y, seed=0): return torch.full_like(x, 0)+(y.view(-1,1,1,1)+.5)/4
+    before = (predict(Reads(), torch.cat([b[0] for b in dls.valid]).as_subclass(Tensor))==y).float().mean().item()
+    assert right==pytest.approx((y==0).float().mean().item()) and xc._right(Reads(), repair, eval_batches(dls.valid))==pytest.approx(before) and before<1
+def test_only_images_that_are_right_are_attacked():
+    m = Counted(tiny_vit(num_classes=4)); dls = synth_dls(64); batches = list(eval_batches(dls.valid))
+    ok = xc._right(m, None, batches); n = m.forwards; k = round(ok*n)
+    m.forwards = m.backwards = 0; xc._right(m, PGD(.1, steps=2), batches)
+    assert (n,0<k<n,m.backwards)==(16,True,2*k) and m.forwards<=n+4*k
+def test_the_best_epoch_of_a_fit_that_starts_later():
+    "The rows of an earlier fit do not count"
+    learn,worst = synth_learner(cbs=KeepBest(None, None)),{}
+    learn.fit(2, 1e-2); learn.keep_best.rows[0]['accuracy'] = 2.
+    learn.fit(4, 1e-3, start_epoch=2)
+    assert [o['epoch'] for o in learn.keep_best.rows]==[2,3] and learn.keep_best.best is None
+
 def test_two_attacks_at_once_are_refused():
     with pytest.raises(ValueError, match='two AdvTrain'): learner().fit_recipe(fast, epochs=1, cbs=AdvTrain(FGSM(.1)))
 
@@ -420,6 +482,19 @@ def test_models_of_a_recipe():
     m = xcit_recipe('n12', task='cifar10').model(32, 10, 3); assert isinstance(m, Normalized) and m.mean.flatten().tolist()==pytest.approx([.4914,.4822,.4465])
     m = xcit_recipe('n12').but(drop_path=.1).model(32, 10, 1); assert any(type(o).__name__=='DropPath' for o in m.modules()) and in_chans(m)==1
     assert not any(type(o).__name__=='DropPath' for o in xcit_recipe('n12').model(32, 10, 1).modules())
+
+@pytest.mark.parametrize('name', ['resnet18','resnet50','resnet18d','convnext_atto','vit_tiny_patch16_224','swin_tiny_patch4_window7_224','mobilenetv3_small_050','vgg11'])
+def test_any_model_of_timm(name):
+    r = xcit_recipe(name, eps=4/255).but(drop_path=0.); x = torch.rand(2,1,32,32)
+    m = r.model(32, 5, 1).eval(); assert m(x).shape==(2,5) and in_chans(m)==1
+    if 'resnet' in name: assert m.forward_features(x).shape[2:]==(4,4) and r.model(224, 5, 1).forward_features(torch.rand(1,1,224,224)).shape[2:]==(7,7)
+    if 'vit' in name: assert patch_grid(m, x)==(8,8)
+    if 'swin' in name: assert m.patch_embed.patch_size==(4,4) and r.model(224, 5, 1).patch_embed.patch_size==(4,4)           # never larger than its own
+def test_a_model_without_drop_path_says_so():
+    with pytest.raises(ValueError, match='has no drop path'): xcit_recipe('vgg11').but(drop_path=.1).model(32)
+def test_a_resnet_trains_by_the_recipe():
+    r = fast.but(size='resnet18'); learn = quiet(r.learner(synth_dls(32))); learn.dls.c = 4; w = learn.model.fc.weight.detach().clone()
+    learn.fit_recipe(epochs=1); assert not torch.equal(w, learn.model.fc.weight)
 
 def test_learner_builds_the_model_for_the_data():
     learn = xcit_recipe('n12', eps=.1).learner(fashion())
@@ -459,6 +534,46 @@ def test_ablate_runs_each_setting_once_and_goes_on(tmp_path):
     df2 = ablate(cs, run, out=tmp_path); assert ran==[1,2] and df2.clean.tolist()==[1,2]
     ablate(cs, run, out=tmp_path, about='another recipe'); assert ran==[1,2,1,2]
     f = next(tmp_path.iterdir()); f.write_text(f.read_text()[:20]); ablate(cs, run, out=tmp_path); ablate(cs, run, out=tmp_path, about='another recipe'); assert len(ran)==5
+
+def counting(ran, lr=1., attack=FGSM(.1), recipe=fast, names=('a','b')):
+    "A run that holds settings of every kind, and a log"
+    def run(a): ran.append(a); return dict(clean=a*lr, robust=attack.eps, names=len(names), wd=recipe.wd)
+    return run
+class Other(FGSM): pass
+@pytest.mark.parametrize('new', [dict(lr=.5), dict(attack=FGSM(.2)), dict(attack=Other(.1)), dict(recipe=fast.but(held=.2)), dict(recipe=fast.but(bn_clean=False)), dict(names=('a',)),
+    dict(attack=PGD(8.0004/255, steps=1))], ids=str)
+def test_a_row_is_taken_only_if_the_same_would_be_computed(new, tmp_path):
+    "What a repr does not show counts too; and the old setting is found again"
+    ran = []; go = lambda **kw: ablate(dict(a=[1,2]), counting(ran, **kw), out=tmp_path)
+    old = {'attack':PGD(8/255, steps=1)} if 'steps=1' in str(new) else {}
+    go(**old); go(**old); assert ran==[1,2]
+    with pytest.warns(UserWarning, match='computed again'): go(**new)
+    assert ran==[1,2,1,2]; go(**new); assert ran==[1,2,1,2]
+def test_a_row_of_another_body_is_computed_again(tmp_path):
+    def make(body): names = {}; exec(f'def run(a): return dict(clean={body})', names); return names['run']
+    assert [ablate(dict(a=[1]), make(o), out=tmp_path).clean[0] for o in ('a','a+1','a+1')]==[1,2,2]
+def test_cells_that_print_alike_are_two(tmp_path):
+    run = lambda r: dict(clean=r.held)
+    assert [ablate([dict(r=fast.but(held=h))], run, out=tmp_path).clean[0] for h in (.1,.2)]==[.1,.2]
+    assert ablate([dict(r=fast.but(held=h)) for h in (.1,.2)], run).clean.tolist()==[.1,.2]
+def test_a_table_is_found_again_by_a_run_that_trains(tmp_path):
+    "Data whose state moves, models and logs around it do not hide the rows"
+    dls,made = fashion(),[]
+    def make(): made.append(1); return tiny_xcit(classes=10)
+    def run(wd): return train_row(fast.but(epochs=1, cooldown=0, wd=wd), dls, FGSM(.1), make=make, n=8)[0]
+    for _ in range(2): ablate(dict(wd=[0.,.5]), run, out=tmp_path)
+    assert len(made)==2
+
+@pytest.mark.parametrize('profile', ['smoke','laptop','gpu','paper'])
+def test_the_data_of_the_notebook_exist_in_every_profile(profile, monkeypatch):
+    "The cells that ask for data, run with the settings of the profile"
+    monkeypatch.setenv('ROBUST_PROFILE', profile)
+    nb = json.loads((ROOT/'nbs'/'04_xcit_recipe.ipynb').read_text())
+    names = {}; exec('from fastai.vision.all import *\nfrom sklearn.datasets import load_digits\nfrom robust_nbdev.all import *\ns = settings(); shape = (1,28,28)', names)
+    asked = [''.join(c['source']) for c in nb['cells'] if c['cell_type']=='code' and '#| export' not in ''.join(c['source']) and '#| eval: false' not in ''.join(c['source'])]
+    calls = [o for c in asked for o in re.findall(r'^(?:\w+ = )?(?:budget|small|tune|grid_dls|dls|big_dls|digit_dls) = .*$', c, re.M)]
+    for o in calls: exec(textwrap.dedent(next(''.join(c['source']) for c in nb['cells'] if 'def digits(' in ''.join(c['source'])).split('tune = ')[0]) if 'digit_dls' in o else '', names); exec(o, names)
+    assert {'grid_dls','dls','big_dls','digit_dls'}<=set(names) and len(names['grid_dls'].train_ds)>=names['budget']['n']
 
 def test_ablate_goes_on_after_a_kill(tmp_path):
     code = f'''
@@ -533,6 +648,23 @@ def test_attack_effect_counts_what_is_missed():
     r = cb.rows[-1]; x,y = [torch.cat(o)[:16].as_subclass(Tensor) for o in zip(*learn.dls.valid)]
     loss = lambda k: ce(learn.model(PGD(.1, steps=k, alpha=.15/k)(learn.model.eval(), x, y)), y).mean().item()
     assert r['missed']==pytest.approx((loss(10)-loss(2))/loss(10), abs=1e-4)
+
+def test_attack_effect_takes_all_the_images_it_is_asked_for():
+    "Also where they fill several batches, and from all classes of sorted data"
+    seen = []
+    class Spy(nn.Module):
+        def __init__(self): super().__init__(); self.net = tiny_vit(num_classes=4)
+        def forward(self, x):
+            if not self.training and not torch.is_grad_enabled(): seen.append(len(x))
+            return self.net(x)
+    learn = synth_learner(model=Spy(), dls=synth_dls(128, bs=8), cbs=AttackEffect(.1, steps=(1,), many=2, n=20)); learn.fit(1)
+    assert 20 in seen
+def test_analyses_leave_the_images_alone():
+    "Of a model that normalises its input where it stands"
+    class InPlace(nn.Module):
+        def forward(self, x): return lin(x.sub_(.5).div_(.5))
+    x = torch.rand(4,1,4,4); was,y = x.clone(),torch.tensor([0,1,2,0])
+    topk(InPlace(), x, y); assert torch.equal(x, was)
 
 def test_restart_losses():
     x,y = torch.rand(2,1,4,4),torch.tensor([0,1]); t = restart_losses(PGD(.1, steps=4), lin, x, y, restarts=3)

@@ -7,7 +7,6 @@ import hashlib, json, platform, sys, time
 from types import SimpleNamespace as Row
 from fastcore.script import call_parse
 from safetensors.torch import load_file, save_file
-from timm.utils import ModelEmaV3
 from robust_nbdev.all import *
 from robust_nbdev.models import _DATA, _NETS, half_weights, small_model
 
@@ -66,7 +65,7 @@ def learner(key, row, out, seed, dls):
         new = model.model.load_state_dict(old, strict=False)
         if new.unexpected_keys or set(new.missing_keys)-{'reg_token'}: raise ValueError(f'{row.start} does not fit {key}: {new}')
     cbs = [EMA(.998), GradientClip(1.)]
-    cbs += [AdvTrain(pgd[data], eps=warmup(pgd[data].eps, pct=.1))] if robust else [MixUp(row.mix)]
+    cbs += [AdvTrain(pgd[data], eps=warmup(pgd[data].eps, pct=.1), alpha=pgd[data].alpha)] if robust else [MixUp(row.mix)]
     learn = Learner(dls, model, CrossEntropyLossFlat(label_smoothing=getattr(row,'smooth',0.)), opt_func=adamw, splitter=no_decay_split, wd=[.05,0.],
                     metrics=[accuracy, OnAverage(accuracy)]+([OnAverage(RobustAccuracy(pgd[data].but(steps=10, alpha=None)))] if robust else []), cbs=cbs, path=out, model_dir=f'{key}_epochs')
     return learn.to_bf16() if dls.device.type=='cuda' else learn
@@ -86,25 +85,20 @@ def holdout(learn):
     "The metrics in the last row of the table"
     return dict(zip(learn.recorder.metric_names[3:-1], [round(float(o),4) for o in learn.recorder.values[-1][2:]]))
 
-class SaveState(SaveModelCallback):
-    "Save after every few epochs and after the last what a run needs to go on: weights, optimiser, averaged weights, the time so far, the metrics"
-    def __init__(self, fname, every, begun): super().__init__(every_epoch=every, fname=fname, with_opt=True); self.begun = begun
-    def after_epoch(self):
-        if self.epoch%self.every_epoch==0 or self.epoch==self.n_epoch-1: self._save(f'{self.fname}_{self.epoch}')
-    def _save(self, name):
-        super()._save(name); ema = self.learn.ema
-        torch.save(dict(average=ema.avg.module.state_dict(), steps=ema.n, seconds=time.perf_counter()-self.begun, holdout=holdout(self.learn)), self.learn.path/self.learn.model_dir/f'average_{name}.pth')
+class SaveState(SaveRun):
+    "`SaveRun`, with the time so far and the metrics"
+    def __init__(self, fname, every, about, begun):
+        super().__init__(fname=fname, every=every, about=about)
+        self.begun = begun
+    def state(self):
+        return {**super().state(), 'seconds':time.perf_counter()-self.begun, 'holdout':holdout(self.learn)}
 
-def go_on(learn, n):
+def go_on(learn, n, about):
     "Load the last complete state of a run of `n` epochs: the next epoch, the seconds so far, the metrics"
-    d = learn.path/learn.model_dir
-    done = sorted((int(f.stem.rsplit('_',1)[1]),f.stem) for f in d.glob(f'{n}_*.pth') if (d/f'average_{f.name}').exists())
-    if not done: return 0,0.,None
-    (e,name),ema = done[-1],learn.ema
-    learn.load(name, with_opt=True); s = torch.load(d/f'average_{name}.pth', map_location=learn.dls.device)
-    ema.avg,ema.n = ModelEmaV3(learn.model, ema.decay, **ema.kwargs).requires_grad_(False),s['steps']
-    ema.avg.module.load_state_dict(s['average']); print(f'{learn.model_dir}: goes on after epoch {e}')
-    return e+1,s['seconds'],s['holdout']
+    epoch,state = learn.last_run(str(n), about)
+    if state is None: return 0,0.,None
+    learn.resume(str(n), about); print(f'{learn.model_dir}: goes on after epoch {epoch}')
+    return epoch+1,state['seconds'],state['holdout']
 
 def train(key, minutes, epochs, out, seed, every=5):
     "One checkpoint, from its row to its file"
@@ -113,9 +107,10 @@ def train(key, minutes, epochs, out, seed, every=5):
     make = partial(learner, key, row, out, seed, loaders(key, row, seed))
     n = epochs or (epochs_in(minutes-(time.perf_counter()-t)/60, make) if minutes else row.epochs)
     learn = make()
-    start,before,held = go_on(learn, n); t -= before
+    about = json.dumps(dict(row=vars(row), **begun, seed=seed, attack=repr(pgd[parts(key)[0]])))
+    start,before,held = go_on(learn, n, about); t -= before
     if start<n:
-        with learn.no_bar(): learn.fit_one_cycle(n, row.lr, pct_start=.1, start_epoch=start, cbs=SaveState(str(n), every, t))
+        with learn.no_bar(): learn.fit_one_cycle(n, row.lr, pct_start=.1, start_epoch=start, cbs=SaveState(str(n), every, about, t))
         held = holdout(learn)
     with learn.ema.averaged(): save_file(half_weights(unwrap(get_model(learn.model))), out/f'{key}.safetensors')
     card = dict(recipe={k:v for k,v in vars(row).items() if k!='epochs'}, **begun, augment='CropFlip'+', RandomErasing, MixUp'*(not parts(key)[2]), attack=repr(pgd[parts(key)[0]]) if parts(key)[2] else None,
