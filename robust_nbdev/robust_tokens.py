@@ -22,6 +22,7 @@ from .vit import _check_out
 from .attacks import *
 from .adv_train import *
 from .evaluate import *
+from .tora import still, backbone_about, check_backbone
 from fastai.basics import *
 from fastai.callback.core import GatherPredsCallback
 from fastai.callback.mixup import MixHandler
@@ -29,7 +30,7 @@ from fastai.callback.mixup import MixHandler
 # %% ../nbs/02_robust_tokens.ipynb #279a174e
 class FeatCos:
     "Mean of 1 - cosine between features and their targets: the loss of a training without labels"
-    clean,y_int,__name__ = True,True,'feat_cos'
+    clean,y_int,__name__ = True,True,'feat_cos_loss'
     def __init__(self,
         axis:int=1, # Of the cosine: 1, the tokens of [B,T,D] (the authors' code) or the features of [B,D]; -1: the features of each token
         reduction:str='mean', # `'mean'`, `'sum'` or `'none'`: one number per image [B]
@@ -86,7 +87,10 @@ class RandomTokens(Wrapper):
         std:float=.015, # Of their normal distribution: the authors' released tokens have 0.013 to 0.045
     ):
         super().__init__(model)
-        self.n,self.std = n,std
+        if n!=int(n) or n<1: raise ValueError(f'n, the number of random tokens, must be a whole number >= 1, got {n}')
+        if any(isinstance(m, WithoutTokens) for m in model.modules()):
+            raise ValueError('RandomTokens of WithoutTokens would run without any tokens: give the model with tokens')
+        self.n,self.std = int(n),std
     def forward(self,
         x:Tensor, # Images [B,C,H,W] in [0,1]
     )->Tensor: # Whatever the model returns
@@ -116,13 +120,21 @@ class TokenAttack(PGD):
 
 # %% ../nbs/02_robust_tokens.ipynb #98c273a6
 @patch
+def share(self:TokenAttack,
+    x:Tensor, # Images [B,C,H,W] in [0,1]
+)->Tensor: # [C,1,1], at most 1
+    "How far each channel goes where the widest goes by 1"
+    s = torch.tensor(self.std, dtype=x.dtype, device=x.device)
+    if len(s) not in (1, x.shape[1]):
+        raise ValueError(f'std has {len(s)} numbers, the images have {x.shape[1]} channels: token_attack(model) takes them from the model')
+    return (s/s.max()).view(-1,1,1)
+
+@patch
 def limit(self:TokenAttack,
     x:Tensor, # Images [B,C,H,W] in [0,1]
 )->Tensor: # [C,1,1], pixel units
     "How far each channel may go"
-    s = torch.tensor(self.std, dtype=x.dtype, device=x.device)
-    if len(s) not in (1, x.shape[1]): raise ValueError(f'std has {len(s)} numbers, the images have {x.shape[1]} channels: token_attack(model) takes them from the model')
-    return (self.eps*s/s.max()).view(-1,1,1)
+    return self.eps*self.share(x)
 
 @patch
 def into(self:TokenAttack,
@@ -137,13 +149,13 @@ def into(self:TokenAttack,
 def start(self:TokenAttack, obj, x, seed):
     "Normal noise"
     noise = self.step_size if self.noise is None else self.noise
-    return dict(d=self.into(x, noise*self.limit(x)/self.eps*torch.special.ndtri(uniform(seed, x))))
+    return dict(d=self.into(x, noise*self.share(x)*torch.special.ndtri(uniform(seed, x))))
 
 @patch
 def update(self:TokenAttack, x, s, g, v, i):
     "A step along the sign of the gradient of loss - mse*|d|^2/numel"
     g = g-self.mse*2*s['d']/s['d'][0].numel()
-    return {**s, 'd':self.into(x, s['d']+self.step_size*self.limit(x)/self.eps*self.ball.step(g))}
+    return {**s, 'd':self.into(x, s['d']+self.step_size*self.share(x)*self.ball.step(g))}
 
 @patch
 def _best(self:TokenAttack, obj, x, seed):
@@ -169,6 +181,18 @@ def token_attack(
     return TokenAttack(eps*max(std), alpha=step*max(std), steps=steps, std=std, **kw)
 
 # %% ../nbs/02_robust_tokens.ipynb #ab47052d
+_LABELFREE = 'give PGD, FGSM_RS, APGD, or MIFGSM with rand=True, each with loss=feat_cos; or token_attack(model)'
+def _check_labelfree(attack, loss=kl):
+    "Raises ValueError if `attack`, which climbs `loss` where it has none of its own, needs class labels or class probabilities"
+    if isinstance(attack, Transfer): return _check_labelfree(attack.attack, None)
+    if isinstance(attack, GAMAPGD):
+        raise ValueError(f'{attack!r} is guided by class probabilities, and there are only features here: {_LABELFREE}')
+    if isinstance(attack, (WorstCase,AutoAttack)):
+        raise ValueError(f'tokens train without labels, and {attack!r} needs them to see which of its attacks works: {_LABELFREE}')
+    if not isinstance(attack, Attack) or getattr(attack.loss or (loss if attack.takes_loss else None), 'clean', False): return
+    what = getattr(attack.loss, '__name__', repr(attack))
+    raise ValueError(f'tokens train without labels, and {what} needs them: give an attack with loss=feat_cos, such as PGD(8/255, loss=feat_cos)')
+
 class RobustTokens(AdvTrain):
     "Train the extra tokens alone, without labels: features of clean and of attacked images are to stay those of the plain backbone"
     order,run_valid,_stateattrs = AdvCallback.order-.5,True,('extra','target','now','seen')      # before AdvValid
@@ -181,8 +205,7 @@ class RobustTokens(AdvTrain):
         **fields, # Other fields of the attack that follow a number or a schedule
     ):
         self.begin(attack, eps, fields)
-        if isinstance(attack, GAMAPGD): raise ValueError(f'{attack!r} is guided by class probabilities, and there are only features here: give PGD, FGSM_RS, APGD, or MIFGSM with rand=True, each with loss=feat_cos; or token_attack(model)')
-        if isinstance(attack, Attack) and not getattr(attack.loss or (kl if attack.takes_loss else None),'clean',False): raise ValueError(f'tokens train without labels, and {getattr(attack.loss,"__name__",repr(attack))} needs them: give an attack with loss=feat_cos, such as PGD(8/255, loss=feat_cos)')
+        _check_labelfree(attack)
         self.adv_weight,self.through = adv_weight,through
 
     def inner(self,
@@ -190,14 +213,14 @@ class RobustTokens(AdvTrain):
         f0:Tensor, # Features of the clean images, of the same shape
     )->Tensor: # [B]
         "One number per image: the Learner's cosine"
-        return self.base_loss(f, f0) if getattr(self.base_loss,'reduction','')=='none' else self.per_image(f, f0)
+        return self.per_image(f, f0)
     inner.clean = True
     def per_image(self,
         f:Tensor, # Features [B,T,D]
         f0:Tensor, # Features of the clean images, of the same shape
     )->Tensor: # [B]
-        "The cosine that the Learner's loss takes the mean of"
-        return feat_cos(f.float(), f0.float(), getattr(self.base_loss,'axis',1))
+        "The Learner's loss of each image"
+        with NoneReduce(self.base_loss): return self.base_loss(f, f0)
 
 # %% ../nbs/02_robust_tokens.ipynb #32c4a997
 @patch
@@ -208,10 +231,11 @@ def before_train(self:RobustTokens):
     own = {id(p) for p in t.parameters()}
     other = [n for n,p in self.victim.named_parameters() if p.requires_grad and id(p) not in own]
     if other: raise ValueError(f'{len(other)} parameters besides the tokens would train, such as {other[0]}: Learner(..., splitter=token_splitter, train_bn=False), then learn.freeze()')
+    if not t.weight.numel(): raise ValueError('the model has 0 tokens, so there is nothing to train: add_tokens(model, n=10, out="cls_patch")')
     if not t.weight.requires_grad: raise ValueError('the tokens are frozen: Learner(..., splitter=token_splitter), then learn.freeze()')
     if not isinstance(self.base_loss, FeatCos): raise ValueError(f'tokens are trained on features, Learner(..., loss_func=FeatCos()), got the loss {self.base_loss!r}')
     self.learn.model.eval()
-    if (self.epoch==0 or not self.seen) and not hasattr(self.learn,'lr_finder'): self.seen = []
+    self.seen = list(self.seen)
 
 @patch(as_prop=True)
 def attacks(self:RobustTokens):
@@ -223,7 +247,7 @@ def before_batch(self:RobustTokens):
     "Clean targets, once; attacked images; both halves in one batch"
     if len(self.xb)!=1: raise ValueError(f'attacks need a model with one input tensor, this batch has {len(self.xb)}')
     x,self.extra = check_images(self.x, self.victim),None
-    with self.amp(), torch.no_grad(), no_tokens(self.victim): f0 = check_logits(self.victim(x), x)
+    with self.amp(), torch.no_grad(), no_tokens(self.victim): f0 = check_logits(outputs(self.victim, x), x)
     self.learn.yb,self.target = (f0,),f0 if self.attacks else None
     for c in self.learn.cbs:
         if isinstance(c, MixHandler) and hasattr(c,'yb1'): c.yb1 = self.yb
@@ -247,9 +271,8 @@ def after_pred(self:RobustTokens):
     "The clean half stays the prediction; the attacked half becomes the second term"
     if self.target is None: return
     f,f_adv = self.pred.chunk(2)
-    v,v_adv = self.per_image(f, self.target),self.per_image(f_adv, self.target)
-    self.learn.pred,self.extra = f,self.at(self.adv_weight)*v_adv
-    self.now = torch.stack([1-v.detach().mean(), 1-v_adv.detach().mean()])
+    self.learn.pred,self.extra = f,self.at(self.adv_weight)*self.base_loss(f_adv, self.target)
+    self.now = torch.stack([1-self.per_image(o.detach(), self.target).mean() for o in (f,f_adv)])
 
 @patch
 def after_batch(self:RobustTokens):
@@ -259,7 +282,7 @@ def after_batch(self:RobustTokens):
 
 @patch(as_prop=True)
 def df(self:RobustTokens):
-    "The two similarities of each training batch, `inv` and `adv`, and their sum"
+    "The two similarities of each training batch in the Learner's life, `inv` and `adv`, and their sum"
     d = pd.DataFrame(torch.stack(list(self.seen)).cpu().numpy() if self.seen else [], columns=['inv','adv'])
     return d.assign(total=d.inv+d.adv)
 
@@ -268,10 +291,11 @@ def save_tokens(
     model:nn.Module, # A model after `add_tokens`
     fname, # A file, `.safetensors`
 ):
-    "Write the tokens, and nothing else of the model, with the versions they were made with"
+    "Write the tokens, and nothing else of the model, with what tells their backbone from others"
     if Path(fname).suffix!='.safetensors': raise ValueError(f'tokens are written as .safetensors, got {Path(fname).name}')
-    t,m = tokens_of(model),unwrap(model)
-    about = dict(version=1, out=t.out, family=type(m).__name__, width=m.embed_dim, timm=timm.__version__, torch=torch.__version__)
+    t = tokens_of(model)
+    if not t.weight.numel(): raise ValueError('the model has 0 tokens, so there is nothing to save')
+    about = dict(version=1, out=t.out, **backbone_about(model, head=False), timm=timm.__version__, torch=torch.__version__)
     save_file({'tokens':t.weight.detach().cpu().contiguous()}, str(fname), {k:str(v) for k,v in about.items()})
 
 def _read(f):
@@ -314,6 +338,7 @@ def load_tokens(
     if d is None: raise TypeError(f'{type(m).__name__} has no tokens: use a timm ViT of width {_width(w.shape[-1])}')
     if w.shape[-1]!=d: raise ValueError(f'{name} has tokens of width {_width(w.shape[-1])}, the model is {_width(d)} wide: they belong to another backbone')
     if out is not None: _check_out(m, out)
+    check_backbone(model, about, name, head=False)
     if t is not None and t.weight.shape!=w.shape: raise ValueError(f'{name} has tokens {list(w.shape)}, the model has {list(t.weight.shape)}: remove_tokens(model) first')
     if t is None:
         if len(w)!=1: raise ValueError(f'{name} has {len(w)} sets of tokens: token_sets(model, {len(w)}, {w.shape[1]}) first')
@@ -332,6 +357,12 @@ class Probe(Wrapper):
         super().__init__(model)
         if tokens_of(model).out!='cls_patch': raise ValueError(f"a probe needs class and patch tokens: add_tokens(model, n, out='cls_patch'), got out={tokens_of(model).out!r}")
         self.head = head.to(next(model.parameters()).device)
+    def train(self,
+        mode:bool=True, # Training mode? Else evaluation mode
+    )->nn.Module: # `self`
+        "Training mode for what trains: a frozen backbone stays in evaluation mode, see `still`"
+        super().train(mode)
+        return still(self) if mode else self
     def pool(self,
         f:Tensor, # Features [B,T,D]
         x:Tensor, # Images [B,C,H,W] in [0,1]
@@ -393,7 +424,9 @@ class SegProbe(Probe):
 def _frozen_features(probe, dl):
     "Features and targets of a whole loader, computed once"
     p = next(probe.model.parameters())
-    with attack_mode(probe), torch.no_grad(): got = [(probe.features(x.as_subclass(Tensor).to(p.dtype)),y.as_subclass(Tensor)) for x,y in (to_device(tuple(b), p.device) for b in dl.new(shuffle=False, drop_last=False))]
+    batches = (to_device(tuple(b), p.device) for b in dl.new(shuffle=False, drop_last=False))
+    with attack_mode(probe), torch.no_grad():
+        got = [(outputs(probe.features, x.as_subclass(Tensor).to(p.dtype)),y.as_subclass(Tensor)) for x,y in batches]
     return [torch.cat(o) for o in zip(*got)]
 
 def seg_loss(
@@ -467,7 +500,8 @@ def token_sets(
     std:float=.01, # Of the normal initialisation
 )->TokenSets: # `remove_tokens` undoes it
     "Give the model `k` sets of `n` tokens; train them together with `RobustTokens`"
-    if k!=int(k) or k<1: raise ValueError(f'k must be a whole number >= 1, got {k}')
+    for name,v in (('k',k),('n',n)):
+        if v!=int(v) or v<1: raise ValueError(f'{name} must be a whole number >= 1, got {v}')
     t = tokens_of(add_tokens(model, n, out, std))
     t.weight = nn.Parameter(torch.cat([t.weight.detach(), std*torch.randn_like(t.weight.expand(int(k)-1,-1,-1))]))
     return TokenSets(model)
@@ -478,7 +512,7 @@ def largest_activations(
     x:Tensor, # Images [B,C,H,W] in [0,1]
 )->Tensor: # [B,L]
     "The largest |activation| of each image in the output of each block, extra tokens left out"
-    with attack_mode(model), torch.no_grad(): return torch.stack([o.abs().flatten(1).amax(1) for o in block_outputs(model, x)], 1)
+    with attack_mode(model), torch.no_grad(): return torch.stack([o.abs().flatten(1).amax(1) for o in block_outputs(model, x.clone())], 1)
 
 def feature_cosine(
     model:nn.Module, # Returns features
@@ -490,5 +524,6 @@ def feature_cosine(
 )->Tensor: # [N]
     "The cosine between the features of each clean image and those of the attacked one"
     if len(x)!=len(x_adv): raise ValueError(f'{len(x)} clean images and {len(x_adv)} attacked ones: give the same number of both')
-    both = lambda a,b: model(torch.cat([a,b])).chunk(2) if clean is None else (clean(a),model(b))
-    with attack_mode(model), attack_mode(clean), torch.no_grad(): return torch.cat([1-feat_cos(*[o.float() for o in both(a,b)], axis) for a,b in zip(x.split(bs), x_adv.split(bs))])
+    def both(a, b): return model(torch.cat([a,b])).chunk(2) if clean is None else (outputs(clean, a),outputs(model, b))
+    with attack_mode(model), attack_mode(clean), torch.no_grad():
+        return torch.cat([1-feat_cos(*[o.float() for o in both(a,b)], axis) for a,b in zip(x.split(bs), x_adv.split(bs))])
