@@ -237,8 +237,8 @@ def _build(model, method, sides, d=None, split=False, adapters=True, how='adapte
     if d!=int(d) or d<1: raise ValueError(f'd, the width of the adapters, must be a whole number >= 1, got {d}')
     about = dict(method=method, d=int(d), gate=how, folded=folded)
     t = ToraHeads(m, sides, split, about).to(m.head.weight).train(m.training)
-    m.requires_grad_(False)
     if adapters: add_after_mlp(model, lambda dim: Branches(dim, int(d), sides, split, how=how, folded=folded))
+    for n in t.flags: m.get_parameter(n).requires_grad_(False)
     add_part(m, 'tora', t.requires_grad_(True), ToraModel)
     if not split: return model
     hook_part(m, 'tora', m.blocks[0], ToraHeads.start, pre=True)
