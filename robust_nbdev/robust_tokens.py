@@ -22,7 +22,6 @@ from .vit import _check_out
 from .attacks import *
 from .adv_train import *
 from .evaluate import *
-from .tora import still, backbone_about, check_backbone
 from fastai.basics import *
 from fastai.callback.core import GatherPredsCallback
 from fastai.callback.mixup import MixHandler

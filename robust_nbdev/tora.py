@@ -6,16 +6,15 @@ Docs: https://robust-nbdev.github.io/robust_nbdev/tora.html.md"""
 
 # %% auto #0
 __all__ = ['Adapter', 'Gate', 'Branches', 'ToraHeads', 'ToraModel', 'tora_vit', 'adapter_fusion', 'single_adapter', 'head_only',
-           'remove_tora', 'use_head', 'OneHead', 'tora_parts', 'tora_splitter', 'tora_cost', 'still', 'TORA',
-           'gates_of', 'set_gates', 'GateDial', 'backbone_id', 'backbone_about', 'save_adapters', 'check_backbone',
-           'load_adapters', 'gate_maps', 'gate_pictures', 'show_gates', 'lam_slider', 'WithGates', 'gate_loss']
+           'remove_tora', 'use_head', 'OneHead', 'tora_parts', 'tora_splitter', 'tora_cost', 'TORA', 'gates_of',
+           'set_gates', 'GateDial', 'save_adapters', 'load_adapters', 'gate_maps', 'gate_pictures', 'show_gates',
+           'lam_slider', 'WithGates', 'gate_loss']
 
 # %% ../nbs/03_tora.ipynb #cbaee73f
-import hashlib, inspect, math, timm
+import inspect, math, timm
 from contextlib import contextmanager, ExitStack
 from safetensors import safe_open
 from safetensors.torch import save_file
-from timm.layers import DropPath
 from timm.models.vision_transformer import VisionTransformer
 from torch.utils.flop_counter import FlopCounterMode
 from .core import *
@@ -358,22 +357,6 @@ def tora_cost(
     ps = list(model.parameters())
     return {'params (M)':sum(p.numel() for p in ps)/1e6, 'trained (M)':sum(p.numel() for p in ps if p.requires_grad)/1e6, 'GFLOPs':c.get_total_flops()/2e9}
 
-# %% ../nbs/03_tora.ipynb #e1a9a690
-def _has_weights(m): return next(m.parameters(), None) is not None
-def _trains(m): return any(p.requires_grad for p in m.parameters())
-
-def still(
-    model:nn.Module, # Any model; changed in place
-)->nn.Module: # `model`
-    "Evaluation mode for all that is frozen: modules none of whose parameters train, and the dropout that belongs to them"
-    if _has_weights(model) and not _trains(model): return model.eval()
-    kids = list(model.children())
-    for i,m in enumerate(kids):
-        if _has_weights(m): still(m); continue
-        near = first(kids[:i][::-1] if isinstance(m, DropPath) else kids[i+1:], _has_weights)
-        if near is not None and not _trains(near): m.eval()
-    return model
-
 # %% ../nbs/03_tora.ipynb #d785e964
 class TORA(AdvTrain):
     "Phase `'adapters'`: attacked and clean batches in turn, each for its own side. Phase `'gate'`: `lam` times the loss on attacked images, + 1-`lam` times that on clean ones"
@@ -529,37 +512,6 @@ class GateDial:
 # %% ../nbs/03_tora.ipynb #241f5bf1
 def _own(m): return {k:v for k,v in m.state_dict().items() if k.startswith(('tora.','adapters.'))}
 
-def backbone_id(
-    model:nn.Module, # A model, with or without TORA's parts or extra tokens
-    head:bool=True, # With its own head?
-)->str: # 16 hex digits
-    "A hash of the weights of the backbone"
-    m,h = unwrap(model),hashlib.sha256()
-    added = ('extra_tokens.', *(('tora.','adapters.') if hasattr(m,'tora') else ()), *(() if head else ('head.','head_dist.')))
-    for k,v in m.state_dict().items():
-        if k.startswith(added): continue
-        h.update(k.encode())
-        h.update(v.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return h.hexdigest()[:16]
-
-def _answer(m):
-    "Eight features of the plain backbone for an image of noise, on the CPU in 32 bits: the same everywhere"
-    m = deepcopy(m).cpu().float().eval()
-    if hasattr(m,'tora'): remove_tora(m)
-    size = getattr(m.patch_embed,'img_size',None) or m.pretrained_cfg['input_size'][-2:]
-    x = torch.rand(1, in_chans(m) or 3, *size, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), no_tokens(m): f = m.forward_features(2*x-1)[0].mean(0)
-    return [round(o, 6) for o in f[::-(-len(f)//8)].tolist()]
-
-def backbone_about(
-    model:nn.Module, # A timm ViT, maybe inside `Normalized`, with or without TORA's parts or extra tokens
-    head:bool=True, # Does its own head belong to it?
-)->dict: # Hash of the weights, family, width, eight features of an image of noise, and the statistics of `Normalized`
-    "What a file says of the backbone that its numbers were trained on"
-    m,norm = unwrap(model),first(o for o in model.modules() if isinstance(o, Normalized))
-    stat = {k:None if norm is None else [round(o, 6) for o in getattr(norm, k).flatten().tolist()] for k in ('mean','std')}
-    return dict(backbone=backbone_id(m, head), family=type(m).__name__, width=m.embed_dim, answer=_answer(m), **stat)
-
 def save_adapters(
     model:nn.Module, # A model after `tora_vit` or one of its relatives
     fname, # A file, `.safetensors`
@@ -568,25 +520,6 @@ def save_adapters(
     if Path(fname).suffix!='.safetensors': raise ValueError(f'adapters are written as .safetensors, got {Path(fname).name}')
     about = dict(version=1, **_heads(model).about, **backbone_about(model), timm=timm.__version__, torch=torch.__version__)
     save_file({k:v.detach().cpu().contiguous() for k,v in _own(unwrap(model)).items()}, str(fname), {k:str(v) for k,v in about.items()})
-
-# %% ../nbs/03_tora.ipynb #54d8e4a4
-def check_backbone(
-    model:nn.Module, # The model that a file is to be loaded on
-    about:dict, # What the file says, from `backbone_about`; nothing in files of others
-    name:str, # Of the file
-    head:bool=True, # As in `backbone_about`
-):
-    "Raises ValueError if a file belongs to another backbone, to the same weights in another network, or to images prepared otherwise"
-    if 'backbone' not in about: return
-    now = {k:str(v) for k,v in backbone_about(model, head).items()}
-    if now['backbone']!=about['backbone']:
-        raise ValueError(f'{name} belongs to another backbone ({about["family"]} of width {about["width"]}, hash {about["backbone"]}), this one has hash {now["backbone"]}')
-    a,b = [torch.tensor([float(v) for v in o.get('answer', now['answer']).strip('[]').split(',')]) for o in (about,now)]
-    if not torch.allclose(a, b, rtol=0, atol=5e-5*b.abs().max().item()):
-        raise ValueError(f'{name} belongs to another backbone: the weights are the same, but what is computed with them is not; compare the number of attention heads, the activation and the timm version ({about.get("timm")})')
-    for k in ('mean','std'):
-        if 'None' in (v := [about.get(k,'None'),now[k]]) or v[0]==v[1]: continue
-        raise ValueError(f'{name} belongs to images that are normalised with {k} {v[0]}, this model has Normalized(..., {k}={v[1]})')
 
 # %% ../nbs/03_tora.ipynb #7cb830d5
 def _read_adapters(fname):
@@ -674,8 +607,9 @@ def show_gates(self:Learner,
     max_n:int=2, # Images to show
     **kwargs
 ):
-    "The gates for the first validation images"
-    show_gates(get_model(self.model), self.dls.valid.one_batch()[0][:max_n].as_subclass(Tensor), **kwargs)
+    "The gates for the first validation images; of data sorted by class, for images of several classes"
+    x = fair(self.dls.valid, max_n)[0].one_batch()[0]
+    show_gates(get_model(self.model), x[:max_n].as_subclass(Tensor), **kwargs)
 
 # %% ../nbs/03_tora.ipynb #18c58378
 def lam_slider(
