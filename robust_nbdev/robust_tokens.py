@@ -354,6 +354,8 @@ class Probe(Wrapper):
         head:nn.Module, # Takes what `pool` makes of the features
     ):
         super().__init__(model)
+        if any(isinstance(o, Probe) for o in model.modules()):
+            raise ValueError('the model has a probe already, which returns no features: give the model inside, probe.model')
         if tokens_of(model).out!='cls_patch': raise ValueError(f"a probe needs class and patch tokens: add_tokens(model, n, out='cls_patch'), got out={tokens_of(model).out!r}")
         self.head = head.to(next(model.parameters()).device)
     def train(self,

@@ -207,6 +207,15 @@ class ToraModel(Seam):
         if not self.added_prefix: return attn_mask
         if kw.get('is_causal'): raise ValueError('is_causal does not say what two class tokens see: give attn_mask')
         return _twice(attn_mask)
+    def train(self,
+        mode:bool=True, # Training mode? Else evaluation mode
+    )->nn.Module: # `self`
+        "Training mode for what trains: the frozen backbone stays in evaluation mode, see `still`"
+        super().train(mode)
+        if not mode: return self
+        still(self)
+        self.tora.train()       # `says` asks for the mode, also while the heads are fixed
+        return self
     def forward_features(self, x, attn_mask=None, **kw):
         mask = self.mask(attn_mask, kw)
         return super().forward_features(x, **({} if mask is None else dict(attn_mask=mask)), **kw)
@@ -402,8 +411,6 @@ def before_train(self:TORA):
     other = [n for n,i in on.items() if i not in ids]
     if other: raise ValueError(f'{len(other)} parameters of the backbone would train, such as {other[0]}: learn.fit_tora(...) trains the right ones; or Learner(..., splitter=tora_splitter, train_bn=False) and learn.freeze_to(1)')
     if not on: raise ValueError('every parameter is frozen: learn.fit_tora(...) trains the right ones')
-    still(self.learn.model)
-    _heads(self.victim).train()     # the side of the batch decides which head speaks, also while the heads are fixed
 
 @patch
 def before_batch(self:TORA):
@@ -486,7 +493,7 @@ def set_gates(
 
 # %% ../nbs/03_tora.ipynb #4c3549a2
 class GateDial:
-    "Choose lam after the training: gates trained with a few values of `lam`, and every value between them by interpolation"
+    "Choose lam after the training, between the gates of a few values of `lam`; two dials of one model turn the same gates"
     def __init__(self,
         model:nn.Module, # The model whose gates it sets
         gates:dict, # `{lam: gates_of(model)}`, at least two

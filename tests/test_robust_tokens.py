@@ -675,6 +675,8 @@ def test_no_tokens(tmp_path):
     with pytest.raises(ValueError, match='0 tokens.*save'): save_tokens(m, tmp_path/'t.safetensors')
     for f in (lambda: RandomTokens(with_tokens(), 0), lambda: token_sets(tiny_vit(), 2, 0)):
         with pytest.raises(ValueError, match='whole number >= 1'): f()
+def test_a_probe_of_a_probe_is_refused():
+    with pytest.raises(ValueError, match='probe already'): SegProbe(WithoutTokens(LinearProbe(with_tokens(), 4)), 4)
 def test_random_tokens_where_there_are_none_to_replace():
     with pytest.raises(ValueError, match='without any tokens'): RandomTokens(WithoutTokens(with_tokens()))
 @pytest.mark.parametrize('a', [WorstCase([FEAT2]), AutoAttack(.1), Transfer(tiny_vit(), PGD(.1)), Transfer(tiny_vit(), WorstCase([FEAT2]))], ids=repr)

@@ -571,6 +571,13 @@ def test_the_backbone_stands_still(k, tmp_path):
     assert torch.equal(load_adapters(hybrid(), tmp_path/'a.safetensors')(x), m(x))
     assert torch.equal(remove_tora(m)(x), z)
 
+@kinds
+def test_the_backbone_stands_still_in_anybodys_loop(k):
+    m = make(model=hybrid(), **KINDS[k]); bid = backbone_id(m); dls = synth_dls(16, bs=8)
+    opt = torch.optim.SGD([p for p in m.parameters() if p.requires_grad], .1)
+    for x,y in dls.train: m.train(); F.cross_entropy(m(x.as_subclass(torch.Tensor)), y.as_subclass(torch.Tensor)).backward(); opt.step()
+    assert backbone_id(m)==bid and not any(o.training for o in m.eval().modules())
+
 def test_a_trained_model_is_that_of_training():
     "With the backbone's dropout off, the loss of a batch is the same in training as in evaluation"
     m = make(model=hybrid(), noise=.1); l = learner(m, cb=TORA(PGD1, lam=0., phase='gate')); got = []
