@@ -380,7 +380,7 @@ class Probe(Wrapper):
         x:Tensor, # Images [B,C,H,W] in [0,1]
     )->Tensor: # What the head sees, in the type of its weights
         "The features of the frozen model"
-        f,w = self.model(x),next(self.head.parameters(), None)
+        f,w = self.model(x),first(o.weight for o in self.head.modules() if getattr(o,'weight',None) is not None)
         return self.pool(f if w is None else f.to(w.dtype), x)
     def forward(self,
         x:Tensor, # Images [B,C,H,W] in [0,1]

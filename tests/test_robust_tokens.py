@@ -703,3 +703,35 @@ def test_names_say_which_way_is_better():
     assert 'loss' in AvgMetric(FeatCos()).name
     for a in (TokenAttack(.1, loss=my_loss), PGD(.1, loss=FeatCos())):
         name = RobustAccuracy(a).name; assert 'loss' not in name and 'error' not in name
+
+# --- copies and replicas --------------------------------------------------------------------------------------------------------------
+
+def replicate(m):
+    "A replica of a model, built as `torch.nn.parallel.replicate` builds it"
+    mods = list(m.modules()); reps = {id(o):o._replicate_for_data_parallel() for o in mods}
+    for o in mods:
+        r = reps[id(o)]
+        for k,v in o._modules.items(): r._modules[k] = v if v is None else reps[id(v)]
+        for k,v in o._parameters.items(): setattr(r, k, v if v is None else v.detach().clone())
+        for k,v in o._buffers.items(): r._buffers[k] = v if v is None else v.clone()
+    return reps[id(m)]
+def grow(m):
+    "The same model with all its weights larger"
+    with torch.no_grad(): [p.mul_(1.5) for p in m.parameters()]
+    return m
+def functional(m): return lambda x: torch.func.functional_call(m, {k:1.5*v for k,v in m.named_parameters()}, (x,))
+WAYS = dict(replicate=lambda m: replicate(grow(copy.deepcopy(m))), deepcopy=lambda m: grow(copy.deepcopy(m)),
+    pickle=lambda m: grow(pickle.loads(pickle.dumps(m))), functional_call=functional)
+VIEWS = dict(model=lambda: with_tokens(), without=lambda: WithoutTokens(with_tokens()), random=lambda: RandomTokens(with_tokens(), 4, std=1.),
+    sets=lambda: token_sets(tiny_vit(num_classes=4), 3, 4, std=1.), probe=lambda: LinearProbe(with_tokens(), 4).eval(), seg=lambda: SegProbe(with_tokens(), 3).eval())
+@pytest.mark.parametrize('view', VIEWS)
+@pytest.mark.parametrize('way', WAYS)
+def test_a_copy_answers_with_its_own_weights(way, view):
+    def made(): torch.manual_seed(0); return VIEWS[view]()
+    def ask(f): torch.manual_seed(3); return f(images())
+    m,z,want = made(),ask(made()),ask(grow(made()))
+    assert torch.allclose(ask(WAYS[way](m)), want, atol=1e-5) and torch.equal(ask(m), z) and (z-want).abs().max()>1e-3
+    t = tokens_of(m); assert t.n==t.weight.shape[1]==4 and 'weight' not in t.__dict__
+def test_a_replica_of_a_probe_on_half_precision():
+    p = LinearProbe(with_tokens().bfloat16(), 4).eval(); x = images().bfloat16()
+    assert torch.equal(replicate(p)(x), p(x))
