@@ -596,6 +596,12 @@ def test_still(k):
     m = STILL[k][0]().train()
     assert still(m) is m and {n for n,o in m.named_modules() if o.training}==STILL[k][1]
 
+@pytest.mark.parametrize('method', [AdvTrain, TRADES, MART])
+def test_a_frozen_body_stands_still_under_every_method(method):
+    body = frozen(net(nn.Flatten(), nn.Linear(784,8), nn.BatchNorm1d(8), nn.Dropout())); l = synth_learner([method(PGD1)], net(body, nn.Linear(8,4)))
+    before = state(l.model); l.fit(1, .1)
+    assert all(o.startswith('1.') for o in changed(l.model, before)) and changed(l.model, before)
+
 # --- the epochs of the Learner's life -------------------------------------------------------------------------------------------------
 
 def test_four_fits_are_one_of_four_epochs():
