@@ -95,7 +95,8 @@ class RandomTokens(Wrapper):
     )->Tensor: # Whatever the model returns
         "Run the model with tokens drawn anew for each image"
         w = tokens_of(self.model).weight
-        with use_tokens(self.model, self.std*torch.randn(len(x), self.n, w.shape[-1], dtype=w.dtype, device=w.device)): return self.model(x)
+        r = self.std*torch.randn(len(x), self.n, w.shape[-1], dtype=w.dtype, device=w.device)
+        with use_tokens(self.model, r): return self.model(x)
 
 # %% ../nbs/02_robust_tokens.ipynb #eb203769
 @dataclass(frozen=True, repr=False)
@@ -125,7 +126,8 @@ def share(self:TokenAttack,
     "How far each channel goes where the widest goes by 1"
     s = torch.tensor(self.std, dtype=x.dtype, device=x.device)
     if len(s) not in (1, x.shape[1]):
-        raise ValueError(f'std has {len(s)} numbers, the images have {x.shape[1]} channels: token_attack(model) takes them from the model')
+        raise ValueError(f'std has {len(s)} numbers, the images have {x.shape[1]} channels: token_attack(model) '
+            'takes them from the model')
     return (s/s.max()).view(-1,1,1)
 
 @patch
@@ -182,18 +184,21 @@ def token_attack(
 # %% ../nbs/02_robust_tokens.ipynb #ab47052d
 _LABELFREE = 'give PGD, FGSM_RS, APGD, or MIFGSM with rand=True, each with loss=feat_cos; or token_attack(model)'
 def _check_labelfree(attack, loss=kl):
-    "Raises ValueError if `attack`, which climbs `loss` where it has none of its own, needs class labels or class probabilities"
+    "Raises ValueError if `attack`, with `loss` where it has none of its own, needs class labels or class probabilities"
     if isinstance(attack, Transfer): return _check_labelfree(attack.attack, None)
     if isinstance(attack, GAMAPGD):
         raise ValueError(f'{attack!r} is guided by class probabilities, and there are only features here: {_LABELFREE}')
     if isinstance(attack, (WorstCase,AutoAttack)):
-        raise ValueError(f'tokens train without labels, and {attack!r} needs them to see which of its attacks works: {_LABELFREE}')
-    if not isinstance(attack, Attack) or getattr(attack.loss or (loss if attack.takes_loss else None), 'clean', False): return
+        raise ValueError(f'tokens train without labels, and {attack!r} needs them to see which of its attacks '
+            f'works: {_LABELFREE}')
+    if not isinstance(attack, Attack): return
+    if getattr(attack.loss or (loss if attack.takes_loss else None), 'clean', False): return
     what = getattr(attack.loss, '__name__', repr(attack))
-    raise ValueError(f'tokens train without labels, and {what} needs them: give an attack with loss=feat_cos, such as PGD(8/255, loss=feat_cos)')
+    raise ValueError(f'tokens train without labels, and {what} needs them: give an attack with loss=feat_cos, such '
+        'as PGD(8/255, loss=feat_cos)')
 
 class RobustTokens(AdvTrain):
-    "Train the extra tokens alone, without labels: features of clean and of attacked images are to stay those of the plain backbone"
+    "Train the extra tokens alone, without labels: features of clean and attacked images are to stay those of the plain backbone"
     order,run_valid,_stateattrs = AdvCallback.order-.5,True,('extra','target','now','seen')      # before AdvValid
     joint,compares,options,target,now,seen = True,True,('adv_weight','through'),None,None,()
     def __init__(self,
@@ -229,10 +234,17 @@ def before_train(self:RobustTokens):
     t = tokens_of(self.victim)
     own = {id(p) for p in t.parameters()}
     other = [n for n,p in self.victim.named_parameters() if p.requires_grad and id(p) not in own]
-    if other: raise ValueError(f'{len(other)} parameters besides the tokens would train, such as {other[0]}: Learner(..., splitter=token_splitter, train_bn=False), then learn.freeze()')
-    if not t.weight.numel(): raise ValueError('the model has 0 tokens, so there is nothing to train: add_tokens(model, n=10, out="cls_patch")')
-    if not t.weight.requires_grad: raise ValueError('the tokens are frozen: Learner(..., splitter=token_splitter), then learn.freeze()')
-    if not isinstance(self.base_loss, FeatCos): raise ValueError(f'tokens are trained on features, Learner(..., loss_func=FeatCos()), got the loss {self.base_loss!r}')
+    if other:
+        raise ValueError(f'{len(other)} parameters besides the tokens would train, such as {other[0]}: Learner(..., '
+            'splitter=token_splitter, train_bn=False), then learn.freeze()')
+    if not t.weight.numel():
+        raise ValueError('the model has 0 tokens, so there is nothing to train: add_tokens(model, n=10, '
+            'out="cls_patch")')
+    if not t.weight.requires_grad:
+        raise ValueError('the tokens are frozen: Learner(..., splitter=token_splitter), then learn.freeze()')
+    if not isinstance(self.base_loss, FeatCos):
+        raise ValueError('tokens are trained on features, Learner(..., loss_func=FeatCos()), got the loss '
+            f'{self.base_loss!r}')
     self.learn.model.eval()
     self.seen = list(self.seen)
 
@@ -251,7 +263,8 @@ def before_batch(self:RobustTokens):
     for c in self.learn.cbs:
         if isinstance(c, MixHandler) and hasattr(c,'yb1'): c.yb1 = self.yb
     if self.target is None: return
-    with self.amp(), nullcontext() if self.through else no_tokens(self.victim): x_adv = self.against(f0)(self.victim, x, None, seed=self.seed)
+    with self.amp(), nullcontext() if self.through else no_tokens(self.victim):
+        x_adv = self.against(f0)(self.victim, x, None, seed=self.seed)
     self.learn.xb = (torch.cat([x, x_adv.as_subclass(Tensor)]),)
 
 @patch
@@ -291,10 +304,12 @@ def save_tokens(
     fname, # A file, `.safetensors`
 ):
     "Write the tokens, and nothing else of the model, with what tells their backbone from others"
-    if Path(fname).suffix!='.safetensors': raise ValueError(f'tokens are written as .safetensors, got {Path(fname).name}')
+    if Path(fname).suffix!='.safetensors':
+        raise ValueError(f'tokens are written as .safetensors, got {Path(fname).name}')
     t = tokens_of(model)
     if not t.weight.numel(): raise ValueError('the model has 0 tokens, so there is nothing to save')
-    about = dict(version=1, out=t.out, **backbone_about(model, head=False), timm=timm.__version__, torch=torch.__version__)
+    made = dict(timm=timm.__version__, torch=torch.__version__)
+    about = dict(version=1, out=t.out, **backbone_about(model, head=False), **made)
     save_file({'tokens':t.weight.detach().cpu().contiguous()}, str(fname), {k:str(v) for k,v in about.items()})
 
 def _read(f):
@@ -335,12 +350,17 @@ def load_tokens(
     w,about = read_tokens(fname); m = unwrap(model)
     t,d,name = getattr(m,'extra_tokens',None),getattr(m,'embed_dim',None),Path(fname).name
     if d is None: raise TypeError(f'{type(m).__name__} has no tokens: use a timm ViT of width {_width(w.shape[-1])}')
-    if w.shape[-1]!=d: raise ValueError(f'{name} has tokens of width {_width(w.shape[-1])}, the model is {_width(d)} wide: they belong to another backbone')
+    if w.shape[-1]!=d:
+        raise ValueError(f'{name} has tokens of width {_width(w.shape[-1])}, the model is {_width(d)} wide: they '
+            'belong to another backbone')
     if out is not None: _check_out(m, out)
     check_backbone(model, about, name, head=False)
-    if t is not None and t.weight.shape!=w.shape: raise ValueError(f'{name} has tokens {list(w.shape)}, the model has {list(t.weight.shape)}: remove_tokens(model) first')
+    if t is not None and t.weight.shape!=w.shape:
+        raise ValueError(f'{name} has tokens {list(w.shape)}, the model has {list(t.weight.shape)}: '
+            'remove_tokens(model) first')
     if t is None:
-        if len(w)!=1: raise ValueError(f'{name} has {len(w)} sets of tokens: token_sets(model, {len(w)}, {w.shape[1]}) first')
+        if len(w)!=1:
+            raise ValueError(f'{name} has {len(w)} sets of tokens: token_sets(model, {len(w)}, {w.shape[1]}) first')
         add_tokens(model, w.shape[1], out or about.get('out','cls_patch')); t = m.extra_tokens
     elif out is not None: t.out = out
     with torch.no_grad(): t.weight.copy_(w)
@@ -355,8 +375,11 @@ class Probe(Wrapper):
     ):
         super().__init__(model)
         if any(isinstance(o, Probe) for o in model.modules()):
-            raise ValueError('the model has a probe already, which returns no features: give the model inside, probe.model')
-        if tokens_of(model).out!='cls_patch': raise ValueError(f"a probe needs class and patch tokens: add_tokens(model, n, out='cls_patch'), got out={tokens_of(model).out!r}")
+            raise ValueError('the model has a probe already, which returns no features: give the model inside, '
+                'probe.model')
+        if tokens_of(model).out!='cls_patch':
+            raise ValueError("a probe needs class and patch tokens: add_tokens(model, n, out='cls_patch'), got "
+                f"out={tokens_of(model).out!r}")
         self.head = head.to(next(model.parameters()).device)
     def train(self,
         mode:bool=True, # Training mode? Else evaluation mode
@@ -513,7 +536,8 @@ def largest_activations(
     x:Tensor, # Images [B,C,H,W] in [0,1]
 )->Tensor: # [B,L]
     "The largest |activation| of each image in the output of each block, extra tokens left out"
-    with attack_mode(model), torch.no_grad(): return torch.stack([o.abs().flatten(1).amax(1) for o in block_outputs(model, x.clone())], 1)
+    with attack_mode(model), torch.no_grad():
+        return torch.stack([o.abs().flatten(1).amax(1) for o in block_outputs(model, x.clone())], 1)
 
 def feature_cosine(
     model:nn.Module, # Returns features
@@ -524,7 +548,9 @@ def feature_cosine(
     bs:int=100, # Batch size
 )->Tensor: # [N]
     "The cosine between the features of each clean image and those of the attacked one"
-    if len(x)!=len(x_adv): raise ValueError(f'{len(x)} clean images and {len(x_adv)} attacked ones: give the same number of both')
+    if len(x)!=len(x_adv):
+        raise ValueError(f'{len(x)} clean images and {len(x_adv)} attacked ones: give the same number of both')
     def both(a, b): return model(torch.cat([a,b])).chunk(2) if clean is None else (outputs(clean, a),outputs(model, b))
     with attack_mode(model), attack_mode(clean), torch.no_grad():
-        return torch.cat([1-feat_cos(*[o.float() for o in both(a,b)], axis) for a,b in zip(x.split(bs), x_adv.split(bs))])
+        pairs = [both(a, b) for a,b in zip(x.split(bs), x_adv.split(bs))]
+        return torch.cat([1-feat_cos(a.float(), b.float(), axis) for a,b in pairs])

@@ -220,24 +220,39 @@ class ToraModel(Seam):
         mask = self.mask(attn_mask, kw)
         return super().forward_features(x, **({} if mask is None else dict(attn_mask=mask)), **kw)
     def forward_intermediates(self, *args, **kw):
-        if self.added_prefix: raise ValueError('forward_intermediates counts one class token, and there are two: use block_outputs(model, x)')
+        if self.added_prefix:
+            raise ValueError('forward_intermediates counts one class token, and there are two: use '
+                'block_outputs(model, x)')
         return super().forward_intermediates(*args, **kw)
     def forward_head(self, x, pre_logits=False):
         t = self.tora
         if not pre_logits: return t.logits(self, x)
-        if t.says not in t.heads and self.added_prefix: raise ValueError("each head has a class token of its own: say whose, with use_head(model, 'acc') or 'rob'")
+        if t.says not in t.heads and self.added_prefix:
+            raise ValueError("each head has a class token of its own: say whose, with use_head(model, 'acc') or "
+                "'rob'")
         return self.head_drop(self.fc_norm(x[:,t.token(t.says) if t.says in t.heads else 0]))
     def get_classifier(self): return self.tora.heads
     def reset_classifier(self, *args, **kw):
-        raise ValueError('the heads that answer are copies of the one that would change: remove_tora(model), reset_classifier, and begin again')
+        raise ValueError('the heads that answer are copies of the one that would change: remove_tora(model), '
+            'reset_classifier, and begin again')
 
 # %% ../nbs/03_tora.ipynb #69e7de4d
 def _check_backbone(m, model):
-    if is_compiled(model): raise ValueError('compiled code does not see new parts: give the model its adapters first, then torch.compile')
-    if not isinstance(m, VisionTransformer) or getattr(m,'cls_token',None) is None: raise TypeError(f'TORA works on the class token of a timm VisionTransformer, got {type(m).__name__}'+' without one'*isinstance(m, VisionTransformer))
-    if hasattr(m,'head_dist') or m.global_pool!='token' or not hasattr(m.head,'weight'): raise ValueError(f"TORA needs one head that reads the class token: a model with global_pool='token' and num_classes>0, got global_pool={m.global_pool!r} and {type(m.head).__name__}")
-    if hasattr(m,'tora') or hasattr(m,'adapters') or hasattr(m,'extra_tokens'): raise ValueError('the model has adapters or extra tokens already: remove_tora(model), remove_adapters(model) or remove_tokens(model) first')
-    if not all('attn_mask' in inspect.signature(b.forward).parameters for b in m.blocks): raise TypeError(f'{type(m.blocks[0]).__name__} takes no attn_mask, which two class tokens need')
+    if is_compiled(model):
+        raise ValueError('compiled code does not see new parts: give the model its adapters first, then '
+            'torch.compile')
+    vit = isinstance(m, VisionTransformer)
+    if not vit or getattr(m,'cls_token',None) is None:
+        what = type(m).__name__+' without one'*vit
+        raise TypeError(f'TORA works on the class token of a timm VisionTransformer, got {what}')
+    if hasattr(m,'head_dist') or m.global_pool!='token' or not hasattr(m.head,'weight'):
+        raise ValueError("TORA needs one head that reads the class token: a model with global_pool='token' and "
+            f"num_classes>0, got global_pool={m.global_pool!r} and {type(m.head).__name__}")
+    if hasattr(m,'tora') or hasattr(m,'adapters') or hasattr(m,'extra_tokens'):
+        raise ValueError('the model has adapters or extra tokens already: remove_tora(model), '
+            'remove_adapters(model) or remove_tokens(model) first')
+    if not all('attn_mask' in inspect.signature(b.forward).parameters for b in m.blocks):
+        raise TypeError(f'{type(m.blocks[0]).__name__} takes no attn_mask, which two class tokens need')
 
 def _build(model, method, sides, d=None, split=False, adapters=True, how='adapter', folded=False):
     m = unwrap(model); _check_backbone(m, model)
@@ -325,7 +340,9 @@ class OneHead(Wrapper):
         out:str, # See `use_head`
     ):
         super().__init__(model)
-        if two := first(o for o in model.modules() if isinstance(o, OneHead)): raise ValueError(f'the model is a OneHead of {two.head_name!r} already, which would answer whatever this one is asked')
+        if two := first(o for o in model.modules() if isinstance(o, OneHead)):
+            raise ValueError(f'the model is a OneHead of {two.head_name!r} already, which would answer whatever '
+                'this one is asked')
         self.head_name = out
         with use_head(model, out): pass
     def forward(self,
@@ -368,7 +385,7 @@ def tora_cost(
 
 # %% ../nbs/03_tora.ipynb #d785e964
 class TORA(AdvTrain):
-    "Phase `'adapters'`: attacked and clean batches in turn, each for its own side. Phase `'gate'`: `lam` times the loss on attacked images, + 1-`lam` times that on clean ones"
+    "Phase `'adapters'`: attacked and clean batches in turn, each for its side; `'gate'`: `lam` * attacked + (1-`lam`) * clean loss"
     options,held,_stateattrs = ('lam',),None,('extra','held')
     def __init__(self,
         attack:Attack, # Any attack; where it has no loss of its own, it climbs the Learner's loss
@@ -379,7 +396,8 @@ class TORA(AdvTrain):
     ):
         self.begin(attack, eps, fields)
         if phase not in ('adapters','gate'): raise ValueError(f"phase must be 'adapters' or 'gate', got {phase!r}")
-        if not callable(lam) and not 0<=lam<=1: raise ValueError(f'lam is a share of the loss, between 0 and 1, got {lam}')
+        if not callable(lam) and not 0<=lam<=1:
+            raise ValueError(f'lam is a share of the loss, between 0 and 1, got {lam}')
         self.lam,self.phase = lam,phase
 
     @property
@@ -409,7 +427,10 @@ def before_train(self:TORA):
     ids = {id(p) for o in tora_parts(self.victim).values() for p in o}
     on = {n:id(p) for n,p in self.victim.named_parameters() if p.requires_grad}
     other = [n for n,i in on.items() if i not in ids]
-    if other: raise ValueError(f'{len(other)} parameters of the backbone would train, such as {other[0]}: learn.fit_tora(...) trains the right ones; or Learner(..., splitter=tora_splitter, train_bn=False) and learn.freeze_to(1)')
+    if other:
+        raise ValueError(f'{len(other)} parameters of the backbone would train, such as {other[0]}: '
+            'learn.fit_tora(...) trains the right ones; or Learner(..., splitter=tora_splitter, train_bn=False) '
+            'and learn.freeze_to(1)')
     if not on: raise ValueError('every parameter is frozen: learn.fit_tora(...) trains the right ones')
 
 @patch
@@ -465,8 +486,10 @@ def fit_tora(self:Learner,
 ):
     "Train the adapters, then the gates; each phase begins with a new optimiser"
     cb = first(c for c in self.cbs if isinstance(c, TORA))
-    if cb is None: raise ValueError('fit_tora needs the callback: Learner(dls, tora_vit(model), cbs=TORA(PGD(1/255, steps=5)))')
-    if start_epoch and adapter_epochs and gate_epochs: raise ValueError('start_epoch belongs to one phase: set adapter_epochs or gate_epochs to 0')
+    if cb is None:
+        raise ValueError('fit_tora needs the callback: Learner(dls, tora_vit(model), cbs=TORA(PGD(1/255, steps=5)))')
+    if start_epoch and adapter_epochs and gate_epochs:
+        raise ValueError('start_epoch belongs to one phase: set adapter_epochs or gate_epochs to 0')
     if lam is not None: TORA(cb.attack, lam); cb.lam = lam
     for phase,n,v in (('adapters',adapter_epochs,lr),('gate',gate_epochs,ifnone(gate_lr, lr))):
         if n: _begin_phase(self, cb, phase, start_epoch>0); self.fit_adv(n, v, start_epoch=start_epoch, **kwargs)
@@ -506,7 +529,8 @@ class GateDial:
     )->dict: # Name -> tensor
         "The gates for `lam`"
         lams = list(self.gates)
-        if not lams[0]<=lam<=lams[-1]: raise ValueError(f'lam must lie between {lams[0]} and {lams[-1]}, for which there are gates, got {lam}')
+        if not lams[0]<=lam<=lams[-1]:
+            raise ValueError(f'lam must lie between {lams[0]} and {lams[-1]}, for which there are gates, got {lam}')
         b = next(o for o in lams[1:] if lam<=o); a = lams[lams.index(b)-1]; t = (lam-a)/(b-a)
         return {k:v.lerp(self.gates[b][k], t) for k,v in self.gates[a].items()}
     def __call__(self,
@@ -524,9 +548,12 @@ def save_adapters(
     fname, # A file, `.safetensors`
 ):
     "Write adapters, gates, tokens and heads, and nothing of the backbone but what tells it from others"
-    if Path(fname).suffix!='.safetensors': raise ValueError(f'adapters are written as .safetensors, got {Path(fname).name}')
-    about = dict(version=1, **_heads(model).about, **backbone_about(model), timm=timm.__version__, torch=torch.__version__)
-    save_file({k:v.detach().cpu().contiguous() for k,v in _own(unwrap(model)).items()}, str(fname), {k:str(v) for k,v in about.items()})
+    if Path(fname).suffix!='.safetensors':
+        raise ValueError(f'adapters are written as .safetensors, got {Path(fname).name}')
+    made = dict(timm=timm.__version__, torch=torch.__version__)
+    about = dict(version=1, **_heads(model).about, **backbone_about(model), **made)
+    own = {k:v.detach().cpu().contiguous() for k,v in _own(unwrap(model)).items()}
+    save_file(own, str(fname), {k:str(v) for k,v in about.items()})
 
 # %% ../nbs/03_tora.ipynb #7cb830d5
 def _read_adapters(fname):
@@ -535,15 +562,18 @@ def _read_adapters(fname):
     try:
         with safe_open(f, 'pt') as h: ts,about = {k:h.get_tensor(k) for k in h.keys()},h.metadata() or {}
     except Exception as e: raise ValueError(f'{f.name} is not a safetensors file, or it is damaged: {str(e).splitlines()[0]}') from e
-    if about.get('version')!='1' or 'method' not in about: raise ValueError(f'{f.name} was not written by save_adapters: it holds {list(ts)[:3]}')
-    if bad := [k for k,v in ts.items() if not v.isfinite().all()]: raise ValueError(f'{f.name}: {len(bad)} tensors have numbers that are not finite, such as {bad[0]}')
+    if about.get('version')!='1' or 'method' not in about:
+        raise ValueError(f'{f.name} was not written by save_adapters: it holds {list(ts)[:3]}')
+    if bad := [k for k,v in ts.items() if not v.isfinite().all()]:
+        raise ValueError(f'{f.name}: {len(bad)} tensors have numbers that are not finite, such as {bad[0]}')
     return ts,about
 
 def _like(model, about):
     "Give a plain model the parts that the file describes"
     d,how,folded = int(about['d']),about['gate'],about['folded']=='True'
     make = dict(tora=partial(tora_vit, d=d, gate=how, folded=folded), adapter_fusion=partial(adapter_fusion, d=d), single_adapter=partial(single_adapter, d=d), head_only=head_only)
-    if about['method'] not in make: raise ValueError(f'the file is for {about["method"]!r}, this version knows {list(make)}')
+    if about['method'] not in make:
+        raise ValueError(f'the file is for {about["method"]!r}, this version knows {list(make)}')
     return make[about['method']](model)
 
 def load_adapters(
@@ -553,9 +583,13 @@ def load_adapters(
     "Put saved adapters, gates, tokens and heads on their backbone; raises ValueError if anything does not fit"
     (ts,about),m,name = _read_adapters(fname),unwrap(model),Path(fname).name
     check_backbone(model, about, name)
-    if hasattr(m,'tora') and (diff := [k for k in ('method','d','gate') if str(m.tora.about[k])!=about.get(k)]): raise ValueError(f'{name} was saved with {", ".join(f"{k} {about.get(k)}" for k in diff)}, this model has {", ".join(f"{k} {m.tora.about[k]}" for k in diff)}, so it does not fit: remove_tora(model) first')
+    if hasattr(m,'tora') and (diff := [k for k in ('method','d','gate') if str(m.tora.about[k])!=about.get(k)]):
+        raise ValueError(f'{name} was saved with {", ".join(f"{k} {about.get(k)}" for k in diff)}, this model has '
+            f'{", ".join(f"{k} {m.tora.about[k]}" for k in diff)}, so it does not fit: remove_tora(model) first')
     own = _own(m) if hasattr(m,'tora') else _own(unwrap(_like(model, about)))
-    if (a := {k:v.shape for k,v in own.items()})!=(b := {k:v.shape for k,v in ts.items()}): raise ValueError(f'{name} does not fit the model\'s parts: {sorted({k for k in {*a,*b} if a.get(k)!=b.get(k)})[:3]} differ; remove_tora(model) first')
+    if (a := {k:v.shape for k,v in own.items()})!=(b := {k:v.shape for k,v in ts.items()}):
+        raise ValueError(f'{name} does not fit the model\'s parts: '
+            f'{sorted({k for k in {*a,*b} if a.get(k)!=b.get(k)})[:3]} differ; remove_tora(model) first')
     with torch.no_grad():
         for k,v in own.items(): v.copy_(ts[k])
     return model
