@@ -552,5 +552,5 @@ def feature_cosine(
         raise ValueError(f'{len(x)} clean images and {len(x_adv)} attacked ones: give the same number of both')
     def both(a, b): return model(torch.cat([a,b])).chunk(2) if clean is None else (outputs(clean, a),outputs(model, b))
     with attack_mode(model), attack_mode(clean), torch.no_grad():
-        pairs = [both(a, b) for a,b in zip(x.split(bs), x_adv.split(bs))]
+        pairs = (both(a, b) for a,b in zip(x.split(bs), x_adv.split(bs)))
         return torch.cat([1-feat_cos(a.float(), b.float(), axis) for a,b in pairs])
