@@ -53,7 +53,8 @@ def tokens_of(
 )->ExtraTokens: # Its `weight` [1,n,D] are the tokens
     "The extra tokens of a model; raises ValueError if it has none"
     t = getattr(unwrap(model), 'extra_tokens', None)
-    if t is None: raise ValueError(f'{type(unwrap(model)).__name__} has no extra tokens: add_tokens(model, n=10, out="cls_patch") first')
+    if t is None:
+        raise ValueError(f'{type(unwrap(model)).__name__} has no extra tokens: add_tokens(model, n=10, out="cls_patch") first')
     return t
 
 @contextmanager
@@ -62,6 +63,9 @@ def use_tokens(
     weight:Tensor, # Other tokens [1,n,D], any n; or a set for each image [B,n,D]; gradients reach it
 )->Iterator: # Yields `model`
     "Inside, the model runs with these tokens instead of its own"
+    if any(isinstance(o, nn.DataParallel) for o in model.modules()):
+        raise ValueError('DataParallel gives each replica the tokens of the model itself: put what chooses the tokens inside, '
+            'nn.DataParallel(TokenSets(model))')
     d = tokens_of(model).__dict__
     was = d.get('weight')
     try: d['weight'] = weight; yield model

@@ -735,3 +735,9 @@ def test_a_copy_answers_with_its_own_weights(way, view):
 def test_a_replica_of_a_probe_on_half_precision():
     p = LinearProbe(with_tokens().bfloat16(), 4).eval(); x = images().bfloat16()
     assert torch.equal(replicate(p)(x), p(x))
+def test_other_tokens_do_not_reach_replicas_from_outside():
+    m = nn.DataParallel(with_tokens())
+    with pytest.raises(ValueError, match='DataParallel'):
+        with use_tokens(m, torch.zeros(1,2,32)): pass
+    with no_tokens(m): z = replicate(m.module)(images())
+    assert torch.equal(z, WithoutTokens(m.module)(images())) and not torch.equal(z, m.module(images()))
