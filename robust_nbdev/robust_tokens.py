@@ -27,7 +27,7 @@ from fastai.callback.mixup import MixHandler
 # %% ../nbs/02_robust_tokens.ipynb #279a174e
 class FeatCos:
     "Mean of 1 - cosine between features and their targets: the loss of a training without labels"
-    clean,y_int,__name__ = True,True,'feat_cos'
+    clean,y_int,__name__ = True,True,'feat_cos_loss'
     def __init__(self,
         axis:int=1, # Of the cosine: 1, the tokens of [B,T,D] (the authors' code) or the features of [B,D]; -1: the features of each token
         reduction:str='mean', # `'mean'`, `'sum'` or `'none'`: one number per image [B]
@@ -51,7 +51,8 @@ def tokens_of(
 )->ExtraTokens: # Its `weight` [1,n,D] are the tokens
     "The extra tokens of a model; raises ValueError if it has none"
     t = getattr(unwrap(model), 'extra_tokens', None)
-    if t is None: raise ValueError(f'{type(unwrap(model)).__name__} has no extra tokens: add_tokens(model, n=10, out="cls_patch") first')
+    if t is None:
+        raise ValueError(f'{type(unwrap(model)).__name__} has no extra tokens: add_tokens(model, n=10, out="cls_patch") first')
     return t
 
 @contextmanager
@@ -60,6 +61,9 @@ def use_tokens(
     weight:Tensor, # Other tokens [1,n,D], any n; or a set for each image [B,n,D]; gradients reach it
 )->Iterator: # Yields `model`
     "Inside, the model runs with these tokens instead of its own"
+    if any(isinstance(o, nn.DataParallel) for o in model.modules()):
+        raise ValueError('DataParallel gives each replica the tokens of the model itself: put what chooses the tokens inside, '
+            'nn.DataParallel(TokenSets(model))')
     d = tokens_of(model).__dict__
     was = d.get('weight')
     try: d['weight'] = weight; yield model
@@ -84,13 +88,17 @@ class RandomTokens(Wrapper):
         std:float=.015, # Of their normal distribution: the authors' released tokens have 0.013 to 0.045
     ):
         super().__init__(model)
-        self.n,self.std = n,std
+        if n!=int(n) or n<1: raise ValueError(f'n, the number of random tokens, must be a whole number >= 1, got {n}')
+        if any(isinstance(m, WithoutTokens) for m in model.modules()):
+            raise ValueError('RandomTokens of WithoutTokens would run without any tokens: give the model with tokens')
+        self.n,self.std = int(n),std
     def forward(self,
         x:Tensor, # Images [B,C,H,W] in [0,1]
     )->Tensor: # Whatever the model returns
         "Run the model with tokens drawn anew for each image"
         w = tokens_of(self.model).weight
-        with use_tokens(self.model, self.std*torch.randn(len(x), self.n, w.shape[-1], dtype=w.dtype, device=w.device)): return self.model(x)
+        r = self.std*torch.randn(len(x), self.n, w.shape[-1], dtype=w.dtype, device=w.device)
+        with use_tokens(self.model, r): return self.model(x)
 
 # %% ../nbs/02_robust_tokens.ipynb #eb203769
 @dataclass(frozen=True, repr=False)
@@ -114,13 +122,22 @@ class TokenAttack(PGD):
 
 # %% ../nbs/02_robust_tokens.ipynb #98c273a6
 @patch
+def share(self:TokenAttack,
+    x:Tensor, # Images [B,C,H,W] in [0,1]
+)->Tensor: # [C,1,1], at most 1
+    "How far each channel goes where the widest goes by 1"
+    s = torch.tensor(self.std, dtype=x.dtype, device=x.device)
+    if len(s) not in (1, x.shape[1]):
+        raise ValueError(f'std has {len(s)} numbers, the images have {x.shape[1]} channels: token_attack(model) '
+            'takes them from the model')
+    return (s/s.max()).view(-1,1,1)
+
+@patch
 def limit(self:TokenAttack,
     x:Tensor, # Images [B,C,H,W] in [0,1]
 )->Tensor: # [C,1,1], pixel units
     "How far each channel may go"
-    s = torch.tensor(self.std, dtype=x.dtype, device=x.device)
-    if len(s) not in (1, x.shape[1]): raise ValueError(f'std has {len(s)} numbers, the images have {x.shape[1]} channels: token_attack(model) takes them from the model')
-    return (self.eps*s/s.max()).view(-1,1,1)
+    return self.eps*self.share(x)
 
 @patch
 def into(self:TokenAttack,
@@ -135,13 +152,13 @@ def into(self:TokenAttack,
 def start(self:TokenAttack, obj, x, seed):
     "Normal noise"
     noise = self.step_size if self.noise is None else self.noise
-    return dict(d=self.into(x, noise*self.limit(x)/self.eps*torch.special.ndtri(uniform(seed, x))))
+    return dict(d=self.into(x, noise*self.share(x)*torch.special.ndtri(uniform(seed, x))))
 
 @patch
 def update(self:TokenAttack, x, s, g, v, i):
     "A step along the sign of the gradient of loss - mse*|d|^2/numel"
     g = g-self.mse*2*s['d']/s['d'][0].numel()
-    return {**s, 'd':self.into(x, s['d']+self.step_size*self.limit(x)/self.eps*self.ball.step(g))}
+    return {**s, 'd':self.into(x, s['d']+self.step_size*self.share(x)*self.ball.step(g))}
 
 @patch
 def _best(self:TokenAttack, obj, x, seed):
@@ -167,8 +184,23 @@ def token_attack(
     return TokenAttack(eps*max(std), alpha=step*max(std), steps=steps, std=std, **kw)
 
 # %% ../nbs/02_robust_tokens.ipynb #ab47052d
+_LABELFREE = 'give PGD, FGSM_RS, APGD, or MIFGSM with rand=True, each with loss=feat_cos; or token_attack(model)'
+def _check_labelfree(attack, loss=kl):
+    "Raises ValueError if `attack`, with `loss` where it has none of its own, needs class labels or class probabilities"
+    if isinstance(attack, Transfer): return _check_labelfree(attack.attack, None)
+    if isinstance(attack, GAMAPGD):
+        raise ValueError(f'{attack!r} is guided by class probabilities, and there are only features here: {_LABELFREE}')
+    if isinstance(attack, (WorstCase,AutoAttack)):
+        raise ValueError(f'tokens train without labels, and {attack!r} needs them to see which of its attacks '
+            f'works: {_LABELFREE}')
+    if not isinstance(attack, Attack): return
+    if getattr(attack.loss or (loss if attack.takes_loss else None), 'clean', False): return
+    what = getattr(attack.loss, '__name__', repr(attack))
+    raise ValueError(f'tokens train without labels, and {what} needs them: give an attack with loss=feat_cos, such '
+        'as PGD(8/255, loss=feat_cos)')
+
 class RobustTokens(AdvTrain):
-    "Train the extra tokens alone, without labels: features of clean and of attacked images are to stay those of the plain backbone"
+    "Train the extra tokens alone, without labels: features of clean and attacked images are to stay those of the plain backbone"
     order,run_valid,_stateattrs = AdvCallback.order-.5,True,('extra','target','now','seen')      # before AdvValid
     joint,compares,options,target,now,seen = True,True,('adv_weight','through'),None,None,()
     def __init__(self,
@@ -179,8 +211,7 @@ class RobustTokens(AdvTrain):
         **fields, # Other fields of the attack that follow a number or a schedule
     ):
         self.begin(attack, eps, fields)
-        if isinstance(attack, GAMAPGD): raise ValueError(f'{attack!r} is guided by class probabilities, and there are only features here: give PGD, FGSM_RS, APGD, or MIFGSM with rand=True, each with loss=feat_cos; or token_attack(model)')
-        if isinstance(attack, Attack) and not getattr(attack.loss or (kl if attack.takes_loss else None),'clean',False): raise ValueError(f'tokens train without labels, and {getattr(attack.loss,"__name__",repr(attack))} needs them: give an attack with loss=feat_cos, such as PGD(8/255, loss=feat_cos)')
+        _check_labelfree(attack)
         self.adv_weight,self.through = adv_weight,through
 
     def inner(self,
@@ -188,14 +219,14 @@ class RobustTokens(AdvTrain):
         f0:Tensor, # Features of the clean images, of the same shape
     )->Tensor: # [B]
         "One number per image: the Learner's cosine"
-        return self.base_loss(f, f0) if getattr(self.base_loss,'reduction','')=='none' else self.per_image(f, f0)
+        return self.per_image(f, f0)
     inner.clean = True
     def per_image(self,
         f:Tensor, # Features [B,T,D]
         f0:Tensor, # Features of the clean images, of the same shape
     )->Tensor: # [B]
-        "The cosine that the Learner's loss takes the mean of"
-        return feat_cos(f.float(), f0.float(), getattr(self.base_loss,'axis',1))
+        "The Learner's loss of each image"
+        with NoneReduce(self.base_loss): return self.base_loss(f, f0)
 
 # %% ../nbs/02_robust_tokens.ipynb #32c4a997
 @patch
@@ -205,11 +236,19 @@ def before_train(self:RobustTokens):
     t = tokens_of(self.victim)
     own = {id(p) for p in t.parameters()}
     other = [n for n,p in self.victim.named_parameters() if p.requires_grad and id(p) not in own]
-    if other: raise ValueError(f'{len(other)} parameters besides the tokens would train, such as {other[0]}: Learner(..., splitter=token_splitter, train_bn=False), then learn.freeze()')
-    if not t.weight.requires_grad: raise ValueError('the tokens are frozen: Learner(..., splitter=token_splitter), then learn.freeze()')
-    if not isinstance(self.base_loss, FeatCos): raise ValueError(f'tokens are trained on features, Learner(..., loss_func=FeatCos()), got the loss {self.base_loss!r}')
+    if other:
+        raise ValueError(f'{len(other)} parameters besides the tokens would train, such as {other[0]}: Learner(..., '
+            'splitter=token_splitter, train_bn=False), then learn.freeze()')
+    if not t.weight.numel():
+        raise ValueError('the model has 0 tokens, so there is nothing to train: add_tokens(model, n=10, '
+            'out="cls_patch")')
+    if not t.weight.requires_grad:
+        raise ValueError('the tokens are frozen: Learner(..., splitter=token_splitter), then learn.freeze()')
+    if not isinstance(self.base_loss, FeatCos):
+        raise ValueError('tokens are trained on features, Learner(..., loss_func=FeatCos()), got the loss '
+            f'{self.base_loss!r}')
     self.learn.model.eval()
-    if (self.epoch==0 or not self.seen) and not hasattr(self.learn,'lr_finder'): self.seen = []
+    self.seen = list(self.seen)
 
 @patch(as_prop=True)
 def attacks(self:RobustTokens):
@@ -221,12 +260,13 @@ def before_batch(self:RobustTokens):
     "Clean targets, once; attacked images; both halves in one batch"
     if len(self.xb)!=1: raise ValueError(f'attacks need a model with one input tensor, this batch has {len(self.xb)}')
     x,self.extra = check_images(self.x, self.victim),None
-    with self.amp(), torch.no_grad(), no_tokens(self.victim): f0 = check_logits(self.victim(x), x)
+    with self.amp(), torch.no_grad(), no_tokens(self.victim): f0 = check_logits(outputs(self.victim, x), x)
     self.learn.yb,self.target = (f0,),f0 if self.attacks else None
     for c in self.learn.cbs:
         if isinstance(c, MixHandler) and hasattr(c,'yb1'): c.yb1 = self.yb
     if self.target is None: return
-    with self.amp(), nullcontext() if self.through else no_tokens(self.victim): x_adv = self.against(f0)(self.victim, x, None, seed=self.seed)
+    with self.amp(), nullcontext() if self.through else no_tokens(self.victim):
+        x_adv = self.against(f0)(self.victim, x, None, seed=self.seed)
     self.learn.xb = (torch.cat([x, x_adv.as_subclass(Tensor)]),)
 
 @patch
@@ -245,9 +285,8 @@ def after_pred(self:RobustTokens):
     "The clean half stays the prediction; the attacked half becomes the second term"
     if self.target is None: return
     f,f_adv = self.pred.chunk(2)
-    v,v_adv = self.per_image(f, self.target),self.per_image(f_adv, self.target)
-    self.learn.pred,self.extra = f,self.at(self.adv_weight)*v_adv
-    self.now = torch.stack([1-v.detach().mean(), 1-v_adv.detach().mean()])
+    self.learn.pred,self.extra = f,self.at(self.adv_weight)*self.base_loss(f_adv, self.target)
+    self.now = torch.stack([1-self.per_image(o.detach(), self.target).mean() for o in (f,f_adv)])
 
 @patch
 def after_batch(self:RobustTokens):
@@ -257,7 +296,7 @@ def after_batch(self:RobustTokens):
 
 @patch(as_prop=True)
 def df(self:RobustTokens):
-    "The two similarities of each training batch, `inv` and `adv`, and their sum"
+    "The two similarities of each training batch in the Learner's life, `inv` and `adv`, and their sum"
     d = pd.DataFrame(torch.stack(list(self.seen)).cpu().numpy() if self.seen else [], columns=['inv','adv'])
     return d.assign(total=d.inv+d.adv)
 
@@ -266,10 +305,13 @@ def save_tokens(
     model:nn.Module, # A model after `add_tokens`
     fname, # A file, `.safetensors`
 ):
-    "Write the tokens, and nothing else of the model, with the versions they were made with"
-    if Path(fname).suffix!='.safetensors': raise ValueError(f'tokens are written as .safetensors, got {Path(fname).name}')
-    t,m = tokens_of(model),unwrap(model)
-    about = dict(version=1, out=t.out, family=type(m).__name__, width=m.embed_dim, timm=timm.__version__, torch=torch.__version__)
+    "Write the tokens, and nothing else of the model, with what tells their backbone from others"
+    if Path(fname).suffix!='.safetensors':
+        raise ValueError(f'tokens are written as .safetensors, got {Path(fname).name}')
+    t = tokens_of(model)
+    if not t.weight.numel(): raise ValueError('the model has 0 tokens, so there is nothing to save')
+    made = dict(timm=timm.__version__, torch=torch.__version__)
+    about = dict(version=1, out=t.out, **backbone_about(model, head=False), **made)
     save_file({'tokens':t.weight.detach().cpu().contiguous()}, str(fname), {k:str(v) for k,v in about.items()})
 
 def _read(f):
@@ -310,11 +352,17 @@ def load_tokens(
     w,about = read_tokens(fname); m = unwrap(model)
     t,d,name = getattr(m,'extra_tokens',None),getattr(m,'embed_dim',None),Path(fname).name
     if d is None: raise TypeError(f'{type(m).__name__} has no tokens: use a timm ViT of width {_width(w.shape[-1])}')
-    if w.shape[-1]!=d: raise ValueError(f'{name} has tokens of width {_width(w.shape[-1])}, the model is {_width(d)} wide: they belong to another backbone')
+    if w.shape[-1]!=d:
+        raise ValueError(f'{name} has tokens of width {_width(w.shape[-1])}, the model is {_width(d)} wide: they '
+            'belong to another backbone')
     if out is not None: _check_out(m, out)
-    if t is not None and t.weight.shape!=w.shape: raise ValueError(f'{name} has tokens {list(w.shape)}, the model has {list(t.weight.shape)}: remove_tokens(model) first')
+    check_backbone(model, about, name, head=False)
+    if t is not None and t.weight.shape!=w.shape:
+        raise ValueError(f'{name} has tokens {list(w.shape)}, the model has {list(t.weight.shape)}: '
+            'remove_tokens(model) first')
     if t is None:
-        if len(w)!=1: raise ValueError(f'{name} has {len(w)} sets of tokens: token_sets(model, {len(w)}, {w.shape[1]}) first')
+        if len(w)!=1:
+            raise ValueError(f'{name} has {len(w)} sets of tokens: token_sets(model, {len(w)}, {w.shape[1]}) first')
         add_tokens(model, w.shape[1], out or about.get('out','cls_patch')); t = m.extra_tokens
     elif out is not None: t.out = out
     with torch.no_grad(): t.weight.copy_(w)
@@ -328,8 +376,19 @@ class Probe(Wrapper):
         head:nn.Module, # Takes what `pool` makes of the features
     ):
         super().__init__(model)
-        if tokens_of(model).out!='cls_patch': raise ValueError(f"a probe needs class and patch tokens: add_tokens(model, n, out='cls_patch'), got out={tokens_of(model).out!r}")
+        if any(isinstance(o, Probe) for o in model.modules()):
+            raise ValueError('the model has a probe already, which returns no features: give the model inside, '
+                'probe.model')
+        if tokens_of(model).out!='cls_patch':
+            raise ValueError("a probe needs class and patch tokens: add_tokens(model, n, out='cls_patch'), got "
+                f"out={tokens_of(model).out!r}")
         self.head = head.to(next(model.parameters()).device)
+    def train(self,
+        mode:bool=True, # Training mode? Else evaluation mode
+    )->nn.Module: # `self`
+        "Training mode for what trains: a frozen backbone stays in evaluation mode, see `still`"
+        super().train(mode)
+        return still(self) if mode else self
     def pool(self,
         f:Tensor, # Features [B,T,D]
         x:Tensor, # Images [B,C,H,W] in [0,1]
@@ -346,7 +405,7 @@ class Probe(Wrapper):
         x:Tensor, # Images [B,C,H,W] in [0,1]
     )->Tensor: # What the head sees, in the type of its weights
         "The features of the frozen model"
-        f,w = self.model(x),next(self.head.parameters(), None)
+        f,w = self.model(x),first(o.weight for o in self.head.modules() if getattr(o,'weight',None) is not None)
         return self.pool(f if w is None else f.to(w.dtype), x)
     def forward(self,
         x:Tensor, # Images [B,C,H,W] in [0,1]
@@ -391,7 +450,9 @@ class SegProbe(Probe):
 def _frozen_features(probe, dl):
     "Features and targets of a whole loader, computed once"
     p = next(probe.model.parameters())
-    with attack_mode(probe), torch.no_grad(): got = [(probe.features(x.as_subclass(Tensor).to(p.dtype)),y.as_subclass(Tensor)) for x,y in (to_device(tuple(b), p.device) for b in dl.new(shuffle=False, drop_last=False))]
+    batches = (to_device(tuple(b), p.device) for b in dl.new(shuffle=False, drop_last=False))
+    with attack_mode(probe), torch.no_grad():
+        got = [(outputs(probe.features, x.as_subclass(Tensor).to(p.dtype)),y.as_subclass(Tensor)) for x,y in batches]
     return [torch.cat(o) for o in zip(*got)]
 
 def seg_loss(
@@ -465,7 +526,8 @@ def token_sets(
     std:float=.01, # Of the normal initialisation
 )->TokenSets: # `remove_tokens` undoes it
     "Give the model `k` sets of `n` tokens; train them together with `RobustTokens`"
-    if k!=int(k) or k<1: raise ValueError(f'k must be a whole number >= 1, got {k}')
+    for name,v in (('k',k),('n',n)):
+        if v!=int(v) or v<1: raise ValueError(f'{name} must be a whole number >= 1, got {v}')
     t = tokens_of(add_tokens(model, n, out, std))
     t.weight = nn.Parameter(torch.cat([t.weight.detach(), std*torch.randn_like(t.weight.expand(int(k)-1,-1,-1))]))
     return TokenSets(model)
@@ -476,7 +538,8 @@ def largest_activations(
     x:Tensor, # Images [B,C,H,W] in [0,1]
 )->Tensor: # [B,L]
     "The largest |activation| of each image in the output of each block, extra tokens left out"
-    with attack_mode(model), torch.no_grad(): return torch.stack([o.abs().flatten(1).amax(1) for o in block_outputs(model, x)], 1)
+    with attack_mode(model), torch.no_grad():
+        return torch.stack([o.abs().flatten(1).amax(1) for o in block_outputs(model, x.clone())], 1)
 
 def feature_cosine(
     model:nn.Module, # Returns features
@@ -487,6 +550,9 @@ def feature_cosine(
     bs:int=100, # Batch size
 )->Tensor: # [N]
     "The cosine between the features of each clean image and those of the attacked one"
-    if len(x)!=len(x_adv): raise ValueError(f'{len(x)} clean images and {len(x_adv)} attacked ones: give the same number of both')
-    both = lambda a,b: model(torch.cat([a,b])).chunk(2) if clean is None else (clean(a),model(b))
-    with attack_mode(model), attack_mode(clean), torch.no_grad(): return torch.cat([1-feat_cos(*[o.float() for o in both(a,b)], axis) for a,b in zip(x.split(bs), x_adv.split(bs))])
+    if len(x)!=len(x_adv):
+        raise ValueError(f'{len(x)} clean images and {len(x_adv)} attacked ones: give the same number of both')
+    def both(a, b): return model(torch.cat([a,b])).chunk(2) if clean is None else (outputs(clean, a),outputs(model, b))
+    with attack_mode(model), attack_mode(clean), torch.no_grad():
+        pairs = (both(a, b) for a,b in zip(x.split(bs), x_adv.split(bs)))
+        return torch.cat([1-feat_cos(a.float(), b.float(), axis) for a,b in pairs])

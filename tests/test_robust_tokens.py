@@ -2,7 +2,7 @@
 import copy, math, pickle, warnings
 import pytest, timm, torch, torch.nn.functional as F
 from torch import nn
-from fastai.vision.all import Callback, CancelFitException, CrossEntropyLossFlat, CutMix, DataLoader, DataLoaders, GradientAccumulation, Learner, MixUp, TensorImageBW, load_learner, set_seed
+from fastai.vision.all import AvgMetric, Callback, CancelFitException, CrossEntropyLossFlat, CutMix, DataLoader, DataLoaders, GradientAccumulation, Learner, MixUp, TensorImageBW, load_learner, set_seed
 from robust_nbdev.core import *
 from robust_nbdev.vit import *
 from robust_nbdev.attacks import *
@@ -314,7 +314,7 @@ def _logits(m, x): t = tokens_of(m); t.out = 'logits'; z = m(x); t.out = 'cls_pa
 
 def test_what_the_model_returned_is_saved_with_the_tokens(tmp_path):
     f = tmp_path/'t.safetensors'; save_tokens(with_tokens(out='tokens'), f)
-    assert tokens_of(load_tokens(tiny_vit(), f)).out=='tokens' and tokens_of(load_tokens(with_tokens(), f)).out=='cls_patch'      # what it does already counts more
+    assert tokens_of(load_tokens(tiny_vit(num_classes=4), f)).out=='tokens' and tokens_of(load_tokens(with_tokens(), f)).out=='cls_patch'      # what it does already counts more
 
 RELEASED = {'dinov2/small':384, 'dinov2/small_reg':384, 'dinov2/base':768, 'dinov2/base_reg':768, 'dinov2/large':1024, 'dinov2/large_reg':1024, 'dinov2/giant':1536, 'dinov2/giant_reg':1536,
     'deit3/base16':768, 'deit3/large16':1024, 'deit3/huge14':1280, 'openclip/base16':768, 'openclip/large14':1024, 'openclip/huge14':1280}
@@ -495,7 +495,7 @@ def test_paper_profile():
 def test_what_is_returned_is_checked_when_tokens_are_loaded(tmp_path):
     "Not at the first forward; and nothing has changed then"
     f = tmp_path/'t.safetensors'; save_tokens(with_tokens(), f)
-    for m in (tiny_vit(), with_tokens(seed=3)):
+    for m in (tiny_vit(num_classes=4), with_tokens()):
         before,out = state(m),getattr(getattr(m.model,'extra_tokens',None),'out',None)
         with pytest.raises(ValueError, match="out must be one of .*, got 'nope'"): load_tokens(m, f, out='nope')
         assert list(m.state_dict())==list(before) and changed(m, before)==[] and getattr(getattr(m.model,'extra_tokens',None),'out',None)==out
@@ -576,3 +576,168 @@ def test_masks_of_any_integer_type_and_without_pixels():
 def test_tokens_into_a_cnn(tmp_path):
     save_tokens(with_tokens(), tmp_path/'t.safetensors')
     with pytest.raises(TypeError, match='Sequential has no tokens: use a timm ViT of width 32'): load_tokens(nn.Sequential(nn.Conv2d(1,1,1)), tmp_path/'t.safetensors')
+
+# --- a loss of one's own ------------------------------------------------------------------------------------------------------------
+
+class Twice(FeatCos):
+    "A Learner's loss that is not the plain cosine"
+    def __call__(self, f, f0): return 2*super().__call__(f, f0)
+@pytest.mark.parametrize('loss', [FeatCos(), FeatCos(-1), FeatCos(reduction='sum'), Twice(), Twice(-1, 'sum')], ids=repr)
+@pytest.mark.parametrize('cbs', [[], [MixUp]], ids=['plain','mixup'])
+def test_both_terms_are_the_learners_loss(loss, cbs):
+    got = []
+    def look(self):
+        f,f_adv = self.model(self.x).chunk(2)
+        got.append((self.learn.loss_grad.item(), (loss(f, self.y)+.5*loss(f_adv, self.y)).item()))
+    l = learner([*[o() for o in cbs], Callback(before_backward=look)], rt=RobustTokens(FEAT2, adv_weight=.5), loss_func=loss); l.fit(1, 0.)
+    assert len(got)==4 and all(a==pytest.approx(b, rel=1e-4) for a,b in got)
+
+# --- the epochs of the Learner's life -----------------------------------------------------------------------------------------------
+
+def test_four_fits_are_one_of_four_epochs():
+    "The same random starts, and one curve of them all"
+    def run(fits, epochs):
+        got = []; dls = synth_dls(16, bs=8); dls.train = dls.train.new(shuffle=False)
+        l = learner([Callback(after_pred=lambda self: got.append(self.learn.robust_tokens.seed) if self.training else None)], dls=dls)
+        for _ in range(fits): l.fit(epochs, 0.)
+        return got,l.robust_tokens.df
+    (a,da),(b,db) = run(4, 1),run(1, 4)
+    assert a==b and len(set(a))==4 and da.equals(db) and len(da)==8
+
+# --- models that change their input -------------------------------------------------------------------------------------------------
+
+class InPlace(Wrapper):
+    "Normalises as careless code does: in the tensor that it was given"
+    def forward(self, x): return self.model(x.sub_(.5).div_(.5))
+def in_place(m): return InPlace(m.model)
+ASK = dict(cosine=lambda m,x: feature_cosine(m, x, 1-x), clean=lambda m,x: feature_cosine(m, x, 1-x, clean=m), activations=largest_activations,
+    attack=lambda m,x: TokenAttack(.1, std=(.5,), steps=3)(m, x))
+@pytest.mark.parametrize('k', ASK)
+def test_nothing_changes_the_images(k):
+    m,x = with_tokens(),images(); keep = x.clone(); want = ASK[k](m, x)
+    assert torch.allclose(ASK[k](in_place(m), x), want, atol=1e-6) and torch.equal(x, keep)
+def train_tokens(m, dls): learner(model=m, dls=dls).fit(1, 1e-2); return tokens_of(m).weight
+def train_head(m, dls): set_seed(0); return fit_head(LinearProbe(m, 4), dls, 2).head.weight
+@pytest.mark.parametrize('train', [train_tokens, train_head])
+def test_an_in_place_model_trains_the_same(train):
+    ws = []
+    for f in (lambda m: m, in_place):
+        dls = synth_dls(32); dls.train = dls.train.new(shuffle=False); x = torch.stack([o[0] for o in dls.train_ds])
+        ws.append(train(f(with_tokens()), dls).detach())
+        assert torch.equal(torch.stack([o[0] for o in dls.train_ds]), x)
+    assert torch.allclose(*ws, atol=1e-5)
+
+# --- whose file is it? --------------------------------------------------------------------------------------------------------------
+
+OTHERS = dict(weights=(dict(seed=3), 'another backbone'), heads=(dict(num_heads=4), 'attention heads'), activation=(dict(act_layer='quick_gelu'), 'activation'))
+@pytest.mark.parametrize('k', OTHERS)
+def test_files_know_their_backbone(k, tmp_path):
+    kw,words = OTHERS[k]; save_tokens(with_tokens(), f := tmp_path/'t.safetensors')
+    for m in (tiny_vit(num_classes=4, **kw), with_tokens(**kw)):
+        before = state(m)
+        with pytest.raises(ValueError, match=words): load_tokens(m, f)
+        assert list(m.state_dict())==list(before) and changed(m, before)==[]
+def test_the_classifier_does_not_belong_to_it(tmp_path):
+    "Tokens are trained on features: another head, or tokens already there, make no other backbone"
+    save_tokens(with_tokens(), f := tmp_path/'t.safetensors'); m = tiny_vit(num_classes=4); m.model.reset_classifier(7)
+    want = tokens_of(with_tokens()).weight
+    for m in (m, add_tokens(tiny_vit(num_classes=4), 4, 'tokens')): assert torch.equal(tokens_of(load_tokens(m, f)).weight, want)
+def test_files_know_how_images_were_normalised(tmp_path):
+    save_tokens(with_tokens(), f := tmp_path/'t.safetensors')
+    with pytest.raises(ValueError, match=r'std \[0.5\].*\[0.2\]'): load_tokens(Normalized(tiny_vit(num_classes=4).model, [.5], [.2]), f)
+
+# --- what is frozen stands still ----------------------------------------------------------------------------------------------------
+
+def probe_learner(probe, cb, **kw):
+    def split(p): return [list(p.model.parameters()),list(p.head.parameters())]
+    l = synth_learner(model=probe, cbs=cb, splitter=split, train_bn=False, **kw); l.freeze(); return l
+@pytest.mark.parametrize('cb', [lambda: [], lambda: [AdvTrain(PGD(.1, steps=1))], lambda: [TRADES(PGD(.1, steps=1))]], ids=['clean','adv','trades'])
+def test_the_backbone_of_a_probe_stands_still(cb):
+    m = bn_vit(); before,z = state(m),m(images()); p = LinearProbe(m, 4); w = p.head.weight.detach().clone(); awake = set()
+    l = probe_learner(p, cb()); l.add_cb(Callback(after_pred=lambda self: awake.update(n for n,o in self.model.named_modules() if self.training and o.training)))
+    l.fit(1, 1e-2)
+    assert changed(m, before)==[] and not torch.equal(p.head.weight, w) and awake=={'','head'}
+    assert torch.equal(m.eval()(images()), z)
+def test_a_probe_that_trains_all_of_itself_is_in_training_mode():
+    p = LinearProbe(bn_vit(), 4); assert all(o.training for o in p.train().modules()) and not any(o.training for o in p.eval().modules())
+
+# --- a second copy, none at all, and the wrong ones ---------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('cbs', [lambda: [RobustTokens(FEAT2)], lambda: [TRADES(PGD(.1, steps=1))], lambda: [AdvTrain(PGD(.1, steps=1))]])
+@pytest.mark.parametrize('run', [lambda l: l.fit(1)])
+def test_only_one_attacks_the_training_images(cbs, run):
+    with pytest.raises(ValueError, match='has two'): run(learner(cbs()))
+def test_two_would_attack_validation_twice():
+    with pytest.raises(ValueError, match='has two'): learner([RobustTokens(FEAT2)]).validate()
+def test_no_tokens(tmp_path):
+    m = add_tokens(tiny_vit(num_classes=4), 0, 'cls_patch')
+    with pytest.raises(ValueError, match='0 tokens.*train'): learner(model=m).fit(1)
+    with pytest.raises(ValueError, match='0 tokens.*save'): save_tokens(m, tmp_path/'t.safetensors')
+    for f in (lambda: RandomTokens(with_tokens(), 0), lambda: token_sets(tiny_vit(), 2, 0)):
+        with pytest.raises(ValueError, match='whole number >= 1'): f()
+def test_a_probe_of_a_probe_is_refused():
+    with pytest.raises(ValueError, match='probe already'): SegProbe(WithoutTokens(LinearProbe(with_tokens(), 4)), 4)
+def test_random_tokens_where_there_are_none_to_replace():
+    with pytest.raises(ValueError, match='without any tokens'): RandomTokens(WithoutTokens(with_tokens()))
+@pytest.mark.parametrize('a', [WorstCase([FEAT2]), AutoAttack(.1), Transfer(tiny_vit(), PGD(.1)), Transfer(tiny_vit(), WorstCase([FEAT2]))], ids=repr)
+def test_attacks_that_need_labels_are_refused_at_once(a):
+    with pytest.raises(ValueError, match='train without labels'): RobustTokens(a)
+def test_another_surrogate_is_an_attack_on_features():
+    learner(rt=RobustTokens(Transfer(add_tokens(tiny_vit(seed=3), 0, 'cls_patch'), FEAT2)), dls=synth_dls(8, bs=8)).fit(1, 1e-3)
+
+# --- a schedule of the radius ---------------------------------------------------------------------------------------------------------
+
+def test_token_attack_of_radius_zero():
+    x = images(); assert torch.equal(TokenAttack(0., std=(.5,), steps=2)(with_tokens(), x), x)
+def test_token_attack_is_the_same_at_every_radius():
+    "The shape of the change is that of the radius it was given for: half the radius, half the step"
+    m,x = with_tokens(),images(); a = token_attack(m, steps=1, bits=None, mse=0.); b = a.at_eps(a.eps/2)
+    assert b.alpha==pytest.approx(a.alpha/2) and (b(m, x)-x).abs().max()==pytest.approx((a(m, x)-x).abs().max().item()/2, rel=1e-4)
+
+# --- names ----------------------------------------------------------------------------------------------------------------------------
+
+def my_loss(f, f0): return feat_cos(f, f0)
+my_loss.clean = True
+def test_names_say_which_way_is_better():
+    "fastai's SaveModelCallback minimises what has `loss` or `error` in its name, and maximises the rest"
+    assert 'loss' in AvgMetric(FeatCos()).name
+    for a in (TokenAttack(.1, loss=my_loss), PGD(.1, loss=FeatCos())):
+        name = RobustAccuracy(a).name; assert 'loss' not in name and 'error' not in name
+
+# --- copies and replicas --------------------------------------------------------------------------------------------------------------
+
+def replicate(m):
+    "A replica of a model, built as `torch.nn.parallel.replicate` builds it"
+    mods = list(m.modules()); reps = {id(o):o._replicate_for_data_parallel() for o in mods}
+    for o in mods:
+        r = reps[id(o)]
+        for k,v in o._modules.items(): r._modules[k] = v if v is None else reps[id(v)]
+        for k,v in o._parameters.items(): setattr(r, k, v if v is None else v.detach().clone())
+        for k,v in o._buffers.items(): r._buffers[k] = v if v is None else v.clone()
+    return reps[id(m)]
+def grow(m):
+    "The same model with all its weights larger"
+    with torch.no_grad(): [p.mul_(1.5) for p in m.parameters()]
+    return m
+def functional(m): return lambda x: torch.func.functional_call(m, {k:1.5*v for k,v in m.named_parameters()}, (x,))
+WAYS = dict(replicate=lambda m: replicate(grow(copy.deepcopy(m))), deepcopy=lambda m: grow(copy.deepcopy(m)),
+    pickle=lambda m: grow(pickle.loads(pickle.dumps(m))), functional_call=functional)
+VIEWS = dict(model=lambda: with_tokens(), without=lambda: WithoutTokens(with_tokens()), random=lambda: RandomTokens(with_tokens(), 4, std=1.),
+    sets=lambda: token_sets(tiny_vit(num_classes=4), 3, 4, std=1.), probe=lambda: LinearProbe(with_tokens(), 4).eval(), seg=lambda: SegProbe(with_tokens(), 3).eval())
+@pytest.mark.parametrize('view', VIEWS)
+@pytest.mark.parametrize('way', WAYS)
+def test_a_copy_answers_with_its_own_weights(way, view):
+    def made(): torch.manual_seed(0); return VIEWS[view]()
+    def ask(f): torch.manual_seed(3); return f(images())
+    m,z,want = made(),ask(made()),ask(grow(made()))
+    assert torch.allclose(ask(WAYS[way](m)), want, atol=1e-5) and torch.equal(ask(m), z) and (z-want).abs().max()>1e-3
+    t = tokens_of(m); assert t.n==t.weight.shape[1]==4 and 'weight' not in t.__dict__
+def test_a_replica_of_a_probe_on_half_precision():
+    p = LinearProbe(with_tokens().bfloat16(), 4).eval(); x = images().bfloat16()
+    assert torch.equal(replicate(p)(x), p(x))
+def test_other_tokens_do_not_reach_replicas_from_outside():
+    m = nn.DataParallel(with_tokens())
+    with pytest.raises(ValueError, match='DataParallel'):
+        with use_tokens(m, torch.zeros(1,2,32)): pass
+    with no_tokens(m): z = replicate(m.module)(images())
+    assert torch.equal(z, WithoutTokens(m.module)(images())) and not torch.equal(z, m.module(images()))

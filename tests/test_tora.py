@@ -1,6 +1,7 @@
 "TORA-ViT: every line of what issue 10 must show, the gate by hand, the two phases, fastai's contract, files, and the model left as it was."
-import copy, math, pickle
+import copy, io, math, pickle
 import pytest, timm, torch, torch.nn.functional as F
+from safetensors import safe_open
 from torch import nn
 from fastai.vision.all import Callback, CancelFitException, CrossEntropyLossFlat, CutMix, DataLoaders, GradientAccumulation, Learner, MixUp, accuracy, load_learner, set_seed
 from robust_nbdev.core import *
@@ -289,7 +290,8 @@ def test_each_phase_can_be_resumed(tmp_path):
     with pytest.raises(ValueError, match='one phase'): new().fit_tora(2, 2, start_epoch=1)
 
 def test_a_lam_does_not_depend_on_the_one_before():
-    m = make(noise=.05); dls = synth_dls(32); dls.train = dls.train.new(shuffle=False); l = learner(m, dls=dls); g0,got = gates_of(m),[]
+    m = make(noise=.05); dls = synth_dls(32); dls.train = dls.train.new(shuffle=False)
+    l = learner(m, dls=dls, cb=TORA(FGSM(.1))); g0,got = gates_of(m),[]              # no random start, which every epoch has its own of
     for lams in ((.9,),(.1,.9)):
         for lam in lams: set_gates(m, g0); l.fit_tora(0, 1, lam=lam)
         got.append(gates_of(m))
@@ -452,3 +454,225 @@ def test_paper_profile():
     l = synth_learner(model=m, dls=dls, cbs=[TORA(PGD(1/255, steps=1)), Parts(), RGB()]); l.fit_tora(1, 0, lr=1e-3); assert l.parts.seen==[{'gate','rob'},{'gate','acc'}]
     l.fit_tora(0, 1, lr=1e-3); assert l.parts.seen==[{'gate'}]*2 and backbone_id(m)==bid
     assert len(robust_report(m, (x,torch.tensor([0,1])), [PGD(1/255, steps=1)]).rows)>=2
+
+# --- copies and replicas ----------------------------------------------------------------------------------------------------------
+
+def replicate(m):
+    "A replica of a model, built as `torch.nn.parallel.replicate` builds it"
+    mods = list(m.modules()); reps = {id(o):o._replicate_for_data_parallel() for o in mods}
+    for o in mods:
+        r = reps[id(o)]
+        for k,v in o._modules.items(): r._modules[k] = v if v is None else reps[id(v)]
+        for k,v in o._parameters.items(): setattr(r, k, v if v is None else v.detach().clone())
+        for k,v in o._buffers.items(): r._buffers[k] = v if v is None else v.clone()
+    return reps[id(m)]
+def grow(m, by=1.5):
+    "The same model with all its weights larger"
+    for o in m.modules():
+        for k,p in o._parameters.items(): o._parameters[k] = p if p is None else nn.Parameter(by*p.detach(), p.requires_grad)
+    return m
+def saved(m):
+    f = io.BytesIO(); torch.save(m, f); f.seek(0)
+    return torch.load(f, weights_only=False)
+def functional(m): return lambda x: torch.func.functional_call(m, {k:1.5*v for k,v in m.named_parameters()}, (x,))
+def shallow(m):
+    c = copy.copy(m)
+    c._modules,c._parameters = [{k:copy.deepcopy(v) for k,v in o.items()} for o in (m._modules,m._parameters)]
+    return grow(c)
+WAYS = dict(replicate=lambda m: replicate(grow(copy.deepcopy(m))), deepcopy=lambda m: grow(copy.deepcopy(m)), copy=shallow,
+    pickle=lambda m: grow(pickle.loads(pickle.dumps(m))), save=lambda m: grow(saved(m)), functional_call=functional,
+    compile=lambda m: torch.compile(grow(copy.deepcopy(m)), backend='eager'))
+VIEWS = dict(model=lambda m: m, head=lambda m: OneHead(m, list(m.model.tora.heads)[-1]), network=lambda m: m.model)
+
+@pytest.mark.parametrize('k,way', [(k,w) for k in KINDS for w in WAYS if w!='compile' or k=='tora'])
+def test_a_copy_answers_with_its_own_weights(k, way):
+    x,m,big = images(),make(noise=.2, **KINDS[k]),grow(make(noise=.2, **KINDS[k]))
+    for view in VIEWS.values():
+        a = view(m); z = a(x); want = view(big)(x)
+        assert torch.allclose(WAYS[way](a)(x), want, atol=1e-5)
+        assert torch.equal(a(x), z) and (z-want).abs().max()>1e-2
+
+@pytest.mark.parametrize('way', ['deepcopy','pickle','save'])
+@kinds
+def test_parts_are_removed_from_a_copy_alone(k, way):
+    x,m,plain = images(),make(noise=.2, **KINDS[k]),tiny_vit(num_classes=4); z = m(x)
+    c = dict(deepcopy=copy.deepcopy, pickle=lambda m: pickle.loads(pickle.dumps(m)), save=saved)[way](m)
+    remove_tora(c)
+    assert torch.equal(c(x), plain(x)) and type(c.model) is type(plain.model) and all(p.requires_grad for p in c.parameters())
+    assert torch.equal(m(x), z) and sum(p.requires_grad for p in m.parameters())<len(list(m.parameters()))
+    c.model.reset_classifier(3); assert c(x).shape==(4,3)
+
+# --- timm's other ways to the logits -------------------------------------------------------------------------------------------------
+
+@kinds
+def test_features_and_head_are_the_forward(k):
+    m,x = make(noise=.2, **KINDS[k]),images()
+    with torch.no_grad():
+        f = m.model.forward_features((x-.5)/.5)
+        assert torch.equal(m.model.forward_head(f), m(x))
+        for o in m.model.tora.heads:
+            with use_head(m, o): assert torch.allclose(m.model.tora.heads[o](m.model.forward_head(f, pre_logits=True)), m(x), atol=1e-6)
+    assert m.model.get_classifier() is m.model.tora.heads
+
+def test_whose_features_must_be_said():
+    m = make(); f = m.model.forward_features(images())
+    with pytest.raises(ValueError, match='use_head'): m.model.forward_head(f, pre_logits=True)
+
+@kinds
+def test_another_number_of_classes_is_refused(k):
+    m,x = make(noise=.1, **KINDS[k]),images(); z = m(x)
+    with pytest.raises(ValueError, match='remove_tora'): m.model.reset_classifier(5)
+    assert torch.equal(m(x), z)
+
+def block_half(n, dtype):
+    "A mask in which no token sees the last half of the patches"
+    keep = torch.ones(n, n, dtype=torch.bool); keep[:,-8:] = False
+    return keep if dtype==torch.bool else torch.zeros(n, n).masked_fill(~keep, -1e4)
+@pytest.mark.parametrize('fused', [False,True])
+@pytest.mark.parametrize('dtype', [torch.bool,torch.float32])
+@kinds
+def test_a_given_mask_holds(k, dtype, fused):
+    "At the start the masked model is the pretrained one with that mask; and the user's mask always matters"
+    plain,mask,x = tiny_vit(num_classes=4).model,block_half(17, dtype),images()
+    plain.cls_token.data.normal_(); plain.head.weight.data.normal_()
+    for b in plain.blocks: b.attn.fused_attn = fused; b.attn.qkv.weight.data.normal_(0, .5)
+    for o in (mask, mask[None,None].expand(4,1,-1,-1)):
+        z = plain(x, attn_mask=o); m = make(model=copy.deepcopy(plain), **KINDS[k])
+        assert torch.allclose(m(x, attn_mask=o), z, atol=1e-5) and (m(x)-z).abs().max()>1e-2
+
+def test_what_two_class_tokens_cannot_do_is_refused():
+    m = make().model
+    with pytest.raises(ValueError, match='attn_mask'): m(images(), is_causal=True)
+    with pytest.raises(ValueError, match='block_outputs'): m.forward_intermediates(images())
+    with pytest.raises(ValueError, match='torch.compile'): head_only(torch.compile(tiny_vit(), backend='eager'))
+
+# --- what is frozen stands still ----------------------------------------------------------------------------------------------------
+
+class BNLast(nn.BatchNorm1d):
+    def forward(self, x): return super().forward(x.transpose(1,2)).transpose(1,2)
+def hybrid():
+    "A ViT with BatchNorm in its stem and dropout of every kind"
+    m = tiny_vit(num_classes=4, drop_path_rate=.3, proj_drop_rate=.2, attn_drop_rate=.2, pos_drop_rate=.2, drop_rate=.2)
+    m.model.patch_embed.norm = nn.Sequential(BNLast(32)); m.model.patch_embed.norm[0].num_batches_tracked += 3
+    return m.eval()
+class Awake(Callback):
+    "Names of the modules in training mode, batch by batch"
+    def before_fit(self): self.seen = set()
+    def after_pred(self): self.seen |= {n for n,o in self.model.named_modules() if self.training and o.training}
+
+@kinds
+def test_the_backbone_stands_still(k, tmp_path):
+    "Weights, statistics and logits to the bit; its dropout is off; and the adapters know it again"
+    x,plain = images(),hybrid(); bid,z = backbone_id(plain),plain(x)
+    m = make(model=hybrid(), **KINDS[k]); l = learner(m, [Awake()]); l.fit_tora(1, 1); m.eval()
+    assert backbone_id(m)==bid
+    assert not [n for n in l.awake.seen if 'adapters' not in n and 'tora' not in n and n not in ('','model')]
+    save_adapters(m, tmp_path/'a.safetensors')
+    assert torch.equal(load_adapters(hybrid(), tmp_path/'a.safetensors')(x), m(x))
+    assert torch.equal(remove_tora(m)(x), z)
+
+@kinds
+def test_the_backbone_stands_still_in_anybodys_loop(k):
+    m = make(model=hybrid(), **KINDS[k]); bid = backbone_id(m); dls = synth_dls(16, bs=8)
+    opt = torch.optim.SGD([p for p in m.parameters() if p.requires_grad], .1)
+    for x,y in dls.train: m.train(); F.cross_entropy(m(x.as_subclass(torch.Tensor)), y.as_subclass(torch.Tensor)).backward(); opt.step()
+    assert backbone_id(m)==bid and not any(o.training for o in m.eval().modules())
+
+def test_a_trained_model_is_that_of_training():
+    "With the backbone's dropout off, the loss of a batch is the same in training as in evaluation"
+    m = make(model=hybrid(), noise=.1); l = learner(m, cb=TORA(PGD1, lam=0., phase='gate')); got = []
+    def look(self): got.append((self.learn.loss.item(), F.cross_entropy(copy.deepcopy(self.model).eval()(self.x), self.y).item()))
+    l.add_cb(Callback(before_backward=look)); l.fit_tora(0, 1)
+    assert all(a==pytest.approx(b, abs=1e-5) for a,b in got)
+
+def net(*ms): return nn.Sequential(*ms)
+def frozen(m): return m.requires_grad_(False)
+STILL = dict(head=(lambda: net(frozen(net(nn.Linear(2,2), nn.Dropout())), nn.Dropout(), nn.Linear(2,2)), {'','1','2'}),
+    all=(lambda: frozen(net(nn.Linear(2,2), nn.BatchNorm1d(2))), set()), none=(lambda: net(nn.Linear(2,2), nn.Dropout()), {'','0','1'}),
+    probe=(lambda: net(frozen(nn.Linear(2,2)), nn.BatchNorm1d(2, affine=False), nn.Linear(2,2)), {'','1','2'}),
+    inner=(lambda: net(frozen(net(nn.Linear(2,2), nn.BatchNorm1d(2, affine=False))), nn.Linear(2,2)), {'','1'}))
+@pytest.mark.parametrize('k', STILL)
+def test_still(k):
+    m = STILL[k][0]().train()
+    assert still(m) is m and {n for n,o in m.named_modules() if o.training}==STILL[k][1]
+
+@pytest.mark.parametrize('method', [AdvTrain, TRADES, MART])
+def test_a_frozen_body_stands_still_under_every_method(method):
+    body = frozen(net(nn.Flatten(), nn.Linear(784,8), nn.BatchNorm1d(8), nn.Dropout())); l = synth_learner([method(PGD1)], net(body, nn.Linear(8,4)))
+    before = state(l.model); l.fit(1, .1)
+    assert all(o.startswith('1.') for o in changed(l.model, before)) and changed(l.model, before)
+
+# --- the epochs of the Learner's life -------------------------------------------------------------------------------------------------
+
+def test_four_fits_are_one_of_four_epochs():
+    "Sides and random starts; three batches, so that every epoch begins with the other side"
+    def run(fits, epochs):
+        dls = synth_dls(48); dls.train = dls.train.new(shuffle=False); got = []
+        l = learner(make(), [Callback(after_pred=lambda self: got.append((self.learn.tora.side, self.learn.tora.seed)) if self.training else None)], dls=dls)
+        for _ in range(fits): l.fit_tora(epochs, 0)
+        return got
+    a,b = run(4, 1),run(1, 4)
+    assert a==b and [o[0] for o in a]==['rob','acc']*6 and len({o[1] for o in a})==4
+
+# --- the loss is the Learner's own ------------------------------------------------------------------------------------------------------
+
+LOSSES = dict(plain={}, weights=dict(weight=torch.tensor([1.,2.,5.,.1])), tens=dict(weight=torch.full((4,), 10.)), sum=dict(reduction='sum'),
+    ignore=dict(ignore_index=2), smooth=dict(label_smoothing=.1))
+@pytest.mark.parametrize('k', LOSSES)
+def test_lam_mixes_the_learners_loss(k):
+    lf,got = F.cross_entropy,[]
+    def look(self):
+        m = copy.deepcopy(self.model).eval(); x = self.x; z,z_adv = m(x).chunk(2)
+        y = self.y.as_subclass(torch.Tensor); want = .3*lf(z_adv, y, **LOSSES[k])+.7*lf(z, y, **LOSSES[k])
+        got.append((self.learn.loss_grad.item(), want.item()))
+    l = learner(make(noise=.2), [Callback(before_backward=look)], cb=TORA(PGD1, lam=.3), loss_func=CrossEntropyLossFlat(**LOSSES[k]))
+    l.fit_tora(0, 1, lr=0.)
+    assert len(got)==4 and all(a==pytest.approx(b, rel=1e-4) for a,b in got)
+
+# --- models that change their input -------------------------------------------------------------------------------------------------------
+
+class InPlace(Wrapper):
+    "Normalises as careless code does: in the tensor that it was given"
+    def forward(self, x): return self.model(x.sub_(.5).div_(.5))
+def in_place(m): return InPlace(m.model)
+ASK = dict(maps=lambda m,x: torch.cat([o.flatten() for o in gate_maps(m, x)]), pictures=gate_pictures, entropies=lambda m,x: WithGates(m)(x),
+    cost=lambda m,x: torch.tensor(list(tora_cost(m, x).values())), show=lambda m,x: show_gates(m, x, blocks=[0]) or x)
+@pytest.mark.parametrize('k', ASK)
+def test_nothing_changes_the_images(k):
+    m,x = make(noise=.3),images(); keep = x.clone(); want = ASK[k](m, x)
+    assert torch.allclose(ASK[k](in_place(m), x), want, atol=1e-6) and torch.equal(x, keep)
+    import matplotlib.pyplot as plt; plt.close('all')
+def test_an_in_place_model_trains_the_same():
+    ws = []
+    for f in (lambda m: m, in_place):
+        dls = synth_dls(32); dls.train = dls.train.new(shuffle=False)
+        m = f(make(noise=.1)); learner(m, dls=dls).fit_tora(1, 1); ws.append([p.detach() for p in m.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-5) for a,b in zip(*ws))
+
+# --- whose file is it? --------------------------------------------------------------------------------------------------------------------
+
+OTHERS = dict(weights=(dict(seed=3), 'another backbone'), heads=(dict(num_heads=4), 'attention heads'), one_head=(dict(num_heads=1), 'attention heads'),
+    activation=(dict(act_layer='quick_gelu'), 'activation'))
+@pytest.mark.parametrize('k', OTHERS)
+def test_files_know_their_backbone(k, tmp_path):
+    kw,words = OTHERS[k]
+    save_adapters(make(noise=.1), f := tmp_path/'a.safetensors')
+    with pytest.raises(ValueError, match=words): load_adapters(tiny_vit(num_classes=4, **kw), f)
+def test_files_know_how_images_were_normalised(tmp_path):
+    m = make(noise=.1); save_adapters(m, f := tmp_path/'a.safetensors')
+    with pytest.raises(ValueError, match=r'mean \[0.5\].*\[0.4\]'): load_adapters(Normalized(tiny_vit(num_classes=4).model, [.4], [.5]), f)
+    x = images(); assert torch.equal(load_adapters(tiny_vit(num_classes=4).model, f)(2*x-1), m(x))
+def test_older_files_are_taken_by_their_hash(tmp_path):
+    from safetensors.torch import save_file
+    m,f = make(noise=.1),tmp_path/'a.safetensors'; save_adapters(m, f)
+    with safe_open(f, 'pt') as h: ts,about = {k:h.get_tensor(k) for k in h.keys()},h.metadata()
+    save_file(ts, f, {k:v for k,v in about.items() if k not in ('answer','mean','std')})
+    assert torch.equal(load_adapters(tiny_vit(num_classes=4), f)(images()), m(images()))
+
+# --- a second copy --------------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('cbs', [lambda: [TORA(PGD1),TORA(PGD1)], lambda: [TORA(PGD1),AdvTrain(PGD1)], lambda: [TORA(PGD1),TRADES(PGD1)]])
+def test_only_one_attacks_the_training_images(cbs):
+    with pytest.raises(ValueError, match='has two'): synth_learner(model=make(), cbs=cbs()).fit_tora(1, 1)
+def test_a_head_of_a_head_is_refused():
+    with pytest.raises(ValueError, match="OneHead of 'acc' already"): OneHead(OneHead(make(),'acc'), 'rob')
