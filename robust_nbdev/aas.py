@@ -433,9 +433,9 @@ def universal(self:AAS,
     bs:int=64, # Their size, where `data` are tensors
     seed:int=0, # Of the starts
 )->Scaled: # The inner attack with these scales
-    "One set of scales for all data: each mini-batch starts where the one before has ended"
-    s,base = None,self.base(model)
-    for i,(_,x,y) in zip(range(n), eval_batches(data, bs=bs, device=base.device)): s = self.but(per='batch').scales(model, x, y, seed=seed+i, own=s)
+    "One set of scales for all data: each mini-batch starts where the one before has ended; of data sorted by class, they are drawn from all of it"
+    s,base,size = None,self.base(model),getattr(data,'bs',None) or getattr(data,'batch_size',None) or bs
+    for i,(_,x,y) in zip(range(n), eval_batches(fair(data, n*size)[0], bs=bs, device=base.device)): s = self.but(per='batch').scales(model, x, y, seed=seed+i, own=s)
     s = (s/base).tolist()
     return Scaled(self.attack, s[:-1], logits=s[-1]) if self.temperature else Scaled(self.attack, s)
 

@@ -574,8 +574,8 @@ def show_occlusion(
     max_n:int=6, # How many images
     figsize:tuple=None, # Inches
 ):
-    "Images, the same under `attack`, and the probability of the true class for both"
-    x,y = next(iter(eval_batches(data, device=next(model.parameters()).device)))[1:]
+    "Images, the same under `attack`, and the probability of the true class for both; of data sorted by class, images of several classes"
+    x,y = next(iter(eval_batches(fair(data, max_n)[0], device=next(model.parameters()).device)))[1:]
     x,y = x[:max_n],y[:max_n]; x2 = attack(model, x, y)
     with attack_mode(model), torch.no_grad(): ps = [outputs(model, o).softmax(1).gather(1, y[:,None])[:,0].tolist() for o in (x,x2)]
     fig,axs = plt.subplots(2, len(x), figsize=figsize or (1.2*len(x),2.8), squeeze=False, layout='constrained')
