@@ -245,6 +245,12 @@ def live_widget(
     return box
 
 # %% ../nbs/07_explorer.ipynb #24e59d5f
+def _uncounted(o):
+    "Without `Counted`, whose counts are no part of a model"
+    if isinstance(o, dict): return {k:_uncounted(v) for k,v in o.items()}
+    if isinstance(o, (list,tuple)): return [_uncounted(v) for v in o]
+    return _uncounted(o.model) if isinstance(o, Counted) else o
+
 class Memory:
     "Functions that remember their results, until what these come from has changed"
     def __init__(self,
@@ -260,7 +266,7 @@ class Memory:
         return f
     def check(self):
         "Forget everything, if one of the sources is not what it was at the last call, or cannot be read"
-        now = identity(*self.sources) if self.sources else 'nothing'
+        now = identity(*map(_uncounted, self.sources)) if self.sources else 'nothing'
         if not now or now!=self.was:
             for f in self.forget: f()
         self.was = now

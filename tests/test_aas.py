@@ -704,3 +704,13 @@ def test_a_climb_without_a_name_has_one():
     from functools import partial
     assert AAS(PGD2, climb=partial(ce, smoothing=.1)).name=='aas_pgd2_climb'
 
+
+# --- data sorted by class ------------------------------------------------------------------------------------------------------------------------------------
+
+def test_universal_scales_of_sorted_data_see_all_classes(monkeypatch):
+    seen,real = [],AAS.scales
+    monkeypatch.setattr(AAS, 'scales', lambda self, m, x, y=None, **k: seen.append(y) or real(self, m, x, y, **k))
+    x = torch.rand(40, 3, 32, 32, generator=torch.Generator().manual_seed(0)); y = torch.arange(4).repeat_interleave(10); m = build('vit')
+    for data in ((x,y), torch.utils.data.DataLoader(list(zip(x,y)), batch_size=8)):
+        seen.clear(); AAS(PGD2, ascent=1).universal(m, data, n=1, bs=8); assert len(seen)==1 and len(seen[0])==8 and seen[0].unique().tolist()==[0,1,2,3]
+    i = torch.randperm(40, generator=torch.Generator().manual_seed(1)); seen.clear(); AAS(PGD2, ascent=1).universal(m, (x[i],y[i]), n=2, bs=8); assert torch.equal(torch.cat(seen), y[i][:16])      # as it comes, where that is fair

@@ -594,6 +594,13 @@ def test_show(monkeypatch):
     with pytest.raises(ValueError, match='no corruption model'): l.afat.show_masks()
     l.fit(1); l.afat.show_masks(max_n=3); show_occlusion(l.model, GreedyOcclusion(), l.dls.valid, 2)
 
+def test_pictures_of_sorted_data_show_several_classes(monkeypatch):
+    import robust_nbdev.afat as A
+    seen,real = [],A.outputs
+    monkeypatch.setattr(A, 'outputs', lambda m, x: seen.append(x) or real(m, x))
+    x,y = images(40),torch.arange(4).repeat_interleave(10); show_occlusion(tiny_vit(num_classes=4), Occlusion(share=.25), (x,y), 6)
+    at = [next(j for j in range(40) if torch.equal(x[j], o)) for o in seen[0]]; assert len(at)==6 and y[at].unique().tolist()==[0,1,2,3]
+
 # --- two processes ----------------------------------------------------------------------------------------------------------
 
 JOB = '''
