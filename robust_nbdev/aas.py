@@ -72,7 +72,8 @@ class ScaledModel(Wrapper):
         m:Tensor, # Which images: positions, or a mask [B]
     )->'ScaledModel': # With their scales alone
         "The model for some images of the batch"
-        return type(self)(_rows(self.model, m), *[o[m] if o.ndim==n else o for o,n in ((self.scales,2),(self.logits,1))])
+        s,t = [o[m] if o.ndim==n else o for o,n in ((self.scales,2),(self.logits,1))]
+        return type(self)(_rows(self.model, m), s, t)
     def forward(self,
         x:Tensor, # Images [B,C,H,W] in [0,1]
     )->Tensor: # Logits [B,classes]; or what the model returns, where that is a tuple
@@ -139,7 +140,8 @@ def at_eps(self:Around,
     eps:float, # Radius in pixel units of [0,1]
 )->Around: # Around the attack for that radius
     "A copy for another radius: the attack inside scales its own steps with it"
-    if not hasattr(self.attack, 'at_eps'): raise TypeError(f'{self.attack!r} has no radius to change: give an attack with at_eps(eps), such as PGD')
+    if not hasattr(self.attack, 'at_eps'):
+        raise TypeError(f'{self.attack!r} has no radius to change: give an attack with at_eps(eps), such as PGD')
     return replace(self, attack=self.attack.at_eps(eps))
 
 @patch
@@ -298,7 +300,9 @@ class AAS(_ByScale):
         "What the scales climb, under the name that other attacks give it"
         return self.climb
     @property
-    def name(self): return '_'.join([super().name, *([getattr(self.climb,'__name__','climb')] if self.climb is not eq3 else []), *(['batch'] if self.per=='batch' else [])])
+    def name(self):
+        climb = [] if self.climb is eq3 else [getattr(self.climb,'__name__','climb')]
+        return '_'.join([super().name, *climb, *(['batch'] if self.per=='batch' else [])])
 
 # %% ../nbs/06_aas.ipynb #ca7769a9
 _least = 1e-7
@@ -433,9 +437,11 @@ def universal(self:AAS,
     bs:int=64, # Their size, where `data` are tensors
     seed:int=0, # Of the starts
 )->Scaled: # The inner attack with these scales
-    "One set of scales for all data: each mini-batch starts where the one before has ended; of data sorted by class, they are drawn from all of it"
+    """One set of scales for all data: each mini-batch starts where the one before has ended; of data sorted by class, they
+    are drawn from all of it"""
     s,base,size = None,self.base(model),getattr(data,'bs',None) or getattr(data,'batch_size',None) or bs
-    for i,(_,x,y) in zip(range(n), eval_batches(fair(data, n*size)[0], bs=bs, device=base.device)): s = self.but(per='batch').scales(model, x, y, seed=seed+i, own=s)
+    for i,(_,x,y) in zip(range(n), eval_batches(fair(data, n*size)[0], bs=bs, device=base.device)):
+        s = self.but(per='batch').scales(model, x, y, seed=seed+i, own=s)
     s = (s/base).tolist()
     return Scaled(self.attack, s[:-1], logits=s[-1]) if self.temperature else Scaled(self.attack, s)
 
@@ -519,7 +525,8 @@ def _by_name(attacks):
     if isinstance(attacks, dict): return attacks
     res = {}
     for a in L(attacks):
-        if res.setdefault(repr(a), a)!=a: raise ValueError(f'two attacks that differ print as {a!r}: name them, {{"one":..., "two":...}}')
+        if res.setdefault(repr(a), a)==a: continue
+        raise ValueError(f'two attacks that differ print as {a!r}: name them, {{"one":..., "two":...}}')
     return res
 
 def _scales_key(attack):
@@ -541,11 +548,12 @@ def _percent(got, seed):
 
 # %% ../nbs/06_aas.ipynb #b05bdfe6
 class AASTrain(AdvCallback):
-    "AAS-AT: every `period` epochs one ascent moves the attention scales of the model that trains, and they stay with it; goes with AdvTrain, TRADES, MART, ...; a second copy is refused"
+    """AAS-AT: every `period` epochs one ascent moves the attention scales of the model that trains, and they stay with it;
+    goes with AdvTrain, TRADES, MART, ...; a second copy is refused"""
     order = AdvTrain.order-.5                    # behind MixUp, ahead of the attack
     rows,left,held,trained = (),0,0,0
     def __init__(self,
-        period:int=10, # Epochs from one ascent to the next (lambda in the paper), counted from 1 over the Learner's life: with 10, in epochs 10, 20, ..., whatever calls of `fit` they lie in
+        period:int=10, # Epochs from one ascent to the next (lambda in the paper); they count from 1 over the Learner's life
         aas:AAS=AAS(FGSM(), per='batch'), # The ascent; the attack inside it is not run
         batches:int=1, # Mini-batches of such an epoch that move the scales, from its first on; None: all
         hold:bool=False, # Leave the weights alone on these batches (the paper's either/or)? If not, they are trained on as usual
@@ -574,7 +582,8 @@ def before_batch(self:AASTrain):
     "Move the scales on this batch, if it is one of those"
     if not self.left or len(self.xb)!=1: self.trained += 1; return
     self.left -= 1
-    add_scales(self.victim, self.aas.scales(self.victim, self.x, self.yb[0] if len(self.yb)==1 else None, seed=self.epoch_seed))
+    y = self.yb[0] if len(self.yb)==1 else None
+    add_scales(self.victim, self.aas.scales(self.victim, self.x, y, seed=self.epoch_seed))
     self.rows.append(dict(epoch=self.epochs.now+1, **{f's{i}':v for i,v in enumerate(scales_of(self.victim).tolist())}))
     if self.hold: self.keep_out()
 
@@ -588,7 +597,8 @@ def keep_out(self:AASTrain):
 @patch
 def after_epoch(self:AASTrain):
     "An epoch whose batches were all held has no training loss: the table shows nan"
-    if self.held and not self.trained and hasattr(self.learn,'recorder') and len(self.recorder.log)>1: self.recorder.log[1] = math.nan
+    log = self.recorder.log if hasattr(self.learn,'recorder') else []
+    if self.held and not self.trained and len(log)>1: log[1] = math.nan
 
 @patch(as_prop=True)
 def df(self:AASTrain):

@@ -229,7 +229,8 @@ def fit_corruption(
 def _check_read(model):
     "Refuse a model whose blocks run again in the backward, when nobody reads them"
     if not any(getattr(o,'grad_checkpointing',False) for o in model.modules()): return
-    raise ValueError('gradient checkpointing runs blocks again in the backward, when nobody reads them: model.set_grad_checkpointing(False) first')
+    raise ValueError('gradient checkpointing runs blocks again in the backward, when nobody reads them: '
+        'model.set_grad_checkpointing(False) first')
 
 def _halves(model, x):
     "Features of the first and of the second half of a batch, patch blocks alone"
@@ -238,7 +239,8 @@ def _halves(model, x):
 
 # %% ../nbs/05_afat.ipynb #e14b0622
 class AFAT(AdvCallback):
-    "Adversarial feature alignment: a corruption model occludes patches, the Learner's model keeps its features where they were; a second copy is refused"
+    """Adversarial feature alignment: a corruption model occludes patches, the Learner's model keeps its features where they
+    were; a second copy is refused"""
     order = AdvTrain.order+.5                          # after AdvTrain has put its images in place, before anything that scales the loss
     _stateattrs,optim = ('optim','leaf','kept','outs','undo','extra','clean','g'),None
     leaf = kept = outs = undo = extra = clean = g = None
@@ -304,7 +306,9 @@ def before_train(self:AFAT):
     joint = first(c for c in self.learn.cbs if isinstance(c, AdvTrain) and c.joint)
     if joint is not None: raise ValueError(f'{joint!r} trains on a joint batch of clean and adversarial images, and so does AFAT: use AdvTrain(attack) with it, or one of the two')
     if is_compiled(self.learn.model): raise ValueError('AFAT reads the blocks of the model with hooks, which compiled code does not see: train the model uncompiled, then torch.compile')
-    if len(getattr(self.learn.model,'device_ids',None) or [])>1 and isinstance(self.learn.model, nn.DataParallel): raise ValueError('AFAT reads the blocks of one model, and DataParallel runs copies of it: use one process per device, learn.distrib_ctx()')
+    if isinstance(self.learn.model, nn.DataParallel) and len(self.learn.model.device_ids)>1:
+        raise ValueError('AFAT reads the blocks of one model, and DataParallel runs copies of it: '
+            'use one process per device, learn.distrib_ctx()')
     _check_read(self.victim)
     patch_blocks(self.victim)
     self.total,self.n = 0.,0
@@ -322,7 +326,8 @@ def before_batch(self:AFAT):
     self.clean = self.xb
     self.kept = self.choose(x, share)
     self.leaf = self.kept.detach().requires_grad_(self.select!='random')
-    self.learn.xb = (torch.cat([x, occlude(x, self.leaf, self.size(x), patch_cover(x, self.epoch_seed, self.fill, self.victim))]),)
+    cover = patch_cover(x, self.epoch_seed, self.fill, self.victim)
+    self.learn.xb = (torch.cat([x, occlude(x, self.leaf, self.size(x), cover)]),)
     self.arm()
 
 # %% ../nbs/05_afat.ipynb #12a24607
@@ -344,7 +349,8 @@ def choose(self:AFAT,
     if self.corruption is None: self.fresh(x)
     self.corruption.to(x.device)
     if self.optim is None: self.optim = corruption_optim(self.corruption, self.corruption_lr)
-    with attack_mode(self.corruption) if hasattr(self.learn,'lr_finder') else nullcontext(): return self.corruption(x.clone(), n_occluded(share, n))
+    as_it_is = attack_mode(self.corruption) if hasattr(self.learn,'lr_finder') else nullcontext()
+    with as_it_is: return self.corruption(x.clone(), n_occluded(share, n))
 
 @patch
 def fresh(self:AFAT,
@@ -352,8 +358,8 @@ def fresh(self:AFAT,
 ):
     "Make the corruption model; warn where a fit goes on that has had one"
     if any(isinstance(c, SkipToEpoch) for c in self.learn.cbs):
-        warnings.warn(f'AFAT goes on at epoch {self.epoch} with a fresh corruption model: learn.load brings back the model alone; '
-            'keep learn.afat.state_dict() beside it, and give it to learn.afat.load_state_dict before the fit')
+        warnings.warn(f'AFAT goes on at epoch {self.epoch} with a fresh corruption model: '
+            'learn.load brings back the model alone; keep learn.afat.state_dict() beside it, and give it to learn.afat.load_state_dict before the fit')
     self.corruption = occlusion_for(self.victim, x, torch.initial_seed()%2**62, self.ste, self.patch)
 
 # %% ../nbs/05_afat.ipynb #9a669d98
@@ -419,7 +425,9 @@ def after_backward(self:AFAT):
     if self.leaf is None: return
     g = self.g if self.select=='ce' else self.leaf.grad
     scaler = getattr(self.learn,'scaler',None) if self.select!='ce' else None
-    if g is not None and self.kept.requires_grad: self.kept.backward((g/(scaler.get_scale() if scaler is not None else 1)).nan_to_num(0,0,0))
+    if g is not None and self.kept.requires_grad:
+        if scaler is not None: g = g/scaler.get_scale()
+        self.kept.backward(g.nan_to_num(0,0,0))
     self.leaf = self.kept = self.g = None
     self.learn.xb,self.clean = self.clean,None
 
@@ -448,7 +456,8 @@ def together(self:AFAT):
 @patch
 def after_train(self:AFAT):
     "Note the epoch's mean"
-    if self.n and not hasattr(self.learn,'lr_finder'): self.rows.append(dict(epoch=self.epochs.now, align_loss=float(self.total)/self.n))
+    if self.n and not hasattr(self.learn,'lr_finder'):
+        self.rows.append(dict(epoch=self.epochs.now, align_loss=float(self.total)/self.n))
     self.total,self.n = 0.,0
 
 @patch(as_prop=True)
@@ -471,7 +480,9 @@ def load_state_dict(self:AFAT,
     "Go on with the corruption model of another run"
     own,self.rows = state['corruption'],list(state['rows'])
     if own is None: return
-    if self.corruption is None: self.corruption = PatchOcclusion(**state['made'], in_chans=own['conv.weight'].shape[1], mean=own['mean'], std=own['std'])
+    if self.corruption is None:
+        c,stats = own['conv.weight'].shape[1],{k:own[k] for k in ('mean','std')}
+        self.corruption = PatchOcclusion(**state['made'], in_chans=c, **stats)
     self.corruption.load_state_dict(own)
     self.optim = corruption_optim(self.corruption, self.corruption_lr)
     if state['optim'] is not None: self.optim.load_state_dict(state['optim'])
@@ -574,10 +585,12 @@ def show_occlusion(
     max_n:int=6, # How many images
     figsize:tuple=None, # Inches
 ):
-    "Images, the same under `attack`, and the probability of the true class for both; of data sorted by class, images of several classes"
+    """Images, the same under `attack`, and the probability of the true class for both; of data sorted by class, images of
+    several classes"""
     x,y = next(iter(eval_batches(fair(data, max_n)[0], device=next(model.parameters()).device)))[1:]
     x,y = x[:max_n],y[:max_n]; x2 = attack(model, x, y)
-    with attack_mode(model), torch.no_grad(): ps = [outputs(model, o).softmax(1).gather(1, y[:,None])[:,0].tolist() for o in (x,x2)]
+    with attack_mode(model), torch.no_grad():
+        ps = [outputs(model, o).softmax(1).gather(1, y[:,None])[:,0].tolist() for o in (x,x2)]
     fig,axs = plt.subplots(2, len(x), figsize=figsize or (1.2*len(x),2.8), squeeze=False, layout='constrained')
     for row,xs,p in zip(axs, (x,x2), ps):
         for ax,o,v in zip(row, xs, p): ax.imshow(o.cpu().permute(1,2,0).squeeze(-1), cmap='gray', vmin=0, vmax=1); ax.set_title(f'{v:.2f}', fontsize=8); ax.axis('off')
@@ -591,7 +604,8 @@ def mask_accuracy(
     bs:int=256, # Batch size, where `data` are tensors
     **kwargs, # For `Occlusion`: `share`, `fill`
 )->list: # One accuracy per draw of masks
-    "Accuracy under random occlusion, again and again: what depends on the patches alone; an image counts that is right before and after. Raises ValueError where there are no images"
+    """Accuracy under random occlusion, again and again: what depends on the patches alone; an image counts that is right
+    before and after. Raises ValueError where there are no images"""
     hits,seen,a = torch.zeros(masks),0,Occlusion(**kwargs)
     for _,x,y in eval_batches(data, n, bs=bs, device=next(model.parameters()).device):
         seen += len(x); right = predict(model, x)==y; x,y = x[right],y[right]

@@ -309,7 +309,8 @@ class Explorer:
 def _named(models):
     "Models by name"
     res = {str(k):m for k,m in models.items()} if isinstance(models, dict) else {'model':models}
-    if isinstance(models, dict) and len(res)<len(models): raise ValueError(f'two models have names that print alike: {list(models)}')
+    if isinstance(models, dict) and len(res)<len(models):
+        raise ValueError(f'two models have names that print alike: {list(models)}')
     for m in res.values(): check_call(m, None, False)
     if not res or not all(map(callable, res.values())): raise TypeError(f'give a model, or a dict of models by name, got {models if isinstance(models, dict) else type(models).__name__}')
     return res
@@ -412,7 +413,8 @@ def _labelled(attacks):
         if not isinstance(a, Value) or 'eps' not in _settable(a): raise TypeError(f'{a!r} has no eps that a slider could move')
     short,res = [type(a).__name__ for a in attacks],{}
     for n,a in zip(short, attacks):
-        if res.setdefault(n if short.count(n)==1 else repr(a), a)!=a: raise ValueError(f'two attacks that differ print as {a!r}: a menu cannot tell them apart')
+        if res.setdefault(n if short.count(n)==1 else repr(a), a)==a: continue
+        raise ValueError(f'two attacks that differ print as {a!r}: a menu cannot tell them apart')
     return res
 
 def explore_attack(
@@ -431,7 +433,8 @@ def explore_attack(
     memory = Memory(models, attacks)
     made = memory(lambda attack: attack_view(models, x, y, attack, vocab, seed))
     show = lambda image, attack, eps, steps: made(_with(attack, eps=eps, steps=steps))[image]
-    return Explorer(show, dict(image=_pictured(x, y, vocab), attack=attacks, eps=eps, steps=steps), _middle(eps=eps), memory)
+    controls = dict(image=_pictured(x, y, vocab), attack=attacks, eps=eps, steps=steps)
+    return Explorer(show, controls, _middle(eps=eps), memory)
 
 # %% ../nbs/07_explorer.ipynb #2470454f
 def corruption_view(
@@ -466,8 +469,10 @@ def explore_corruption(
     if bad := [o for o in kinds if o not in CORRUPTIONS+EXTRA_CORRUPTIONS]: raise ValueError(f'no corruption {bad}, there are: {", ".join(CORRUPTIONS+EXTRA_CORRUPTIONS)}')
     if bad := [o for o in severities if o not in range(6)]: raise ValueError(f'severities are whole numbers from 0 (none) to 5, got {bad}')
     memory = Memory(models)
-    show = _per_image(lambda corruption, severity: corruption_view(models, x, y, corruption, severity, shown, vocab, seed), memory)
-    return Explorer(show, dict(image=_pictured(x[:shown], y, vocab), corruption={k.replace('_',' '):k for k in kinds}, severity=severities), _middle(severity=severities), memory)
+    def view(corruption, severity): return corruption_view(models, x, y, corruption, severity, shown, vocab, seed)
+    named = {k.replace('_',' '):k for k in kinds}
+    controls = dict(image=_pictured(x[:shown], y, vocab), corruption=named, severity=severities)
+    return Explorer(_per_image(view, memory), controls, _middle(severity=severities), memory)
 
 # %% ../nbs/07_explorer.ipynb #fd6ec3be
 def token_view(
@@ -486,7 +491,8 @@ def token_view(
     plain,victim = probes[0].model,probes[bool(tokens)]
     xa = attack(probes[bool(aware)].model, x, None, seed=seed) if x_adv is None else x_adv
     cos,pc,pa = feature_cosine(victim.model, x, xa, clean=plain),*[_probs(victim, o) for o in (x,xa)]
-    means = {'cosine, mean':f'{cos.mean():.3f} over {len(x)} images', 'accuracy, clean':_share(pc, y), 'accuracy, attacked':_share(pa, y, pc)}
+    means = {'cosine, mean':f'{cos.mean():.3f} over {len(x)} images'}
+    means.update({'accuracy, clean':_share(pc, y), 'accuracy, attacked':_share(pa, y, pc)})
     def one(i): return {'says':_verdict(pa[i], int(y[i]), vocab), "cosine with the plain backbone's clean features":f'{cos[i]:.3f}', **means, 'probabilities':chances(pa[i], int(y[i]), vocab)}
     return [Scene({'image':{'clean':x[i], 'attacked':xa[i], 'label':_name(int(y[i]), vocab), 'attack':repr(attack)}, 'model':one(i)}) for i in range(min(shown, len(x)))]
 
@@ -506,8 +512,12 @@ def explore_tokens(
     check_attack(attack); (x,y),eps = _batch(x, y, vocab),_values(eps)
     memory = Memory(list(probes), attack)
     made = memory(lambda eps, aware: attack.at_eps(eps)(probes[aware].model, x, None, seed=seed), 64)
-    show = _per_image(lambda eps, tokens, attacker: token_view(probes, x, y, attack.at_eps(eps), tokens, attacker, shown, vocab, seed, made(eps, attacker)), memory)
-    return Explorer(show, dict(image=_pictured(x[:shown], y, vocab), tokens=dict(off=False, on=True), eps=eps, attacker={'knows the backbone':False, 'knows the tokens too':True}), dict(tokens=True, **_middle(eps=eps)), memory)
+    def view(eps, tokens, attacker):
+        a = attack.at_eps(eps)
+        return token_view(probes, x, y, a, tokens, attacker, shown, vocab, seed, made(eps, attacker))
+    who = {'knows the backbone':False, 'knows the tokens too':True}
+    controls = dict(image=_pictured(x[:shown], y, vocab), tokens=dict(off=False, on=True), eps=eps, attacker=who)
+    return Explorer(_per_image(view, memory), controls, dict(tokens=True, **_middle(eps=eps)), memory)
 
 # %% ../nbs/07_explorer.ipynb #b24081f8
 @contextmanager
@@ -531,7 +541,9 @@ def lam_view(
     with _gates_kept(dial.model):
         m = dial(lam); xa = attack(m, x, y, seed=seed)
         ps,gs = [_probs(m, o) for o in (x,xa)],gate_pictures(m, x[:shown])[:,:,0]
-    def one(o, p, i): return {'picture':o[i], 'says':_verdict(p[i], int(y[i]), vocab), 'accuracy':_share(p, y, ps[0]), 'probabilities':chances(p[i], int(y[i]), vocab)}
+    def one(o, p, i):
+        says,share = _verdict(p[i], int(y[i]), vocab),_share(p, y, ps[0])
+        return {'picture':o[i], 'says':says, 'accuracy':share, 'probabilities':chances(p[i], int(y[i]), vocab)}
     return [Scene({'weight of the accuracy adapter, block by block':{f'block {b+1}':heat(g[i], -lim, lim, 'bwr') for b,g in enumerate(gs)}, 'clean':one(x, ps[0], i), f'attacked, {attack!r}':one(xa, ps[1], i)}) for i in range(min(shown, len(x)))]
 
 # %% ../nbs/07_explorer.ipynb #35cac07d
@@ -592,10 +604,14 @@ def explore_masks(
 )->Explorer: # `widget()` and `twin()`
     "Steps of the corruption model and share of patches; the masks, and how far features and accuracy move"
     if not isinstance(corruptions, dict) or not corruptions: raise TypeError(f'explore_masks needs corruption models by the number of steps they have trained, {{0: occlusion_for(model, x), ...}}, got {corruptions!r}')
-    if len({id(c) for c in corruptions.values()})<len(corruptions): raise ValueError('one corruption model stands for several numbers of steps, and is now what the last left: keep copies, deepcopy(c)')
+    if len({id(c) for c in corruptions.values()})<len(corruptions):
+        raise ValueError('one corruption model stands for several numbers of steps, and is now what the last left: '
+            'keep copies, deepcopy(c)')
     (x,y),shares,memory = _batch(x, y, vocab),_values(shares),Memory(model, corruptions)
-    show = _per_image(lambda steps, share: mask_view(model, x, y, corruptions[steps], share, shown, fill, vocab, seed), memory)
-    return Explorer(show, dict(image=_pictured(x[:shown], y, vocab), steps=list(corruptions), share=shares), dict(steps=list(corruptions)[-1], **_middle(share=shares)), memory)
+    def view(steps, share): return mask_view(model, x, y, corruptions[steps], share, shown, fill, vocab, seed)
+    controls = dict(image=_pictured(x[:shown], y, vocab), steps=list(corruptions), share=shares)
+    start = dict(steps=list(corruptions)[-1], **_middle(share=shares))
+    return Explorer(_per_image(view, memory), controls, start, memory)
 
 # %% ../nbs/07_explorer.ipynb #8b5bf38c
 def _log_hist(g, bins=30):
@@ -634,4 +650,5 @@ def explore_scales(
     memory = Memory(models, attack)
     plain = memory(lambda k: attack(models[k], x, y, seed=seed), None)
     show = memory(lambda model, scale: scale_view(models[model], x, y, attack, scale, plain(model), seed))
-    return Explorer(show, dict(model=list(models), scale=scales), dict(model=list(models)[-1], scale=1. if 1 in scales else first(scales)), memory)
+    start = dict(model=list(models)[-1], scale=1. if 1 in scales else first(scales))
+    return Explorer(show, dict(model=list(models), scale=scales), start, memory)
