@@ -61,13 +61,17 @@ class ScaledModel(Wrapper):
         logits=1., # What the output is multiplied by: a number, or one per image [B]
     ):
         super().__init__(model)
-        self.plain = isinstance(s, Number) and s==1
         for k,v in dict(scales=s, logits=logits).items(): self.register_buffer(k, v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float32))
+    @property
+    def plain(self):
+        "Is the attention as it is? Any model will do then"
+        return not self.scales.ndim and self.scales.item()==1
     def for_rows(self,
         m:Tensor, # Which images: positions, or a mask [B]
     )->'ScaledModel': # With their scales alone
         "The model for some images of the batch"
-        return type(self)(_rows(self.model, m), *[1. if o is self.scales and self.plain else o[m] if o.ndim==n else o for o,n in ((self.scales,2),(self.logits,1))])
+        s,t = [o[m] if o.ndim==n else o for o,n in ((self.scales,2),(self.logits,1))]
+        return type(self)(_rows(self.model, m), s, t)
     def forward(self,
         x:Tensor, # Images [B,C,H,W] in [0,1]
     )->Tensor: # Logits [B,classes]; or what the model returns, where that is a tuple
@@ -128,6 +132,15 @@ def but(self:Around, **kw): # Fields to change: its own, else those of the attac
     if inner and not hasattr(self.attack, 'but'): raise TypeError(f'{self.attack!r} has no fields to change: {inner}')
     if inner: own['attack'] = own.get('attack', self.attack).but(**inner)
     return replace(self, **own)
+
+@patch
+def at_eps(self:Around,
+    eps:float, # Radius in pixel units of [0,1]
+)->Around: # Around the attack for that radius
+    "A copy for another radius: the attack inside scales its own steps with it"
+    if not hasattr(self.attack, 'at_eps'):
+        raise TypeError(f'{self.attack!r} has no radius to change: give an attack with at_eps(eps), such as PGD')
+    return replace(self, attack=self.attack.at_eps(eps))
 
 @patch
 def restart(self:Around,
@@ -285,7 +298,9 @@ class AAS(_ByScale):
         "What the scales climb, under the name that other attacks give it"
         return self.climb
     @property
-    def name(self): return '_'.join([super().name, *([self.climb.__name__] if self.climb is not eq3 else []), *(['batch'] if self.per=='batch' else [])])
+    def name(self):
+        climb = [] if self.climb is eq3 else [getattr(self.climb,'__name__','climb')]
+        return '_'.join([super().name, *climb, *(['batch'] if self.per=='batch' else [])])
 
 # %% ../nbs/06_aas.ipynb #ca7769a9
 _least = 1e-7
@@ -343,7 +358,7 @@ def gain(self:AAS,
     base,m = self.base(model),len(own)-self.temperature
     def see(s):
         s = (s[0] if len(s)==1 and self.per=='batch' else s)/base
-        f,z = block_outputs(ScaledModel(model, s[...,:m], s[...,m] if self.temperature else 1.), x, logits=True)
+        f,z = block_outputs(ScaledModel(model, s[...,:m], s[...,m] if self.temperature else 1.), x.clone(), logits=True)
         return f+[z[:,None]] if self.temperature else f,z
     with torch.no_grad(): f0,z0 = see(own)
     if getattr(self.climb,'features',False): return lambda s: self.climb(see(s)[0], f0),z0
@@ -395,7 +410,7 @@ def guarded(self:AAS,
     "Give up the scales of images, or of a batch, whose clean predictions they change"
     if self.guard is None: return s
     m,f = len(own)-self.temperature,(s[0] if self.per=='batch' else s)/self.base(model)
-    with torch.no_grad(): flips = (ScaledModel(model, f[...,:m])(x).argmax(1)!=z0.argmax(1)).float()
+    with torch.no_grad(): flips = (outputs(ScaledModel(model, f[...,:m]), x).argmax(1)!=z0.argmax(1)).float()
     return torch.where((flips.mean()[None] if self.per=='batch' else flips)[:,None]>self.guard, own, s)
 
 # %% ../nbs/06_aas.ipynb #33dd108a
@@ -420,9 +435,11 @@ def universal(self:AAS,
     bs:int=64, # Their size, where `data` are tensors
     seed:int=0, # Of the starts
 )->Scaled: # The inner attack with these scales
-    "One set of scales for all data: each mini-batch starts where the one before has ended"
-    s,base = None,self.base(model)
-    for i,(_,x,y) in zip(range(n), eval_batches(data, bs=bs, device=base.device)): s = self.but(per='batch').scales(model, x, y, seed=seed+i, own=s)
+    """One set of scales for all data: each mini-batch starts where the one before has ended; of data sorted by class, they
+    are drawn from all of it"""
+    s,base,size = None,self.base(model),getattr(data,'bs',None) or getattr(data,'batch_size',None) or bs
+    for i,(_,x,y) in zip(range(n), eval_batches(fair(data, n*size)[0], bs=bs, device=base.device)):
+        s = self.but(per='batch').scales(model, x, y, seed=seed+i, own=s)
     s = (s/base).tolist()
     return Scaled(self.attack, s[:-1], logits=s[-1]) if self.temperature else Scaled(self.attack, s)
 
@@ -454,8 +471,7 @@ def _each(attack, model, x):
     "The attack once for each member of an ensemble inside it: what fools the scaled model first must not end the search"
     a = attack.attack
     if not hasattr(a,'members') or getattr(a,'reference',False): return [attack]
-    with attack_mode(model), torch.no_grad(): n = model(x[:1]).shape[1]
-    return [replace(attack, attack=o) for o in a.members(n)]
+    return [replace(attack, attack=o) for o in a.members(_classes(model, x))]
 
 # %% ../nbs/06_aas.ipynb #028870f8
 def two_models(
@@ -489,18 +505,31 @@ def scale_report(
     twice:bool=True, # Add what the inner attack does on the model with a second random start: the control at equal cost (FGSM draws nothing, so there it is `plain` again)
 )->pd.DataFrame: # A row per attack, % of all images; `.attrs`: n and seed
     "The numbers of `two_models` over a dataset, misclassified images counted as wrong"
-    named = attacks if isinstance(attacks, dict) else {repr(a):a for a in L(attacks)}
+    named = _by_name(attacks)
     got,dev = defaultdict(lambda: defaultdict(list)),next(model.parameters()).device
     for _,x,y in eval_batches(data, n, bs, dev):
         plain,victims = {},{}
         for k,a in named.items():
-            p,s = a.attack,replace(a, attack=FGSM())
+            p,s = a.attack,_scales_key(a)
             if p not in plain: plain[p] = [_where_right(a.attack, model, x, y, seed+i) for i in range(1+twice)]
             if s not in victims: victims[s] = a.scaled(model, x, y, seed=seed)
             v = two_models(model, x, y, a, seed, plain[p][0], victims[s])
             if twice: v['twice'] = v['plain']&(predict(model, plain[p][1])==y)
             for c,o in v.items(): got[k][c].append(o.cpu())
     return _percent(got, seed)
+
+def _by_name(attacks):
+    "Attacks by what they print; raises ValueError where two that differ print alike"
+    if isinstance(attacks, dict): return attacks
+    res = {}
+    for a in L(attacks):
+        if res.setdefault(repr(a), a)==a: continue
+        raise ValueError(f'two attacks that differ print as {a!r}: name them, {{"one":..., "two":...}}')
+    return res
+
+def _scales_key(attack):
+    "What the scales of `attack` depend on: not on the attack inside, unless a subclass says otherwise"
+    return replace(attack, attack=FGSM()) if type(attack) in (AAS,Scaled,GapScaled) else attack
 
 def _where_right(attack, model, x, y, seed):
     "The attack, on those images that are right without it"
@@ -517,11 +546,12 @@ def _percent(got, seed):
 
 # %% ../nbs/06_aas.ipynb #b05bdfe6
 class AASTrain(AdvCallback):
-    "AAS-AT: every `period` epochs one ascent moves the attention scales of the model that trains, and they stay with it; goes with AdvTrain, TRADES, MART, ..."
+    """AAS-AT: every `period` epochs one ascent moves the attention scales of the model that trains, and they stay with it;
+    goes with AdvTrain, TRADES, MART, ...; a second copy is refused"""
     order = AdvTrain.order-.5                    # behind MixUp, ahead of the attack
-    rows,left = (),0
+    rows,left,held,trained = (),0,0,0
     def __init__(self,
-        period:int=10, # Epochs from one ascent to the next (lambda in the paper), counted from 1 in each call of `fit`: with 10, in epochs 10, 20, ...
+        period:int=10, # Epochs from one ascent to the next (lambda in the paper); they count from 1 over the Learner's life
         aas:AAS=AAS(FGSM(), per='batch'), # The ascent; the attack inside it is not run
         batches:int=1, # Mini-batches of such an epoch that move the scales, from its first on; None: all
         hold:bool=False, # Leave the weights alone on these batches (the paper's either/or)? If not, they are trained on as usual
@@ -537,20 +567,38 @@ class AASTrain(AdvCallback):
         "Give the model its scales, if it has none"
         if not hasattr(unwrap(self.victim),'attn_scales'): add_scales(self.victim)
     def before_train(self):
-        "Say how many batches of this epoch move the scales"
+        "Say how many batches of this epoch move the scales; none while a learning rate is searched"
         super().before_train()
-        if self.epoch==0 and not hasattr(self.learn,'lr_finder'): self.rows = []
-        self.left = 0 if (self.epoch+1)%self.period else math.inf if self.batches is None else self.batches
-    def before_batch(self):
-        "Move the scales on this batch, if it is one of those"
-        if not self.left or len(self.xb)!=1: return
-        self.left -= 1
-        add_scales(self.victim, self.aas.scales(self.victim, self.x, self.yb[0] if len(self.yb)==1 else None, seed=torch.initial_seed()%2**62+self.epoch))
-        if not hasattr(self.learn,'lr_finder'): self.rows.append(dict(epoch=self.epoch+1, **{f's{i}':v for i,v in enumerate(scales_of(self.victim).tolist())}))
-        if self.hold: raise CancelBatchException()
+        due = not hasattr(self.learn,'lr_finder') and (self.epochs.now+1)%self.period==0
+        self.left = 0 if not due else math.inf if self.batches is None else self.batches
+        self.held = self.trained = 0
     def __repr__(self): return f'AASTrain(period={self.period}, batches={self.batches}'+(', hold=True' if self.hold else '')+(f', {self.aas!r}' if self.aas!=AAS(FGSM(), per='batch') else '')+')'
+
+# %% ../nbs/06_aas.ipynb #b05bdfe7
+@patch
+def before_batch(self:AASTrain):
+    "Move the scales on this batch, if it is one of those"
+    if not self.left or len(self.xb)!=1: self.trained += 1; return
+    self.left -= 1
+    y = self.yb[0] if len(self.yb)==1 else None
+    add_scales(self.victim, self.aas.scales(self.victim, self.x, y, seed=self.epoch_seed))
+    self.rows.append(dict(epoch=self.epochs.now+1, **{f's{i}':v for i,v in enumerate(scales_of(self.victim).tolist())}))
+    if self.hold: self.keep_out()
+
+@patch
+def keep_out(self:AASTrain):
+    "End this batch before it is trained on; without labels the Recorder takes no loss from it"
+    self.held += 1
+    self.learn.yb = ()
+    raise CancelBatchException()
+
+@patch
+def after_epoch(self:AASTrain):
+    "An epoch whose batches were all held has no training loss: the table shows nan"
+    log = self.recorder.log if hasattr(self.learn,'recorder') else []
+    if self.held and not self.trained and len(log)>1: log[1] = math.nan
 
 @patch(as_prop=True)
 def df(self:AASTrain):
-    "The scales after each ascent"
+    "The scales after each ascent of the Learner's life"
     return pd.DataFrame(self.rows)

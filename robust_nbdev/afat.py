@@ -8,9 +8,8 @@ __all__ = ['n_occluded', 'patch_size', 'occlude', 'patch_cover', 'random_keep', 
            'Occlusion', 'GreedyOcclusion', 'show_occlusion', 'mask_accuracy', 'PatchAugment']
 
 # %% ../nbs/05_afat.ipynb #976ddaac
-import math
-from copy import copy
-from contextlib import contextmanager, ExitStack
+import math, warnings
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 import matplotlib.pyplot as plt
 from fastai.basics import *
@@ -110,7 +109,7 @@ def attn_cos(
 )->Tensor: # [B], 1: no change
     "How alike the attention is: cosine between each query's row before and after, mean over rows, heads and patch blocks"
     n = len(patch_blocks(model))
-    with attack_mode(model), torch.no_grad(): a,b = [attn_maps(model, o)[:n] for o in (x,x2)]
+    with attack_mode(model), torch.no_grad(): a,b = [attn_maps(model, o.clone())[:n] for o in (x,x2)]
     return torch.stack([F.cosine_similarity(o, p, dim=-1).flatten(1).mean(1) for o,p in zip(a,b)]).mean(0)
 
 def patch_blocks(
@@ -204,7 +203,7 @@ def corruption_optim(
 def fit_corruption(
     model:nn.Module, # A timm transformer, maybe inside `Normalized`; frozen, left as it was
     data, # A DataLoader, or a tuple (images, labels)
-    corruption:nn.Module=None, # Goes on from here; None: a fresh one
+    corruption:nn.Module=None, # Goes on from here, with noise that it has not seen yet; None: a fresh one
     share:float=.1, # Share of the patches to occlude
     fill:str='noise', # See `patch_cover`
     epochs:int=1, # Passes through `data`
@@ -213,15 +212,23 @@ def fit_corruption(
     seed:int=0, # Of the weights and the noise
 )->tuple: # The corruption model, and the alignment loss of each step
     "Train a corruption model alone, against a classifier that does not move"
-    seen,optim,dev = [],None,next(model.parameters()).device
-    for e,(_,x,_) in ((e,b) for e in range(epochs) for b in eval_batches(data, bs=bs, device=dev)):
+    _check_read(model)
+    seen,optim,dev,done = [],None,next(model.parameters()).device,getattr(corruption,'epochs',0)
+    for e,(_,x,_) in ((e,b) for e in range(done, done+epochs) for b in eval_batches(data, bs=bs, device=dev)):
         if corruption is None: corruption = occlusion_for(model, x, seed)
         optim = optim or corruption_optim(corruption, lr)
-        keep = corruption(x, n_occluded(share, math.prod(corruption.grid)))
+        keep = corruption(x.clone(), n_occluded(share, math.prod(corruption.grid)))
         x2 = occlude(x, keep, corruption.patch, patch_cover(x, seed+e, fill, model))
         with attack_mode(model): v = align_loss(*_halves(model, torch.cat([x,x2])))
         v.backward(); seen.append(v.item()); ascend(corruption, optim)
+    if corruption is not None: corruption.epochs = done+epochs
     return corruption,seen
+
+def _check_read(model):
+    "Refuse a model whose blocks run again in the backward, when nobody reads them"
+    if not any(getattr(o,'grad_checkpointing',False) for o in model.modules()): return
+    raise ValueError('gradient checkpointing runs blocks again in the backward, when nobody reads them: '
+        'model.set_grad_checkpointing(False) first')
 
 def _halves(model, x):
     "Features of the first and of the second half of a batch, patch blocks alone"
@@ -230,7 +237,8 @@ def _halves(model, x):
 
 # %% ../nbs/05_afat.ipynb #e14b0622
 class AFAT(AdvCallback):
-    "Adversarial feature alignment: a corruption model occludes patches, the Learner's model keeps its features where they were"
+    """Adversarial feature alignment: a corruption model occludes patches, the Learner's model keeps its features where they
+    were; a second copy is refused"""
     order = AdvTrain.order+.5                          # after AdvTrain has put its images in place, before anything that scales the loss
     _stateattrs,optim = ('optim','leaf','kept','outs','undo','extra','clean','g'),None
     leaf = kept = outs = undo = extra = clean = g = None
@@ -296,9 +304,11 @@ def before_train(self:AFAT):
     joint = first(c for c in self.learn.cbs if isinstance(c, AdvTrain) and c.joint)
     if joint is not None: raise ValueError(f'{joint!r} trains on a joint batch of clean and adversarial images, and so does AFAT: use AdvTrain(attack) with it, or one of the two')
     if is_compiled(self.learn.model): raise ValueError('AFAT reads the blocks of the model with hooks, which compiled code does not see: train the model uncompiled, then torch.compile')
-    if any(getattr(o,'grad_checkpointing',False) for o in self.victim.modules()): raise ValueError('gradient checkpointing runs blocks again in the backward, when nobody reads them: model.set_grad_checkpointing(False) first')
+    if isinstance(self.learn.model, nn.DataParallel) and len(self.learn.model.device_ids)>1:
+        raise ValueError('AFAT reads the blocks of one model, and DataParallel runs copies of it: '
+            'use one process per device, learn.distrib_ctx()')
+    _check_read(self.victim)
     patch_blocks(self.victim)
-    if self.epoch==0 and not hasattr(self.learn,'lr_finder'): self.rows = []
     self.total,self.n = 0.,0
 
 # %% ../nbs/05_afat.ipynb #b67ac9f3
@@ -314,15 +324,11 @@ def before_batch(self:AFAT):
     self.clean = self.xb
     self.kept = self.choose(x, share)
     self.leaf = self.kept.detach().requires_grad_(self.select!='random')
-    self.learn.xb = (torch.cat([x, occlude(x, self.leaf, self.size(x), patch_cover(x, self.seed, self.fill, self.victim))]),)
+    cover = patch_cover(x, self.epoch_seed, self.fill, self.victim)
+    self.learn.xb = (torch.cat([x, occlude(x, self.leaf, self.size(x), cover)]),)
     self.arm()
 
 # %% ../nbs/05_afat.ipynb #12a24607
-@patch(as_prop=True)
-def seed(self:AFAT):
-    "Of noise and random masks in this epoch; each image's own pixels do the rest"
-    return torch.initial_seed()%2**62+self.epoch
-
 @patch
 def size(self:AFAT,
     x:Tensor, # Images [B,C,H,W] in [0,1]
@@ -337,33 +343,45 @@ def choose(self:AFAT,
 )->Tensor: # [B,N], 0 where a patch is occluded
     "The mask of each image; the corruption model is made at its first call"
     n = math.prod(s//p for s,p in zip(x.shape[-2:], self.size(x)))
-    if self.select=='random': return random_keep(x, n, n_occluded(share, n), self.seed)
-    if self.corruption is None: self.corruption = occlusion_for(self.victim, x, torch.initial_seed()%2**62, self.ste, self.patch)
+    if self.select=='random': return random_keep(x, n, n_occluded(share, n), self.epoch_seed)
+    if self.corruption is None: self.fresh(x)
     self.corruption.to(x.device)
     if self.optim is None: self.optim = corruption_optim(self.corruption, self.corruption_lr)
-    return self.corruption(x, n_occluded(share, n))
+    as_it_is = attack_mode(self.corruption) if hasattr(self.learn,'lr_finder') else nullcontext()
+    with as_it_is: return self.corruption(x.clone(), n_occluded(share, n))
+
+@patch
+def fresh(self:AFAT,
+    x:Tensor, # Images [B,C,H,W] in [0,1]
+):
+    "Make the corruption model; warn where a fit goes on that has had one"
+    if any(isinstance(c, SkipToEpoch) for c in self.learn.cbs):
+        warnings.warn(f'AFAT goes on at epoch {self.epoch} with a fresh corruption model: '
+            'learn.load brings back the model alone; keep learn.afat.state_dict() beside it, and give it to learn.afat.load_state_dict before the fit')
+    self.corruption = occlusion_for(self.victim, x, torch.initial_seed()%2**62, self.ste, self.patch)
 
 # %% ../nbs/05_afat.ipynb #9a669d98
+class _Hook:
+    "A forward hook that hands the output to `f`; copies of the model get an idle one"
+    def __init__(self, f): self.f = f
+    def __call__(self, mod, args, o): self.f(o)
+    def __reduce__(self): return _idle_hook,()
+
+def _idle_hook(): return _idle
+def _idle(*args): "Does nothing"
+
 @patch
 def arm(self:AFAT):
     "Read the patch blocks during the next forward of the model, and only then"
-    m = self.victim; run,was = m.forward,m.__dict__.get('forward')
-    def undo(): m.__dict__.pop('forward', None); was is None or setattr(m, 'forward', was)
-    def once(*args, **kw):
-        self.disarm(); outs = {}
-        with ExitStack() as hooks:
-            for i,b in enumerate(patch_blocks(m)): hooks.callback(b.register_forward_hook(partial(_note, outs, i)).remove)
-            z = run(*args, **kw)
-        self.outs = list(outs.values())
-        return z
-    self.undo = undo; m.forward = once
-
-def _note(outs, i, blk, args, o): outs[i] = o
+    self.disarm(); m,outs = self.victim,{}
+    def done(o): self.disarm(); self.outs = list(outs.values())
+    self.undo = [b.register_forward_hook(_Hook(partial(outs.__setitem__, i))) for i,b in enumerate(patch_blocks(m))]
+    self.undo.append(m.register_forward_hook(_Hook(done)))
 
 @patch
 def disarm(self:AFAT):
     "Take back `arm`"
-    if self.undo is not None: self.undo()
+    for h in self.undo or (): h.remove()
     self.undo = None
 
 @patch
@@ -381,14 +399,18 @@ def after_pred(self:AFAT):
     self.learn.pred,self.extra = z,align_loss(*zip(*[o.chunk(2) for o in outs]), self.how)
     if self.select=='ce' and self.training: self.g, = torch.autograd.grad(self.learn.loss_func(z2, *self.yb), self.leaf, retain_graph=True)
 
+def _summed(loss_func):
+    "Does the loss sum over images? Seen through what MixUp puts around it, and through `partial`"
+    lf = getattr(getattr(loss_func,'__self__',None), 'old_lf', loss_func)
+    return getattr(lf,'reduction', getattr(lf,'keywords',{}).get('reduction'))=='sum'
+
 @patch
 def after_loss(self:AFAT):
     "Add the alignment loss, and to what the table shows"
     if self.extra is None: return
     v,self.extra = self.extra,None
     self.total,self.n = self.total+v.detach(),self.n+1
-    lf = getattr(getattr(self.learn.loss_func,'__self__',None), 'old_lf', self.learn.loss_func)      # without what MixUp puts around it
-    many = find_bs(self.yb) if getattr(lf,'reduction','')=='sum' else 1
+    many = find_bs(self.yb) if _summed(self.learn.loss_func) else 1
     self.learn.loss_grad = self.loss_grad+self.at(self.lam)*v*many
     self.learn.loss = self.loss_grad.detach().clone()
     if any(isinstance(c, AWP) for c in self.learn.cbs): self.arm()     # which runs the model a second time
@@ -401,7 +423,9 @@ def after_backward(self:AFAT):
     if self.leaf is None: return
     g = self.g if self.select=='ce' else self.leaf.grad
     scaler = getattr(self.learn,'scaler',None) if self.select!='ce' else None
-    if g is not None: self.kept.backward((g/(scaler.get_scale() if scaler is not None else 1)).nan_to_num(0,0,0))
+    if g is not None and self.kept.requires_grad:
+        if scaler is not None: g = g/scaler.get_scale()
+        self.kept.backward(g.nan_to_num(0,0,0))
     self.leaf = self.kept = self.g = None
     self.learn.xb,self.clean = self.clean,None
 
@@ -430,13 +454,36 @@ def together(self:AFAT):
 @patch
 def after_train(self:AFAT):
     "Note the epoch's mean"
-    if self.n and not hasattr(self.learn,'lr_finder'): self.rows.append(dict(epoch=self.epoch, align_loss=float(self.total)/self.n))
+    if self.n and not hasattr(self.learn,'lr_finder'):
+        self.rows.append(dict(epoch=self.epochs.now, align_loss=float(self.total)/self.n))
     self.total,self.n = 0.,0
 
 @patch(as_prop=True)
 def df(self:AFAT):
-    "The alignment loss of each epoch"
+    "The alignment loss of each epoch of the Learner's life, counted from 0"
     return pd.DataFrame(self.rows, columns=['epoch','align_loss'])
+
+# %% ../nbs/05_afat.ipynb #2d8d4edf
+@patch
+def state_dict(self:AFAT)->dict: # For `torch.save`
+    "The corruption model, its optimiser and the table: what `learn.save` does not keep"
+    c,o = self.corruption,self.optim
+    made = {k:getattr(c, k) for k in ('grid','patch','ste')} if isinstance(c, PatchOcclusion) else {}
+    return dict(made=made, corruption=c and c.state_dict(), optim=o and o.state_dict(), rows=self.rows)
+
+@patch
+def load_state_dict(self:AFAT,
+    state:dict, # From `state_dict`
+):
+    "Go on with the corruption model of another run"
+    own,self.rows = state['corruption'],list(state['rows'])
+    if own is None: return
+    if self.corruption is None:
+        c,stats = own['conv.weight'].shape[1],{k:own[k] for k in ('mean','std')}
+        self.corruption = PatchOcclusion(**state['made'], in_chans=c, **stats)
+    self.corruption.load_state_dict(own)
+    self.optim = corruption_optim(self.corruption, self.corruption_lr)
+    if state['optim'] is not None: self.optim.load_state_dict(state['optim'])
 
 # %% ../nbs/05_afat.ipynb #ed03625c
 @dataclass(frozen=True, repr=False)
@@ -458,7 +505,14 @@ class Occlusion(PatchAttack):
         size = patch_size(obj.model, x) if self.by is None else self.by.patch
         n = math.prod(s//p for s,p in zip(x.shape[-2:], size)); k = n_occluded(self.share, n)
         if not k: return x
-        return occlude(x, random_keep(x, n, k, seed) if self.by is None else self.by(x, k), size, patch_cover(x, seed, self.fill, obj.model))
+        keep = random_keep(x, n, k, seed) if self.by is None else self.chosen(x, k)
+        return occlude(x, keep, size, patch_cover(x, seed, self.fill, obj.model))
+    def chosen(self,
+        x:Tensor, # Images [B,C,H,W] in [0,1]
+        k:int, # How many patches to occlude
+    )->Tensor: # [B,N], 0 where a patch is occluded
+        "The mask of `by`, in evaluation mode and left as it was"
+        with attack_mode(self.by), torch.no_grad(): return self.by(x.clone(), k)
 
 # %% ../nbs/05_afat.ipynb #4dbb07ab
 @dataclass(frozen=True, repr=False)
@@ -529,10 +583,12 @@ def show_occlusion(
     max_n:int=6, # How many images
     figsize:tuple=None, # Inches
 ):
-    "Images, the same under `attack`, and the probability of the true class for both"
-    x,y = next(iter(eval_batches(data, device=next(model.parameters()).device)))[1:]
+    """Images, the same under `attack`, and the probability of the true class for both; of data sorted by class, images of
+    several classes"""
+    x,y = next(iter(eval_batches(fair(data, max_n)[0], device=next(model.parameters()).device)))[1:]
     x,y = x[:max_n],y[:max_n]; x2 = attack(model, x, y)
-    with attack_mode(model), torch.no_grad(): ps = [model(o).softmax(1).gather(1, y[:,None])[:,0].tolist() for o in (x,x2)]
+    with attack_mode(model), torch.no_grad():
+        ps = [outputs(model, o).softmax(1).gather(1, y[:,None])[:,0].tolist() for o in (x,x2)]
     fig,axs = plt.subplots(2, len(x), figsize=figsize or (1.2*len(x),2.8), squeeze=False, layout='constrained')
     for row,xs,p in zip(axs, (x,x2), ps):
         for ax,o,v in zip(row, xs, p): ax.imshow(o.cpu().permute(1,2,0).squeeze(-1), cmap='gray', vmin=0, vmax=1); ax.set_title(f'{v:.2f}', fontsize=8); ax.axis('off')
@@ -546,11 +602,12 @@ def mask_accuracy(
     bs:int=256, # Batch size, where `data` are tensors
     **kwargs, # For `Occlusion`: `share`, `fill`
 )->list: # One accuracy per draw of masks
-    "Accuracy under random occlusion, again and again: what depends on the patches alone; raises ValueError where there are no images"
+    """Accuracy under random occlusion, again and again: what depends on the patches alone; an image counts that is right
+    before and after. Raises ValueError where there are no images"""
     hits,seen,a = torch.zeros(masks),0,Occlusion(**kwargs)
     for _,x,y in eval_batches(data, n, bs=bs, device=next(model.parameters()).device):
-        seen += len(x)
-        for i in range(masks): hits[i] += (predict(model, a(model, x, y, seed=i))==y).sum().item()
+        seen += len(x); right = predict(model, x)==y; x,y = x[right],y[right]
+        for i in range(masks if len(x) else 0): hits[i] += (predict(model, a(model, x, y, seed=i))==y).sum().item()
     if not seen: raise ValueError('there are no images to evaluate: the data is empty')
     return (hits/seen).tolist()
 
