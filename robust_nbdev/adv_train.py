@@ -181,6 +181,7 @@ def only_one(self:AdvTrain):
 def before_train(self:AdvTrain):
     "Refuse normalised images; a new fit begins with the given attack, whatever `CatchOverfit` had put in its place"
     check_dls(self.dl)
+    still(self.learn.model)
     if self.epoch==0: self.instead = None
 
 @patch(as_prop=True)

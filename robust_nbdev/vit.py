@@ -6,16 +6,18 @@
 __all__ = ['vit_blocks', 'patch_grid', 'is_compiled', 'uncompiled', 'prefix_tokens', 'block_outputs', 'attn_maps', 'attn_scale',
            'Seam', 'add_part', 'hook_part', 'drop_part', 'AttnScales', 'scales_of', 'add_scales', 'remove_scales',
            'ExtraTokens', 'TokenModel', 'add_tokens', 'remove_tokens', 'no_tokens', 'add_after_mlp', 'remove_adapters',
-           'xcit_stem', 'vit_splitter', 'token_splitter', 'no_decay_names', 'no_decay_split', 'NoDecay']
+           'still', 'backbone_id', 'backbone_about', 'check_backbone', 'xcit_stem', 'vit_splitter', 'token_splitter',
+           'no_decay_names', 'no_decay_split', 'NoDecay']
 
 # %% ../nbs/00a_vit.ipynb #568da060
-import fnmatch
+import fnmatch, hashlib
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, ExitStack
 from functools import lru_cache
 from numbers import Number
 from fastai.basics import *
+from timm.layers import DropPath
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.xcit import Xcit
 from timm.models.cait import Cait
@@ -570,6 +572,82 @@ def remove_adapters(
     if not hasattr(m,'adapters'): raise ValueError(f'this {type(m).__name__} has no adapters: nothing to remove')
     drop_part(m, 'adapters')
     return model
+
+# %% ../nbs/00a_vit.ipynb #e4317ca2
+def _has_weights(m): return next(m.parameters(), None) is not None
+def _trains(m): return any(p.requires_grad for p in m.parameters())
+
+def still(
+    model:nn.Module, # Any model; changed in place
+)->nn.Module: # `model`
+    "Evaluation mode for all that is frozen: modules none of whose parameters train, and the dropout that belongs to them"
+    if _has_weights(model) and not _trains(model): return model.eval()
+    kids = list(model.children())
+    for i,m in enumerate(kids):
+        if _has_weights(m): still(m); continue
+        near = first(kids[:i][::-1] if isinstance(m, DropPath) else kids[i+1:], _has_weights)
+        if near is not None and not _trains(near): m.eval()
+    return model
+
+# %% ../nbs/00a_vit.ipynb #1cfa40c4
+def _added(m):
+    "The parts that were added to a backbone; adapters that came without TORA's heads belong to it"
+    names = set(m.__dict__.get('seams', ()))
+    return names-{'attn_scales'}-(set() if 'tora' in names else {'adapters'})
+
+def backbone_id(
+    model:nn.Module, # A timm model, maybe inside `Normalized`
+    head:bool=True, # With its own head?
+)->str: # 16 hex digits
+    "A hash of the weights of the backbone, without tokens and TORA's parts"
+    m,h = unwrap(model),hashlib.sha256()
+    added = tuple(f'{n}.' for n in _added(m))+(() if head else ('head.','head_dist.'))
+    for k,v in m.state_dict().items():
+        if k.startswith(added): continue
+        h.update(k.encode())
+        h.update(v.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return h.hexdigest()[:16]
+
+def _answer(m):
+    "Eight features of the plain backbone for an image of noise, on the CPU in 32 bits: the same everywhere"
+    m = deepcopy(m).cpu().float().eval()
+    for n in _added(m): drop_part(m, n)
+    size = getattr(m.patch_embed,'img_size',None) or m.pretrained_cfg['input_size'][-2:]
+    c = in_chans(m) or next((p.shape[1] for p in m.patch_embed.parameters() if p.ndim==4), 3)
+    x = torch.rand(1, c, *size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(): f = m.forward_features(2*x-1)[0].mean(0)
+    return [round(o, 6) for o in f[::-(-len(f)//8)].tolist()]
+
+def backbone_about(
+    model:nn.Module, # A timm ViT or CaiT, maybe inside `Normalized`, with or without parts that this library adds
+    head:bool=True, # Does its own head belong to it?
+)->dict: # Hash of the weights, family, width, type, eight features of an image of noise, and the statistics of `Normalized`
+    "What a file says of the backbone that its numbers were trained on"
+    m,norm = unwrap(model),first(o for o in model.modules() if isinstance(o, Normalized))
+    stat = {k:None if norm is None else [round(o, 6) for o in getattr(norm, k).flatten().tolist()] for k in ('mean','std')}
+    return dict(backbone=backbone_id(m, head), family=type(m).__name__, width=m.embed_dim, dtype=next(m.parameters()).dtype, answer=_answer(m), **stat)
+
+def check_backbone(
+    model:nn.Module, # The model that a file is to be loaded on
+    about:dict, # What the file says, from `backbone_about`; nothing in files of others
+    name:str, # Of the file
+    head:bool=True, # As in `backbone_about`
+):
+    "Raises ValueError if a file belongs to another backbone, to the same weights in another network, or to images prepared otherwise"
+    if 'backbone' not in about: return
+    now = {k:str(v) for k,v in backbone_about(model, head).items()}
+    if now['backbone']!=about['backbone']:
+        raise ValueError(f'{name} belongs to another backbone ({about["family"]} of width {about["width"]}, {about.get("dtype","")} '
+            f'hash {about["backbone"]}), this one has {now["dtype"]} hash {now["backbone"]}; '
+            'load it before the precision or the size of the images is changed')
+    a,b = [torch.tensor([float(v) for v in o.get('answer', now['answer']).strip('[]').split(',')]) for o in (about,now)]
+    if not torch.allclose(a, b, rtol=0, atol=5e-5*b.abs().max().item()):
+        raise ValueError(f'{name} belongs to another backbone: the weights are the same, but what is computed with them is not; '
+            f'compare the number of attention heads, the activation and the timm version ({about.get("timm")})')
+    for k in ('mean','std'):
+        was = about.get(k, 'None')
+        if 'None' in (was,now[k]) or was==now[k]: continue
+        raise ValueError(f'{name} belongs to images that are normalised with {k} {was}, this model has Normalized(..., {k}={now[k]})')
 
 # %% ../nbs/00a_vit.ipynb #8c007cae
 def xcit_stem(
