@@ -344,7 +344,7 @@ def test_parquet_errors(tmp_path, monkeypatch):
     write(tmp_path/'train.parquet', 4, NAMES, label=[0,1,2,3])
     with pytest.raises(ValueError, match='do not fit 2 classes'): read_images(tmp_path)
     monkeypatch.setitem(sys.modules, 'pyarrow.parquet', None)
-    with pytest.raises(ImportError, match=r"robust-nbdev\[data\]"): read_images(tmp_path)
+    with pytest.raises(ImportError, match=r"pip install pyarrow"): read_images(tmp_path)
 
 # --- original files
 
