@@ -115,12 +115,10 @@ ENTRIES = {
     'image_dls':lambda m: [int(y) for _,y in image_dls(source(), n_valid=20, mode='L', valid='only').valid_ds],
     'robust_bench':lambda m: benched(m),
     'corruption_report':lambda m: drawn(lambda: lib.corruption_report(m, shifted(), ['brightness'], [1], n=20)),
-    'flip_report':lambda m: drawn(lambda: lib.flip_report(m, shifted(), ['brightness'], n=8)),
     'Learner.corruption_report':lambda m: drawn(lambda: learner(m).corruption_report(['brightness'], [1], n=20)),
-    'Learner.flip_report':lambda m: drawn(lambda: learner(m).flip_report(['brightness'], n=8)),
     'one_step_check':lambda m: drawn(lambda: lib.one_step_check(dict(m=m), shifted(), .01, 2, n=20))}
 PENDING = {k:'belongs to another notebook, no entry yet' for k in
-    ('AAS.universal','AFAT.show_masks','AttackEffect.__init__','CatchOverfit.__init__','CifarC.__init__','CifarP.__init__','ImageNetP.__init__','Learner.show_gates','train_row','wnid_images','Corrupted.__init__','mask_accuracy','scale_report','show_occlusion')}
+    ('AAS.universal','AFAT.show_masks','AttackEffect.__init__','CatchOverfit.__init__','CifarC.__init__','CifarP.__init__','ImageNetP.__init__','Learner.show_gates','train_row','wnid_images','Corrupted.__init__','mask_accuracy','scale_report','show_occlusion','flip_report','Learner.flip_report')}
 # A number of something else (restarts, tokens, patches, epochs, classes), images that are made, or those of a dataset, through `image_dls`
 OTHER = set("""Around.restart Around.eot Attack.restart Attack.eot AttnScales.__init__ ExtraTokens.__init__ PatchFool.choose RandomTokens.__init__ Replay.__init__
     XcitRecipe.in_epochs add_tokens check_logits gaussian_images interval n_occluded planted_images random_keep sketch token_sets unfair
