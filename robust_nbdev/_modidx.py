@@ -272,6 +272,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'robust_nbdev.adv_train._AsIf.xb': ('adv_train.html#_asif.xb', 'robust_nbdev/adv_train.py'),
                                         'robust_nbdev.adv_train._hush': ('adv_train.html#_hush', 'robust_nbdev/adv_train.py'),
                                         'robust_nbdev.adv_train._labelled': ('adv_train.html#_labelled', 'robust_nbdev/adv_train.py'),
+                                        'robust_nbdev.adv_train._with_state': ('adv_train.html#_with_state', 'robust_nbdev/adv_train.py'),
                                         'robust_nbdev.adv_train.has_cb': ('adv_train.html#has_cb', 'robust_nbdev/adv_train.py'),
                                         'robust_nbdev.adv_train.hush_attn': ('adv_train.html#hush_attn', 'robust_nbdev/adv_train.py'),
                                         'robust_nbdev.adv_train.like': ('adv_train.html#like', 'robust_nbdev/adv_train.py'),

@@ -745,9 +745,12 @@ class SaveEMA(SaveModelCallback):
         with self.learn.ema.averaged(): super()._save(name)
 
 # %% ../nbs/01a_adv_train.ipynb #ca7fd2b0
+def _with_state(learn): return [c for c in learn.cbs if isinstance(c, AdvCallback) and hasattr(c, 'state_dict')]
+
 class SaveRun(SaveModelCallback):
-    """After every few epochs and after the last, save what an interrupted fit needs to go on: weights, optimiser,
-    average of `EMA`, random numbers; `learn.resume` loads the newest. A second one needs a name of its own"""
+    """After every few epochs and after the last, save what an interrupted fit needs to go on: weights, optimiser, random
+    numbers, the epochs lived, and the state of each callback that has a `state_dict`, such as the average of `EMA`;
+    `learn.resume` loads the newest. A second one needs a name of its own"""
     def __init__(self,
         fname:str='run', # The files are called `run_0.pth`, `average_run_0.pth`, `run_1.pth`, ...
         every:int=1, # Epochs between two states
@@ -761,9 +764,9 @@ class SaveRun(SaveModelCallback):
         if self.epoch%self.every_epoch==0 or self.epoch==self.n_epoch-1: self._save(f'{self.fname}_{self.epoch}')
     def state(self)->dict: # For `torch.save`
         "What is kept beside weights and optimiser"
-        ema,order = first(c for c in self.learn.cbs if isinstance(c, EMA)),getattr(self.dls.train,'rng',None)
-        return dict(about=self.about, epochs=self.n_epoch, torch=torch.get_rng_state(),
-            order=order and order.getstate(), **(ema.state_dict() if ema else {}))
+        order,lived = getattr(self.dls.train,'rng',None),self.learn.__dict__.get('epochs_lived')
+        return dict(about=self.about, epochs=self.n_epoch, torch=torch.get_rng_state(), order=order and order.getstate(),
+            lived=vars(lived) if lived else None, callbacks={c.name:c.state_dict() for c in _with_state(self.learn)})
     def _save(self, name):
         super()._save(name)
         if not rank_distrib(): torch.save(self.state(), self.learn.path/self.learn.model_dir/f'average_{name}.pth')
@@ -791,8 +794,9 @@ def resume(self:Learner,
     epoch,state = self.last_run(fname, about)
     if state is None: return 0
     self.load(f'{fname}_{epoch}', with_opt=True)
-    ema = first(c for c in self.cbs if isinstance(c, EMA))
-    if ema and 'average' in state: ema.load_state_dict(state)
+    for c in _with_state(self):
+        if c.name in state['callbacks']: c.load_state_dict(state['callbacks'][c.name])
+    if state['lived']: self.epochs_lived = Epochs(**state['lived'])
     torch.set_rng_state(state['torch'].cpu())
     if state['order']: self.dls.train.rng.setstate(state['order'])
     return epoch+1

@@ -346,7 +346,11 @@ def check_dls(
 # %% ../nbs/00_core.ipynb #e1b9b1b2
 class Epochs:
     "The number of the epoch in a Learner's life, whatever fits it was trained in"
-    def __init__(self): self.before,self.epoch,self.open = 0,-1,False
+    def __init__(self,
+        before:int=0, # Epochs of earlier fits
+        epoch:int=-1, # The last one of this fit
+        open:bool=False, # Is it incomplete?
+    ): store_attr()
     def begin(self,
         epoch:int, # Number of the epoch in its fit, from 0
     ):

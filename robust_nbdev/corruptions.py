@@ -195,7 +195,7 @@ def _frost_folder():
         spec = importlib.util.find_spec(pkg)
         for o in spec.submodule_search_locations or [] if spec else []:
             if (Path(o)/sub).is_dir(): return Path(o)/sub
-    raise ImportError("frost needs photographs of ice: pip install 'robust-nbdev[corruptions]', or leave frost out of the corruptions")
+    raise ImportError("frost needs photographs of ice: pip install corrupt-tta, or leave frost out of the corruptions")
 
 @lru_cache
 def _photos():
@@ -695,7 +695,7 @@ def read_video(
         frames = sorted(get_image_files(path), key=lambda f: natural_key(f.name))
         return torch.stack([torch.from_numpy(np.array(open_image(f))).permute(2,0,1) for f in frames])/255
     try: import cv2
-    except ImportError as e: raise ImportError("reading videos needs OpenCV: pip install 'robust-nbdev[corruptions]'") from e
+    except ImportError as e: raise ImportError("reading videos needs OpenCV: pip install opencv-python-headless") from e
     v,out = cv2.VideoCapture(str(path)),[]
     while (o := v.read())[0]: out.append(torch.from_numpy(o[1][...,::-1].copy()).permute(2,0,1))
     v.release()

@@ -566,7 +566,7 @@ def read_folders(
 # %% ../nbs/00b_data.ipynb #3082fea6
 def _pq():
     try: import pyarrow.parquet as pq
-    except ImportError as e: raise ImportError("reading parquet files needs pyarrow: pip install 'robust-nbdev[data]'") from e
+    except ImportError as e: raise ImportError("reading parquet files needs pyarrow: pip install pyarrow") from e
     return pq
 
 class ParquetColumn:

@@ -11,6 +11,7 @@ __all__ = ['hard_labels', 'unfair', 'fair', 'few_classes', 'eval_batches', 'Feed
 # %% ../nbs/01b_evaluate.ipynb #3a9f66eb
 import base64,dis,hashlib,importlib.util,json,math,os,re,sys,time,platform,types,warnings,zipfile
 import torch.distributed as dist
+from contextvars import ContextVar
 from functools import singledispatch
 from html import escape
 from PIL import Image
@@ -619,6 +620,8 @@ def _(o, see): return see(o.__func__),see(o.__self__)
 def _(o, see): return see(type(o)),see(o.func),see(o.args),see(o.keywords),see.names(vars(o))
 @_made_of.register(types.ModuleType)
 def _(o, see): return o.__name__
+@_made_of.register(ContextVar)
+def _(o, see): return o.name
 @_made_of.register(torch.Generator)
 def _(o, see): return see(o.get_state())
 for _t in (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MemberDescriptorType,
