@@ -126,7 +126,7 @@ def base_loss(self:AdvTrain):
 def with_fields(
     attack, # An attack with `but`
     kw:dict, # Field -> value
-): # The same kind of attack
+)->object: # The same kind of attack
     "A copy with other fields: a new `eps` takes a given step length along, unless there is a new `alpha` too"
     if 'eps' not in kw or 'alpha' in kw or not isinstance(attack, Value): return attack.but(**kw)
     rest = {k:v for k,v in kw.items() if k!='eps'}

@@ -268,13 +268,13 @@ def attack_mode(
 def outputs(
     model, # Takes images [B,C,H,W]
     x:Tensor, # Images [B,C,H,W]; not changed, whatever the model does to its input
-): # Whatever the model returns
+)->object: # Whatever the model returns
     "What the model returns for a copy of `x`; to keep it beyond the next call, `own` it"
     return model(x.clone())
 
 def own(
     o, # A tensor; or tuples, lists and dicts of tensors
-): # The same with copies
+)->object: # The same with copies
     "A copy of a model's output: some models answer in a buffer that they use again"
     return o.clone() if isinstance(o, Tensor) else tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, o)
 

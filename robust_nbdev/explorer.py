@@ -257,7 +257,7 @@ class Memory:
     def __call__(self,
         f, # A function; arguments that can be keys of a dictionary
         n:int=512, # Results that are kept
-    ): # The function, with a memory
+    )->object: # The function, with a memory
         "Let `f` remember"
         f = lru_cache(n)(f)
         self.forget.append(f.cache_clear)

@@ -214,23 +214,42 @@ class ToraModel(Seam):
         still(self)
         self.tora.train()       # `says` asks for the mode, also while the heads are fixed
         return self
-    def forward_features(self, x, attn_mask=None, **kw):
+    def forward_features(self,
+        x:Tensor, # Images [B,C,H,W]
+        attn_mask:Tensor=None, # For the attention between the model's own N tokens [...,N,N]
+        **kw # As timm's
+    )->Tensor: # Tokens [B,N,D], two class tokens first where there are two
+        "The tokens after the last norm"
         mask = self.mask(attn_mask, kw)
         return super().forward_features(x, **({} if mask is None else dict(attn_mask=mask)), **kw)
-    def forward_intermediates(self, *args, **kw):
+    def forward_intermediates(self,
+        *args, # As timm's
+        **kw # As timm's
+    )->object: # As timm's
+        "As timm's; raises ValueError where there are two class tokens, which it cannot count"
         if self.added_prefix:
             raise ValueError('forward_intermediates counts one class token, and there are two: use '
                 'block_outputs(model, x)')
         return super().forward_intermediates(*args, **kw)
-    def forward_head(self, x, pre_logits=False):
+    def forward_head(self,
+        x:Tensor, # What `forward_features` returns [B,N,D]
+        pre_logits:bool=False, # The class token instead of logits?
+    )->Tensor: # Logits [B,classes], or [B,D]
+        "The answer of the head that speaks"
         t = self.tora
         if not pre_logits: return t.logits(self, x)
         if t.says not in t.heads and self.added_prefix:
             raise ValueError("each head has a class token of its own: say whose, with use_head(model, 'acc') or "
                 "'rob'")
         return self.head_drop(self.fc_norm(x[:,t.token(t.says) if t.says in t.heads else 0]))
-    def get_classifier(self): return self.tora.heads
-    def reset_classifier(self, *args, **kw):
+    def get_classifier(self)->nn.ModuleDict: # By side
+        "The heads that answer"
+        return self.tora.heads
+    def reset_classifier(self,
+        *args, # Not taken
+        **kw # Not taken
+    ):
+        "Raises ValueError: the heads are copies of the one that would change"
         raise ValueError('the heads that answer are copies of the one that would change: remove_tora(model), '
             'reset_classifier, and begin again')
 

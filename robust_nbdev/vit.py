@@ -290,8 +290,20 @@ class Seam:
         "Tell every module that a part works in which part is this model's"
         for name,s in self.seams.items():
             for place in s.places: _tell(_submodule(self, place), name, self._modules[name])
-    def forward_features(self, *args, **kw): self.join(); return super().forward_features(*args, **kw)
-    def forward_intermediates(self, *args, **kw): self.join(); return super().forward_intermediates(*args, **kw)
+    def forward_features(self,
+        *args, # As timm's
+        **kw # As timm's
+    )->Tensor: # Tokens [B,N,D]
+        "The model's own, with its own parts"
+        self.join()
+        return super().forward_features(*args, **kw)
+    def forward_intermediates(self,
+        *args, # As timm's
+        **kw # As timm's
+    )->object: # As timm's
+        "The model's own, with its own parts"
+        self.join()
+        return super().forward_intermediates(*args, **kw)
     def __reduce_ex__(self, protocol): return (_blank, (type(self).plain,type(self).kinds), *super().__reduce_ex__(protocol)[2:])
 
 @lru_cache(maxsize=None)
@@ -476,7 +488,12 @@ def _check_plain(m, model, name, what):
 # %% ../nbs/00a_vit.ipynb #70a31789
 class TokenModel(Seam):
     "A model with extra tokens: it returns logits or one of the token sequences, as its `extra_tokens.out` says"
-    def forward(self, x, *args, **kw):
+    def forward(self,
+        x:Tensor, # Images [B,C,H,W]
+        *args, # As timm's
+        **kw # As timm's
+    )->Tensor: # Logits [B,classes], or tokens [B,N,D]
+        "What `extra_tokens.out` says"
         t = self.extra_tokens
         _check_out(self, t.out)
         if t.out=='logits': return super().forward(x, *args, **kw)
@@ -485,11 +502,21 @@ class TokenModel(Seam):
         finally: t.all = False
         n,r = self.num_prefix_tokens,getattr(self,'num_reg_tokens',0)
         return torch.cat([z[:,:n-r], z[:,n:]], 1) if t.out=='cls_patch' and r else z
-    def forward_features(self, x, *args, **kw):
+    def forward_features(self,
+        x:Tensor, # Images [B,C,H,W]
+        *args, # As timm's: a mask for the attention between the model's own tokens
+        **kw # As timm's, `attn_mask` among them
+    )->Tensor: # Tokens [B,N,D]
+        "The tokens; a mask is widened for the extra ones"
         if args: args = self.wide(x, args[0]),*args[1:]
         if 'attn_mask' in kw: kw = {**kw, 'attn_mask':self.wide(x, kw['attn_mask'])}
         return super().forward_features(x, *args, **kw)
-    def forward_intermediates(self, x, *args, **kw):
+    def forward_intermediates(self,
+        x:Tensor, # Images [B,C,H,W]
+        *args, # As timm's
+        **kw # As timm's
+    )->object: # As timm's
+        "Outputs of blocks; a mask is widened for the extra tokens"
         if 'attn_mask' in kw: kw = {**kw, 'attn_mask':self.wide(x, kw['attn_mask'])}
         return super().forward_intermediates(x, *args, **kw)
     def wide(self,

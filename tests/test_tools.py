@@ -35,11 +35,12 @@ def nothing(x): # Anything
     if x: return
     return None
 
-def two_lines(
+def two_paragraphs(
     x, # Anything
 ):
     """Two
-    lines"""
+
+    paragraphs"""
 
 def stream(
     n:int, # How many
@@ -73,7 +74,7 @@ class Fields:
     a:int # The first
     b:int=0
 
-@pytest.mark.parametrize('o,bad', [(good,[]), (bare,['docstring','x','y','return']), (nothing,[]), (two_lines,['docstring of one line']), (stream,['return']),
+@pytest.mark.parametrize('o,bad', [(good,[]), (bare,['docstring','x','y','return']), (nothing,[]), (two_paragraphs,['docstring of one paragraph']), (stream,['return']),
     (Base,[]), (Base.f,[]), (Base.p,[]), (Base.q,['docstring']), (Child,['docstring']), (Child.g,['docstring','x','return']), (Fields,['b'])], ids=lambda o: getattr(o,'__name__',None) or (o.fget.__name__ if isinstance(o,property) else ''))
 def test_lint_finds(lint, monkeypatch, o, bad):
     monkeypatch.setattr(lint, 'PKG', __name__.split('.')[0])
@@ -90,7 +91,7 @@ def test_methods_of_other_libraries_are_described_there_but_not_what_forward_tak
         def forward(self, x): return x
         def extra_repr(self): return ''
     assert lint.lacks(M.extra_repr, [nn.Module.extra_repr])==[]
-    assert lint.lacks(M.forward, [nn.Module.forward])==['docstring of one line','x','return']
+    assert lint.lacks(M.forward, [nn.Module.forward])==['docstring of one paragraph','x','return']
 
 def test_everything_that_nbdev_has_indexed_is_looked_at(lint):
     seen = {s for s,_,_ in lint.symbols()}

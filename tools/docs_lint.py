@@ -1,4 +1,4 @@
-"""List what the API pages lack: a docstring of one line for every public symbol, a comment for every parameter and return.
+"""List what the API pages lack: a docstring of one paragraph for every public symbol, a comment for every parameter and return.
 
 interrogate counts docstrings only; pydoclint, numpydoc and ruff's D rules read docstring sections: none reads docments, the comments that nbdev's pages are made of.
 
@@ -56,7 +56,7 @@ def lacks(o, bases=()):
     "What symbol `o` lacks; `bases`: the same method in its class's bases, nearest first"
     if not (inspect.isclass(o) or function(o)): return []
     doc,names,docs = class_parts(o) if inspect.isclass(o) else function_parts(o, bases)
-    bad = [] if doc and '\n' not in doc.strip() else ['docstring of one line'] if doc else ['docstring']
+    bad = [] if doc and '\n\n' not in doc.strip() else ['docstring of one paragraph'] if doc else ['docstring']
     return bad+[k for k in names if not any(d.get(k) for d in docs)]
 
 def symbols():
