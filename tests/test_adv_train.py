@@ -490,3 +490,27 @@ def test_a_model_that_writes_into_its_input():
 def test_compiled_model_trains():
     l = synth_learner(cbs=AdvTrain(ADV)); l.model = torch.compile(l.model, backend='eager'); l.fit(1, 1e-3)
     assert len(l.recorder.values)==1
+
+class Counts(AdvCallback):
+    "A callback with a state of its own"
+    n = 0
+    def after_step(self): self.n += 1
+    def state_dict(self): return dict(n=self.n)
+    def load_state_dict(self, state): self.n = state['n']
+
+def test_a_resumed_run_gives_callbacks_their_state_and_the_epochs_lived(tmp_path):
+    def learner():
+        set_seed(0)
+        learn = synth_learner(cbs=[Counts(), EMA(.9)])
+        learn.path = tmp_path
+        return learn
+    with (learn := learner()).no_bar(), learn.no_logging():
+        learn.fit(1)
+        learn.fit(3, cbs=[SaveRun('r'), CancelAt(1)])
+    again = learner()
+    assert again.resume('r')==1 and again.counts.n==2*len(again.dls.train) and again.epochs_lived.now==1 and again.ema.n==len(again.dls.train)
+
+class CancelAt(Callback):
+    def __init__(self, epoch): self.at = epoch
+    def before_epoch(self):
+        if self.epoch==self.at: raise CancelFitException()

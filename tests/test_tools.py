@@ -144,7 +144,7 @@ def checkpoints(monkeypatch, tmp_path):
     from robust_nbdev.datasets import fashion_mnist
     t = tool('train_checkpoints'); key = 'fashion_mnist_vit'
     monkeypatch.setattr(t, 'loaders', lambda key, row, seed: fashion_mnist(n_train=32, n_valid=16, bs=16, device=torch.device('cpu')))
-    def run(epochs, **kw): t.train(key, None, epochs, tmp_path, 7, **kw); return json.loads((tmp_path/f'{key}.json').read_text()),t.load_file(tmp_path/f'{key}.safetensors')
+    def run(epochs, **kw): t.train(key, t.ROWS[key], None, epochs, tmp_path, 7, **kw); return json.loads((tmp_path/f'{key}.json').read_text()),t.load_file(tmp_path/f'{key}.safetensors')
     return t,run,tmp_path/f'{key}_epochs'
 
 class Killed(Exception): pass
@@ -160,13 +160,13 @@ def test_a_training_goes_on_where_it_was_stopped(checkpoints, monkeypatch, capsy
         else: m.setattr(t.EMA, 'after_step', lambda self: killed() if self.epoch==stop else setattr(self, 'n', self.n+1))
         with pytest.raises(Killed): run(epochs, every=2)
     saved = sorted(int(f.stem.split('_')[1]) for f in d.glob(f'{epochs}_*.pth')); assert saved==[o for o in range(epochs) if o<stop and (o%2==0 or o==epochs-1)]
-    if saved: f = d/f'average_{epochs}_{last}.pth'; s = torch.load(f); assert s['steps']==2*(last+1); torch.save({**s, 'seconds':1200.}, f)
+    if saved: f = d/f'average_{epochs}_{last}.pth'; s = torch.load(f); assert s['callbacks']['ema']['steps']==2*(last+1); torch.save({**s, 'seconds':1200.}, f)
     capsys.readouterr(); card,w = run(epochs, every=2); said = capsys.readouterr().out
     assert f'goes on after epoch {last}' in said if saved else 'goes on' not in said
     assert (20 if saved else 0)<=card['minutes']<(25 if saved else 5) and card['epochs']==epochs and set(card['holdout'])=={'accuracy','ema_accuracy'}
     assert card['command']==f'python tools/train_checkpoints.py fashion_mnist_vit --epochs {epochs} --seed 7'
-    assert torch.load(d/f'average_{epochs}_{epochs-1}.pth')['steps']==2*epochs                # of all epochs, before and after
-    if stop==epochs: assert s['holdout']==card['holdout'] and all(torch.equal(v.half(), s['average']['model.'+k].half()) for k,v in w.items() if v.is_floating_point())
+    assert torch.load(d/f'average_{epochs}_{epochs-1}.pth')['callbacks']['ema']['steps']==2*epochs                # of all epochs, before and after
+    if stop==epochs: assert s['holdout']==card['holdout'] and all(torch.equal(v.half(), s['callbacks']['ema']['average']['model.'+k].half()) for k,v in w.items() if v.is_floating_point())
 
 def test_an_incomplete_state_is_not_gone_on_with(checkpoints, capsys):
     "The average of a state is written last: without it the one before counts"
@@ -239,3 +239,30 @@ def test_a_figure_is_described_by_what_stands_above_it(docs, tmp_path):
     f = tmp_path/'a.html'; f.write_text('<h2>Heads</h2><img src="data:image/png;base64,AA"><p>A <em>map</em> of \\(x\\) &amp; y. More.</p><img src="data:image/png;base64,AA"><img alt="own" src="data:image/png;base64,AA">')
     docs.describe(tmp_path); t = f.read_text()
     assert '<img alt="Figure: Heads" src' in t and '<img alt="Figure: A map of x &amp; y." src' in t and t.count('alt=')==3
+
+# --- the teacher of the small checkpoints -----------------------------------------------------------------------------------------
+
+@pytest.fixture
+def teacher(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT/'tools'))
+    return pytest.importorskip('teacher')
+
+def test_a_view_belongs_to_the_image_and_not_to_its_place(teacher):
+    import numpy as np
+    a = np.random.default_rng(0).integers(0, 256, (6,8,8,3)).astype(np.uint8)
+    i = np.array([3,0,5])
+    for v in range(3): assert (teacher.view(a, teacher.image_hashes(a), v)[i]==teacher.view(a[i], teacher.image_hashes(a[i]), v)).all()
+    assert (teacher.view(a, teacher.image_hashes(a), 0)==a).all() and (teacher.view(a, teacher.image_hashes(a), 1)!=a).any()
+
+def test_taught_batches_carry_what_the_teacher_said_of_them(teacher, tmp_path):
+    import numpy as np, torch
+    from robust_nbdev.all import fashion_mnist
+    dls = fashion_mnist(n_train=64, n_valid=10, bs=16, mode='RGB', batch_tfms=None)
+    a = dls.train.dataset.tls[0].items
+    h = teacher.image_hashes(a); order = h.argsort().numpy()
+    said = a.reshape(len(a), -1)[:,300:310].astype(np.float16)                     # a teacher whose answer tells the image
+    for v in range(2): np.savez(tmp_path/f'view{v}.npz', hashes=h.numpy()[order], logits=said[order]+v)
+    dl = teacher.teach(dls, tmp_path).train; dl.v = 0
+    for x,y,t in dl: assert torch.equal((255*x).round().permute(0,2,3,1).reshape(len(x),-1)[:,300:310], t)
+    np.savez(tmp_path/'view0.npz', hashes=np.sort(h.numpy()+1), logits=said); np.savez(tmp_path/'view1.npz', hashes=np.sort(h.numpy()+1), logits=said)
+    with pytest.raises(ValueError, match='no labels for some'): teacher.teach(dls, tmp_path)

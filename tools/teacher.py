@@ -1,6 +1,7 @@
 """Soft labels of a teacher for fixed views of the CIFAR-10 training images, so that distillation costs nothing a step.
 
 python tools/teacher.py
+python tools/train_checkpoints.py cifar10_vit --start cifar10_vit --teacher robust_out/teacher --epochs 12
 
 The teacher is the plainly trained ResNet-18 that travels with pyautoattack as its example. A view is a shift of up to four
 pixels and maybe a mirror image; which one follows from the image's own pixels and the number of the view. One file a view."""
@@ -52,6 +53,44 @@ def read_labels(folder):
     parts = [dict(np.load(f)) for f in files]
     if any((p['hashes']!=parts[0]['hashes']).any() for p in parts): raise ValueError(f'{folder} mixes labels of different images')
     return torch.from_numpy(parts[0]['hashes']),torch.from_numpy(np.stack([p['logits'] for p in parts])).float()
+
+class Distilled(nn.Module):
+    "The cross-entropy of the labels, and the KL to what a teacher has said, both softened by the temperature `T`"
+    def __init__(self,
+        T:float=4., # Temperature
+        share:float=.5, # Of the KL
+    ): super().__init__(); self.T,self.share = T,share
+    def forward(self, z, y, t=None):
+        hard = F.cross_entropy(z, y)
+        if t is None: return hard                              # validation
+        soft = F.kl_div((z/self.T).log_softmax(1), (t/self.T).softmax(1), reduction='batchmean')*self.T**2
+        return (1-self.share)*hard+self.share*soft
+
+class TaughtDL(BatchDL):
+    "Batches of one view, with the teacher's logits as a second target"
+    v = 0
+    def create_batches(self, samps):
+        images,labels = [tl.items for tl in self.dataset.tls]
+        for i in self.chunkify(samps):
+            k = self.row[i]
+            x = torch.from_numpy(view(images[i], self.hashes[k], self.v))
+            yield TensorImage(x.permute(0,3,1,2).contiguous()),TensorCategory(torch.as_tensor(labels[i])),self.logits[self.v,k]
+
+class NextView(Callback):
+    "Each epoch shows the next view"
+    run_valid = False
+    def before_train(self): self.dl.v = self.epoch%len(self.dl.logits)
+
+def teach(dls, folder):
+    "Let the training batches carry what the teacher says of them; raises ValueError where it has not seen an image"
+    old,(hashes,logits) = dls.train,read_labels(folder)
+    own = image_hashes(old.dataset.tls[0].items)
+    row = torch.searchsorted(hashes, own).clamp(max=len(hashes)-1)
+    if not torch.equal(hashes[row], own): raise ValueError(f'{folder} has no labels for some of the training images: python tools/teacher.py --out {folder}')
+    new = old.new(cls=TaughtDL)
+    new.rng,new.hashes,new.logits,new.row = old.rng,hashes,logits,row.numpy()
+    dls.loaders[0] = new
+    return dls
 
 @call_parse
 def main(

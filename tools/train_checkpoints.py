@@ -9,6 +9,8 @@ from fastcore.script import call_parse
 from safetensors.torch import load_file, save_file
 from robust_nbdev.all import *
 from robust_nbdev.models import _DATA, _NETS, half_weights, small_model
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from teacher import Distilled, NextView, teach
 
 DATA = Path(__file__).resolve().parents[1]/'robust_nbdev'/'data'
 adamw = partial(OptimWrapper, opt=torch.optim.AdamW)
@@ -33,11 +35,13 @@ def parts(key):
     return data,key[len(data)+1:].removesuffix('_robust'),key.endswith('_robust')
 
 def loaders(key, row, seed):
-    "All training images but 1000, shifted and mirrored; plain models get erased rectangles too"
+    "All training images but 1000, shifted and mirrored; plain models get erased rectangles too, a teacher's pupils its views"
     data,_,robust = parts(key)
     tfms = [CropFlip(4 if data=='cifar10' else 2)]+([] if robust else [erase()])
     kw = dict(full=True) if data=='fashion_mnist' else {}
-    return dataset(data, bs=row.bs, valid='holdout', n_valid=1000, seed=seed, batch_tfms=tfms, **kw)
+    teacher = getattr(row,'teacher',None)
+    dls = dataset(data, bs=row.bs, valid='holdout', n_valid=1000, seed=seed, batch_tfms=[] if teacher else tfms, **kw)
+    return teach(dls, teacher) if teacher else dls
 
 def file_of(key, out):
     "The newest file of a checkpoint: of this run, else of the package"
@@ -65,8 +69,11 @@ def learner(key, row, out, seed, dls):
         new = model.model.load_state_dict(old, strict=False)
         if new.unexpected_keys or set(new.missing_keys)-{'reg_token'}: raise ValueError(f'{row.start} does not fit {key}: {new}')
     cbs = [EMA(.998), GradientClip(1.)]
-    cbs += [AdvTrain(pgd[data], eps=warmup(pgd[data].eps, pct=.1), alpha=pgd[data].alpha)] if robust else [MixUp(row.mix)]
-    learn = Learner(dls, model, CrossEntropyLossFlat(label_smoothing=getattr(row,'smooth',0.)), opt_func=adamw, splitter=no_decay_split, wd=[.05,0.],
+    teacher = getattr(row,'teacher',None)
+    if robust: cbs += [AdvTrain(pgd[data], eps=warmup(pgd[data].eps, pct=.1), alpha=pgd[data].alpha)]
+    else: cbs += [NextView() if teacher else MixUp(row.mix)]
+    loss = Distilled() if teacher else CrossEntropyLossFlat(label_smoothing=getattr(row,'smooth',0.))
+    learn = Learner(dls, model, loss, opt_func=adamw, splitter=no_decay_split, wd=[.05,0.],
                     metrics=[accuracy, OnAverage(accuracy)]+([OnAverage(RobustAccuracy(pgd[data].but(steps=10, alpha=None)))] if robust else []), cbs=cbs, path=out, model_dir=f'{key}_epochs')
     return learn.to_bf16() if dls.device.type=='cuda' else learn
 
@@ -100,9 +107,14 @@ def go_on(learn, n, about):
     learn.resume(str(n), about); print(f'{learn.model_dir}: goes on after epoch {epoch}')
     return epoch+1,state['seconds'],state['holdout']
 
-def train(key, minutes, epochs, out, seed, every=5):
+def changed(key, start, teacher, lr):
+    "The row of a checkpoint, with what the command line says instead"
+    if teacher and (parts(key)[0]!='cifar10' or parts(key)[2]): raise ValueError(f'the teacher knows plain CIFAR-10 images, {key} is trained on others')
+    return Row(**{**vars(ROWS[key]), **{k:v for k,v in dict(start=start, teacher=teacher, lr=lr).items() if v}})
+
+def train(key, row, minutes, epochs, out, seed, every=1):
     "One checkpoint, from its row to its file"
-    row,t = ROWS[key],time.perf_counter()
+    t = time.perf_counter()
     begun = dict(start_sha256=sha256(file_of(row.start, out))) if hasattr(row,'start') else {}
     make = partial(learner, key, row, out, seed, loaders(key, row, seed))
     n = epochs or (epochs_in(minutes-(time.perf_counter()-t)/60, make) if minutes else row.epochs)
@@ -113,7 +125,7 @@ def train(key, minutes, epochs, out, seed, every=5):
         with learn.no_bar(): learn.fit_one_cycle(n, row.lr, pct_start=.1, start_epoch=start, cbs=SaveState(str(n), every, about, t))
         held = holdout(learn)
     with learn.ema.averaged(): save_file(half_weights(unwrap(get_model(learn.model))), out/f'{key}.safetensors')
-    card = dict(recipe={k:v for k,v in vars(row).items() if k!='epochs'}, **begun, augment='CropFlip'+', RandomErasing, MixUp'*(not parts(key)[2]), attack=repr(pgd[parts(key)[0]]) if parts(key)[2] else None,
+    card = dict(recipe={k:v for k,v in vars(row).items() if k!='epochs'}, **begun, augment="the teacher's views" if hasattr(row,'teacher') else 'CropFlip'+', RandomErasing, MixUp'*(not parts(key)[2]), attack=repr(pgd[parts(key)[0]]) if parts(key)[2] else None,
         epochs=n, minutes=round((time.perf_counter()-t)/60, 1), seed=seed, n_train=learn.dls.train.n, command=f'python tools/train_checkpoints.py {key} --epochs {n} --seed {seed}', machine=machine(learn.dls.device),
         holdout=held)
     (out/f'{key}.json').write_text(json.dumps(card)); print(key, card, flush=True)
@@ -159,6 +171,9 @@ def main(
     aa:int=500, # Test images for AutoAttack; 0: none
     bs:int=250, # Batch size of measurements
     seed:int=42, # Of data, weights and training
+    start:str=None, # Checkpoint whose weights it begins with; default: the row's
+    teacher:str=None, # Folder of `tools/teacher.py`; default: none
+    lr:float=None, # Highest learning rate; default: the row's
     device:str=None, # Default: a GPU where there is one
 ):
     "Train small checkpoints, or measure them"
@@ -166,5 +181,5 @@ def main(
     keys = list(ROWS) if names=='all' else names.split(',')
     if bad := [o for o in keys if o not in ROWS]: sys.exit(f'no checkpoint {bad[0]!r}, there are: {", ".join(ROWS)}')
     for key in keys:
-        if not measure: train(key, minutes, epochs, out, seed)
+        if not measure: train(key, changed(key, start, teacher, lr), minutes, epochs, out, seed)
         else: describe(key, out, measured(key, out, n, aa, bs, device or default_device()))
