@@ -36,7 +36,7 @@ def folder_dls(): return image_dls(source(), mode='L', valid='only', bs=16, devi
 
 SOURCES = dict(tensors=shifted, arrays=lambda: tuple(o.numpy() for o in shifted()), torch=lambda: DataLoader(TensorDataset(*shifted()), batch_size=16),
     subset=lambda: DataLoader(Subset(TensorDataset(*shifted()), range(N)), batch_size=16), concat=lambda: DataLoader(ConcatDataset([TensorDataset(*(o[i:i+60] for o in shifted())) for i in (0,60)]), batch_size=16),
-    pairs=lambda: DataLoader(list(zip(*shifted())), batch_size=16), fastai=lambda: FastDataLoader(list(zip(*shifted())), bs=16), learner=lambda: folder_dls().valid,
+    pairs=lambda: DataLoader(list(zip(*shifted())), batch_size=16), fastai=lambda: FastDataLoader(list(zip(*shifted())), bs=16),
     targets=lambda: DataLoader(type('D', (Plain,), dict(targets=property(lambda s: s.y_.tolist())))(), batch_size=16))
 ORDERS = dict(sorted=np.repeat(range(4), 30), blocks=np.repeat([2,0,3,1], 30), down=np.repeat([3,2,1,0], 30), tail=np.r_[np.repeat(range(4), 20), np.random.default_rng(0).permutation(np.repeat(range(4), 10))],
     twice=np.repeat([0,1,2,3,0,1,2,3], 15), uneven=np.repeat(range(4), [60,30,20,10]), halves=np.random.default_rng(0).permuted(np.repeat(range(4), 30).reshape(2,60), axis=1).reshape(-1))
@@ -99,7 +99,10 @@ def benched(m):
     "The first images of a copy in another order than the published one"
     with mock.patch('robust_nbdev.cli.find_images', lambda *a: source()): rep = lib.robust_bench(m, 'fashion_mnist', n=20, attacks=[FGSM(.1)], eps=.1, strict=False).report
     for o in rep.warnings: warnings.warn(o)
-def learner(m): return Learner(folder_dls(), m, loss_func=CrossEntropyLossFlat())
+def learner(m):
+    "Of sorted data that this library's own loaders have not mixed"
+    dls = DataLoaders(*[FastDataLoader(list(zip(*shifted())), bs=16) for _ in range(2)])
+    return Learner(dls, m, loss_func=CrossEntropyLossFlat())
 ENTRIES = {
     'eval_batches':lambda m: torch.cat([y for _,_,y in eval_batches(shifted(), 20)]),
     'fair':lambda m: fair(shifted(), 20)[0][1],
@@ -122,7 +125,7 @@ PENDING = {k:'belongs to another notebook, no entry yet' for k in
 # A number of something else (restarts, tokens, patches, epochs, classes), images that are made, or those of a dataset, through `image_dls`
 OTHER = set("""Around.restart Around.eot Attack.restart Attack.eot AttnScales.__init__ ExtraTokens.__init__ PatchFool.choose RandomTokens.__init__ Replay.__init__
     XcitRecipe.in_epochs add_tokens check_logits gaussian_images interval n_occluded planted_images random_keep sketch token_sets unfair
-    camvid cifar10 cifar100 fashion_mnist imagenet imagenet100 imagenette find_source""".split())
+    camvid cifar10 cifar100 fashion_mnist imagenet imagenet100 imagenette find_source Difference.__init__ above_chance whole""".split())
 
 def takers():
     "Public functions of the library, methods among them, that take a number of images"

