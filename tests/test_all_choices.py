@@ -32,7 +32,6 @@ class Plain(Dataset):
     def __getitem__(self, i): return self.x[i],int(self.y_[i])
 def source():
     x,y = shifted(); return ImageSource({k:((255*x[:,0]).byte().numpy(),y.numpy()) for k in ('train','test')}, NAMES)
-def folder_dls(): return image_dls(source(), mode='L', valid='only', bs=16, device='cpu')
 
 SOURCES = dict(tensors=shifted, arrays=lambda: tuple(o.numpy() for o in shifted()), torch=lambda: DataLoader(TensorDataset(*shifted()), batch_size=16),
     subset=lambda: DataLoader(Subset(TensorDataset(*shifted()), range(N)), batch_size=16), concat=lambda: DataLoader(ConcatDataset([TensorDataset(*(o[i:i+60] for o in shifted())) for i in (0,60)]), batch_size=16),
