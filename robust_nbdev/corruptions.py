@@ -881,9 +881,18 @@ def _logits(model, x):
     with attack_mode(model), torch.no_grad(): z = outputs(model, check_images(x, model))
     return check_logits(z, x, torch.zeros(len(x))).as_subclass(Tensor)
 
+def _modules(model):
+    "Names and modules of a model, without what compiles it or shares it among GPUs"
+    net = getattr(model, '_orig_mod', model)
+    return list(get_model(net).named_modules()) if isinstance(net, nn.Module) else []
+
+def _numbers(model):
+    "Numbers among the attributes of a model and its parts"
+    return {(n,k):v for n,m in _modules(model) for k,v in vars(m).items() if isinstance(v, (int,float))}
+
 def _judge_all(model, data, bs, dev):
     "Per image: right or wrong, class, label; hashes of all and of the first 16 images; the first batch and its outputs"
-    got,begin = [],None
+    got,begin,numbers = [],None,_numbers(model)
     for i,x,y in eval_batches(data, None, bs, dev):
         z = _logits(model, x)
         p = z.argmax(1).masked_fill(z.isnan().any(1), -1)
@@ -893,6 +902,7 @@ def _judge_all(model, data, bs, dev):
     ok,pred,y,keys = [torch.cat(o) for o in zip(*got)]
     res = SimpleNamespace(ok=ok.numpy(), pred=pred.numpy(), y=y.numpy(), images=_hex(keys), first=_hex(keys[:16]))
     res.x,res.z = begin
+    res.counted = {k for k,v in _numbers(model).items() if numbers.get(k)!=v}
     return res
 
 def _line(name, severity, judged, seed, t):
@@ -910,15 +920,25 @@ def _add(rep, name, severity, judged, t):
 # %% ../nbs/01c_corruptions.ipynb #63648dc3
 _same_run = ('fingerprint','images','data','n','seed','table')
 
-def _model_meta(model, z):
-    "What tells a model from another one: its name, its weights, its code, and its outputs for the first batch"
+def _settings(model, counted):
+    "A hash of a model's attributes and globals, without weights, mode and the numbers that `counted` names"
+    def bare(name, m):
+        twin = object.__new__(type(m))
+        leave = {'training','_parameters','_modules'}
+        twin.__dict__.update({k:v for k,v in vars(m).items() if k not in leave and (name,k) not in counted})
+        return twin
+    return identity(*[bare(*o) for o in _modules(model)])
+
+def _model_meta(model, judged):
+    "What tells a model from another one: its name, weights, code, settings, and its outputs for the first batch"
     net = type(unwrap(model)).__name__ if isinstance(model, nn.Module) else getattr(model,'__name__','model')
-    return dict(model=net, fingerprint=fingerprint(model), code=identity(model, data=False), outputs=sketch(z))
+    return dict(model=net, fingerprint=fingerprint(model), code=identity(model, data=False),
+        settings=_settings(model, judged.counted), outputs=sketch(judged.z))
 
 def _fresh_report(model, src, begin, seed, table, dev):
     "A report with its first row; `begin`: (what was judged, corruption, severity, when it began)"
     judged,name,sev,t = begin
-    n,about = len(judged.ok),_model_meta(model, judged.z)
+    n,about = len(judged.ok),_model_meta(model, judged)
     title = f'Accuracy of {about["model"]} under common corruptions ({src.name}), n={n}, seed={seed}'
     doubts = _size_doubt(judged.x, table, (32,64,224)) if isinstance(src, Corrupted) else []
     run = dict(images=judged.images, data=src.name, n=n, seed=seed, table=table, doubts=doubts)
@@ -935,8 +955,9 @@ def _saved(new, out):
     if not new.meta['fingerprint']: diff.append('the model, a plain function, which cannot be recognised')
     if diff:
         raise ValueError(f'{out} holds a report that differs in {", ".join(diff)}: choose another folder, or overwrite=True')
-    changed = []
-    if not new.meta['code'] or old.meta.get('code')!=new.meta['code']: changed.append('its code')
+    says,row = dict(code='its code', settings='its attributes or globals'),first(new.verdicts)
+    changed = [v for k,v in says.items() if not new.meta[k] or old.meta.get(k)!=new.meta[k]]
+    if row not in old.preds or not np.array_equal(old.preds[row], new.preds[row]): changed.append('its answers')
     if not alike(old.meta.get('outputs'), new.meta['outputs']): changed.append('its outputs')
     old.warnings,old.meta['doubts'] = [],new.meta['doubts']
     if not changed: return old

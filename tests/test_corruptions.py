@@ -852,7 +852,7 @@ def test_the_same_weights_behind_another_forward_are_measured_again(data, tmp_pa
 
 def test_a_report_without_these_fields_is_measured_again(data, tmp_path):
     net = Head(tiny_vit(num_classes=4)); _,_,r = seen_again(net, data, tmp_path/'r')
-    for k in ('code','outputs'): r.meta.pop(k)
+    for k in ('code','outputs','settings'): r.meta.pop(k)
     r.save(tmp_path/'r', page=False); assert seen_again(net, data, tmp_path/'r')[0]==11
 
 def test_a_corruption_with_another_body_is_measured_again(data, tmp_path, monkeypatch):
@@ -898,3 +898,28 @@ def test_subset_reports_cut_images_as_the_model_says(tmp_path):
 def test_what_files_give_is_the_callers_own(cifar_c):
     src = CifarC(cifar_c); x,y = src.pick('fog', 1); a,b = x.clone(),y.clone(); x.zero_(); y.add_(1)
     assert torch.equal(src.pick('fog', 1)[0], a) and torch.equal(src.pick('fog', 1)[1], b)
+
+# --- what else a model is made of ------------------------------------------------------------------------------------------------
+
+FLAT = 9.
+class Guard(nn.Module):
+    "Answers otherwise for images that are nowhere black; what black means is an attribute, a buffer or a global"
+    def __init__(self, model, where, flat):
+        super().__init__(); self.model,self.where,self.flat = model,where,flat if where=='attribute' else 9.
+        self.register_buffer('buffer', torch.tensor(flat if where=='buffer' else 9.), persistent=False)
+    def forward(self, x): return torch.where((x.amin((1,2,3))>min(self.flat, self.buffer, FLAT))[:,None], self.model(x).flip(1), self.model(x))
+
+@pytest.mark.parametrize('where', ['attribute','buffer','global'])
+def test_a_model_with_another_setting_is_measured_again(where, data, tmp_path, monkeypatch):
+    net,x = tiny_vit(num_classes=4),data[0].clone(); x[:,:,0,0] = 0; data = x,predict(tiny_vit(num_classes=4), x)
+    def report(flat, out):
+        monkeypatch.setitem(globals(), 'FLAT', flat if where=='global' else 9.)
+        return corruption_report(Guard(net, where, flat), data, ['brightness'], [5], out=out).df.accuracy.tolist()
+    old = report(9., tmp_path/'r')
+    with pytest.warns(UserWarning, match='attributes or globals changed'): new = report(.01, tmp_path/'r')
+    assert new==report(.01, None)!=old and new[0]==old[0]
+
+def test_another_answer_to_clean_images_is_measured_again(data, tmp_path):
+    m = tiny_vit(num_classes=4); r = corruption_report(m, data, ['fog'], [1], out=tmp_path/'r')
+    r.preds['clean'] = (r.preds['clean']+1)%4; r.save(tmp_path/'r', page=False)
+    with pytest.warns(UserWarning, match='its answers changed'): corruption_report(m, data, ['fog'], [1], out=tmp_path/'r')
