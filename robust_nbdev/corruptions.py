@@ -908,7 +908,7 @@ def _judge_all(model, data, bs, dev):
 def _line(name, severity, judged, seed, t):
     ok = judged.ok; lo,hi = interval(ok.sum(), len(ok))
     return dict(corruption=name, severity=severity, accuracy=round(float(ok.mean()),6), low=lo, high=hi,
-        n=len(ok), seed=seed, seconds=round(time.time()-t,2), first=judged.first)
+        n=len(ok), seed=seed, seconds=round(time.time()-t,2), first=judged.first, images=judged.images)
 
 def _add(rep, name, severity, judged, t):
     "A row, and its verdicts and predictions"
@@ -964,19 +964,20 @@ def _saved(new, out):
     warnings.warn(f'{out}: all rows are measured again, since the model has the weights that it had, '
         f'but {" and ".join(changed)} changed or cannot be compared')
 
-def _first_key(batches, bs, dev):
-    "The hash of the first 16 images"
-    keys = []
+def _key(batches, n, bs, dev):
+    "The hash of the first `n` images, or of all"
+    keys,seen = [],0
     for b in eval_batches(batches, None, bs, dev):
-        keys.append(_keys(*b))
-        if sum(map(len, keys))>=16: break
-    return _hex(torch.cat(keys)[:16])
+        keys.append(_keys(*b)[:None if n is None else n-seen]); seen += len(keys[-1])
+        if seen==n: break
+    return _hex(torch.cat(keys))
 
-def _as_saved(rep, name, sev, batches, bs, dev):
-    "Is the row in the report, and made of the images that it would be made of now?"
+def _as_saved(rep, name, sev, src, bs, dev):
+    "Is the row in the report, and made of the images that it would be made of now? Clean images are known already, files are not"
     if f'{name} {sev}' not in rep.verdicts: return False
     row = first(r for r in rep.rows if (r['corruption'],r['severity'])==(name,sev))
-    if row.get('first')==_first_key(batches(), bs, dev): return True
+    which,n = ('first',16) if isinstance(src, Corrupted) else ('images',None)
+    if row.get(which)==_key(src.pick(name, sev), n, bs, dev): return True
     warnings.warn(f'{name} {sev} is measured again: its images are not those of the saved row')
     rep.rows.remove(row); rep.verdicts.pop(f'{name} {sev}'); rep.preds.pop(f'{name} {sev}')
     return False
@@ -1032,9 +1033,8 @@ def corruption_report(
     rep = _fresh_report(model, src, (judged,*row,t), seed, table, dev)
     if out is not None and not overwrite and (Path(out)/'report.json').exists(): rep = _saved(rep, out) or rep
     for name,sev in progress_bar(todo, leave=False) if progress else todo:
-        batches = partial(src.pick, name, sev)
-        if (name,sev)==row or _as_saved(rep, name, sev, batches, bs, dev): continue
-        t = time.time(); _add(rep, name, sev, _judge_all(model, batches(), bs, dev), t)
+        if (name,sev)==row or _as_saved(rep, name, sev, src, bs, dev): continue
+        t = time.time(); _add(rep, name, sev, _judge_all(model, src.pick(name, sev), bs, dev), t)
         if out is not None: rep.save(out, page=False)
     rep.warnings = _doubts(rep, model)
     if out is not None: rep.save(out)

@@ -923,3 +923,12 @@ def test_another_answer_to_clean_images_is_measured_again(data, tmp_path):
     m = tiny_vit(num_classes=4); r = corruption_report(m, data, ['fog'], [1], out=tmp_path/'r')
     r.preds['clean'] = (r.preds['clean']+1)%4; r.save(tmp_path/'r', page=False)
     with pytest.warns(UserWarning, match='its answers changed'): corruption_report(m, data, ['fog'], [1], out=tmp_path/'r')
+
+def test_every_image_of_a_file_counts(tmp_path):
+    x,y = (images(40, 3)*255).byte().permute(0,2,3,1).numpy(),np.arange(40)%3
+    for name in ('fog','snow'): np.save(tmp_path/f'{name}.npy', np.tile(x, (5,1,1,1)))
+    np.save(tmp_path/'labels.npy', np.tile(y, 5)); m = tiny_vit(size=32, patch=8, in_chans=3, num_classes=3)
+    def report(): return corruption_report(m, CifarC(tmp_path), ['fog','snow'], [1,2], bs=7, out=tmp_path/'r')
+    old = report(); a = np.load(tmp_path/'snow.npy'); a[39] = 255-a[39]; np.save(tmp_path/'snow.npy', a)
+    with pytest.warns(UserWarning, match='snow 1 is measured again') as w: new = report()
+    assert not any('snow 2' in str(o.message) for o in w) and len(new.df)==len(old.df)==4
