@@ -20,6 +20,7 @@ from timm.utils.misc import natural_key
 from .core import *
 from .datasets import *
 from .evaluate import *
+from .evaluate import _batches,_images_of,_names
 from fastai.basics import *
 from fastai.vision.core import show_image
 from fastprogress.fastprogress import progress_bar
@@ -1051,8 +1052,10 @@ def corruption_report(self:Learner,
     **kw # See `corruption_report`
 )->CorruptionReport: # A row per corruption and severity
     "`corruption_report` of this Learner's model on its validation images"
+    dl = _images_of(self, ds_idx, dl)
     self.model.to(self.dls.device)
-    return corruption_report(get_model(self.model), self.dls[ds_idx] if dl is None else dl, corruptions, severities, progress=hasattr(self,'progress') if progress is None else progress, **kw)
+    progress = hasattr(self,'progress') if progress is None else progress
+    return corruption_report(get_model(self.model), dl, corruptions, severities, progress=progress, **kw)
 
 # %% ../nbs/01c_corruptions.ipynb #344c7b31
 class CorruptValid(AdvCallback):
@@ -1115,5 +1118,6 @@ def flip_report(self:Learner,
     **kw # See `flip_report`
 )->pd.DataFrame: # A row per perturbation
     "`flip_report` of this Learner's model on its validation images"
+    dl = _images_of(self, ds_idx, dl)
     self.model.to(self.dls.device)
-    return flip_report(get_model(self.model), self.dls[ds_idx] if dl is None else dl, **kw)
+    return flip_report(get_model(self.model), dl, **kw)

@@ -932,3 +932,14 @@ def test_every_image_of_a_file_counts(tmp_path):
     old = report(); a = np.load(tmp_path/'snow.npy'); a[39] = 255-a[39]; np.save(tmp_path/'snow.npy', a)
     with pytest.warns(UserWarning, match='snow 1 is measured again') as w: new = report()
     assert not any('snow 2' in str(o.message) for o in w) and len(new.df)==len(old.df)==4
+
+def other_order():
+    "A Learner of classes 0 to 11 in the order of text, and images whose classes are ordered by value"
+    dls = [synth_dls(16) for _ in range(2)]
+    for d,vocab in zip(dls, (sorted(map(str, range(12))), [*map(str, range(12))])): d.vocab = d.valid.vocab = vocab
+    return Learner(dls[0], tiny_vit(num_classes=12), loss_func=CrossEntropyLossFlat()),dls[1].valid
+
+@pytest.mark.parametrize('report', ['corruption_report','flip_report'])
+def test_another_dataloader_numbers_its_classes_alike(report):
+    learn,dl = other_order()
+    with pytest.raises(ValueError, match='2 is class 4 of the Learner, but class 2 of dl'): getattr(learn, report)(dl=dl)
