@@ -861,8 +861,8 @@ class Corrupted:
         n = n if n is None else whole(n)
         store_attr(); self.name = 'corrupted here'
     def clean(self)->Iterator: # Of (positions, images, labels)
-        "Batches of the clean images"
-        return eval_batches(self.data, self.n, self.bs, self.device)
+        "Batches of the clean images; the report itself says where they are of few classes"
+        return _batches(fair(self.data, self.n)[0], self.n, self.bs, self.device)
     def pick(self,
         name:str, # Corruption
         severity:int, # 1 to 5
@@ -874,6 +874,11 @@ class Corrupted:
 def _keys(i, x, y):
     "A hash per image, from its pixels, its label and its position"
     return mix64(image_seed(x)+mix64(y+1)).cpu()*mix64(i.cpu())
+
+def _few(data, n, y, c):
+    "A line where the first `n` images, of labels `y`, are of few of the `c` classes that a model knows, else nothing"
+    if n is None or fair(data, n)[1] is not None: return []
+    return [o for o in [few_classes(y, c, _names(data))] if o]
 
 def _hex(keys): return f'{int(keys.sum())%2**64:016x}'
 
@@ -941,7 +946,9 @@ def _fresh_report(model, src, begin, seed, table, dev):
     judged,name,sev,t = begin
     n,about = len(judged.ok),_model_meta(model, judged)
     title = f'Accuracy of {about["model"]} under common corruptions ({src.name}), n={n}, seed={seed}'
-    doubts = _size_doubt(judged.x, table, (32,64,224)) if isinstance(src, Corrupted) else []
+    here = isinstance(src, Corrupted)
+    few = _few(src.data, src.n, judged.y, judged.z.shape[1]) if here else []
+    doubts = (_size_doubt(judged.x, table, (32,64,224)) if here else [])+few
     run = dict(images=judged.images, data=src.name, n=n, seed=seed, table=table, doubts=doubts)
     meta = dict(title=title, **about, **run, device=str(dev), torch=torch.__version__)
     rep = CorruptionReport(meta, preds={'label':judged.y})
@@ -1076,12 +1083,18 @@ class CorruptValid(AdvCallback):
 
 # %% ../nbs/01c_corruptions.ipynb #2346466b
 def _sequences(data, name, n, seed, bs, table, dev):
-    if hasattr(data,'pick'): yield from data.pick(name)
+    "Sequences [B,T,C,H,W] and the labels of their images [B], nothing where they are files"
+    if hasattr(data,'pick'): yield from ((o,None) for o in data.pick(name))
     else:
         k = max(bs//31, 1)                       # sequences whose frames are `bs` images
-        for i,x,_ in eval_batches(data, n, k, dev):
+        for i,x,y in _batches(fair(data, n)[0], n, k, dev):
             for o in _size_doubt(x, table, (32,224)) if i[0]==0 else []: warnings.warn(o)
-            yield from (perturb(o, name, seed, table) for o in check_images(x).split(k))
+            yield from ((perturb(o, name, seed, table), t) for o,t in zip(check_images(x).split(k), y.split(k)))
+
+def _flip_doubts(model, x, data, n, ys):
+    "Says where clean images, of labels `ys`, are of few of the classes of the model's outputs for images [B,C,H,W]"
+    if n is None or ys[0] is None: return
+    for o in _few(data, n, torch.cat(ys).cpu(), _logits(model, x).shape[1]): warnings.warn(o)
 
 def flip_report(
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
@@ -1102,8 +1115,10 @@ def flip_report(
         def classes(o):
             ps = [predict(model, check_images(f.to(dev), model)).cpu() for f in o.flatten(0,1).split(bs)]
             return torch.cat(ps).view(o.shape[:2])
-        ps = [classes(o) for o in _sequences(data, name, n, seed, bs, table, dev)]
+        ps,ys = [],[]
+        for o,y in _sequences(data, name, n, seed, bs, table, dev): ps.append(classes(o)); ys.append(y)
         if not ps: raise ValueError('there are no images to evaluate: the data is empty')
+        if not rows: _flip_doubts(model, o[0,:1].to(dev), data, n, ys)
         f = np.concatenate([flips(p, 'noise' in name) for p in ps])
         se = f.std(ddof=1)/len(f)**.5 if len(f)>1 else np.nan
         rows.append(dict(perturbation=name, frames=ps[0].shape[1], flip=f.mean(), se=se, n=len(f), seed=seed))

@@ -943,3 +943,21 @@ def other_order():
 def test_another_dataloader_numbers_its_classes_alike(report):
     learn,dl = other_order()
     with pytest.raises(ValueError, match='2 is class 4 of the Learner, but class 2 of dl'): getattr(learn, report)(dl=dl)
+
+# --- few classes -----------------------------------------------------------------------------------------------------------------
+
+class ByClass(Dataset):
+    "Images class by class, whose labels cannot be read without them"
+    def __init__(self, each): self.each = each
+    def __len__(self): return 4*self.each
+    def __getitem__(self, i): return images(1, 1, 28, 28, seed=i)[0],i//self.each
+
+@pytest.mark.parametrize('each,told', [(20,'the 40 images are of 2 of 4 classes only'),(40,'the 40 images are of 1 of 4 classes only'),(10,'')])
+def test_images_of_few_classes_are_told(each, told):
+    import warnings
+    m,dl = tiny_vit(num_classes=4),DataLoader(ByClass(each), batch_size=16)
+    says = corruption_report(m, dl, ['fog'], [1], n=40).warnings
+    with warnings.catch_warnings(record=True) as w: warnings.simplefilter('always'); flip_report(m, dl, ['rotate','tilt'], n=40)
+    for o in (says, [str(o.message) for o in w]):
+        few = [s for s in o if 'classes only' in s]
+        assert len(few)==bool(told) and all(told in s for s in few)
