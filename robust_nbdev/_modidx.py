@@ -1420,6 +1420,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'robust_nbdev/robust_tokens.py'),
                                             'robust_nbdev.robust_tokens._frozen_features': ( 'robust_tokens.html#_frozen_features',
                                                                                              'robust_nbdev/robust_tokens.py'),
+                                            'robust_nbdev.robust_tokens._normalised_alike': ( 'robust_tokens.html#_normalised_alike',
+                                                                                              'robust_nbdev/robust_tokens.py'),
                                             'robust_nbdev.robust_tokens._read': ( 'robust_tokens.html#_read',
                                                                                   'robust_nbdev/robust_tokens.py'),
                                             'robust_nbdev.robust_tokens._towards': ( 'robust_tokens.html#_towards',
