@@ -7,6 +7,7 @@ __all__ = ['Difference', 'paired', 'report_verdicts', 'paired_reports', 'expecte
            'Claim', 'Verdict', 'judge', 'claims_table']
 
 # %% ../nbs/01f_compare.ipynb #ae74e7d1
+import warnings
 from dataclasses import dataclass
 from fastai.basics import *
 from .core import *
@@ -68,29 +69,53 @@ def paired(
     return Difference(mean, mean-half, mean+half, d.shape[1], len(d), int((of_image>0).sum()), int((of_image<0).sum()))
 
 # %% ../nbs/01f_compare.ipynb #c4d36b22
+def _several(reports): return list(reports) if isinstance(reports, (list,tuple,L)) else [reports]
+
+def _same_attacks(reports, names):
+    "Raises ValueError where the rows of an attack are not of one attack, warns where that cannot be known"
+    for name in names:
+        rows = [o for r in reports for o in r.rows if o.get('attack')==name!='clean']
+        ids = {o.get('identity') for o in rows}
+        if len(ids-{None,''})>1:
+            raise ValueError(f'the rows {name} are of attacks that print alike, but differ in their code, their values or '
+                'the version of this library or of Python: make all reports anew with the same attack')
+        if len(rows)>1 and ids&{None,''}:
+            warnings.warn(f'the rows {name} do not all say what the attack was made of: it may not have been the same')
+
+def _row_names(reports, attack):
+    "The rows whose verdicts are asked for, after a look at whether they are the same attacks in all reports"
+    name = attack if attack is None or isinstance(attack, str) else repr(attack)
+    for r in reports:
+        if name is not None and name not in r.verdicts:
+            raise ValueError(f'the report has no row {name}, it has {list(r.verdicts)}')
+        if name is None and (odd := {*r.verdicts}^{*reports[0].verdicts}):
+            raise ValueError(f'the worst case is over other attacks in one report than in another, {sorted(odd)} are not in '
+                'both: give all reports the same attacks, or name one with attack=')
+    names = list(reports[0].verdicts) if name is None else [name]
+    _same_attacks(reports, names)
+    return names
+
 def report_verdicts(
     reports, # A `Report`, or one for each seed
     attack=None, # Whose row: an attack, or its name in the table; None: the worst case over all attacks
 )->np.ndarray: # [seeds,N], 1 where an image is right
-    "Per-image verdicts of reports on the same images; raises ValueError if they are not"
-    reports = list(reports) if isinstance(reports, (list,tuple,L)) else [reports]
+    "Per-image verdicts of reports on the same images under the same attacks; raises ValueError if they are not"
+    reports = _several(reports)
     about = {(r.meta['data'], r.meta['n']) for r in reports}
     if len(about)>1: raise ValueError('the reports were made on different images: give each the same data and n')
-    rows = []
-    for r in reports:
-        name = attack if attack is None or isinstance(attack, str) else repr(attack)
-        if name is not None and name not in r.verdicts: raise ValueError(f'the report has no row {name}, it has {list(r.verdicts)}')
-        rows.append(np.minimum.reduce(list(r.verdicts.values())) if name is None else r.verdicts[name])
-    return np.stack(rows).astype(float)
+    names = _row_names(reports, attack)
+    return np.stack([np.minimum.reduce([r.verdicts[k] for k in names]) for r in reports]).astype(float)
 
 def paired_reports(
     a, # A `Report`, or one for each seed
     b, # The same of the second method
     attack=None, # Whose row: an attack, or its name in the table; None: the worst case over all attacks
 )->Difference: # Of `a` minus `b`
-    "`paired`, for finished reports on the same images"
-    first = [o[0] if isinstance(o, (list,tuple,L)) else o for o in (a,b)]
-    if first[0].meta['data']!=first[1].meta['data']: raise ValueError('the two reports were made on different images: give both the same data and n')
+    "`paired`, for finished reports on the same images under the same attacks"
+    a,b = _several(a),_several(b)
+    if a[0].meta['data']!=b[0].meta['data']:
+        raise ValueError('the two reports were made on different images: give both the same data and n')
+    _row_names([*a,*b], attack)
     return paired(report_verdicts(a, attack), report_verdicts(b, attack))
 
 # %% ../nbs/01f_compare.ipynb #9ac3265a

@@ -20,6 +20,7 @@ from timm.utils.misc import natural_key
 from .core import *
 from .datasets import *
 from .evaluate import *
+from .evaluate import _batches,_images_of,_names
 from fastai.basics import *
 from fastai.vision.core import show_image
 from fastprogress.fastprogress import progress_bar
@@ -860,8 +861,8 @@ class Corrupted:
         n = n if n is None else whole(n)
         store_attr(); self.name = 'corrupted here'
     def clean(self)->Iterator: # Of (positions, images, labels)
-        "Batches of the clean images"
-        return eval_batches(self.data, self.n, self.bs, self.device)
+        "Batches of the clean images; the report itself says where they are of few classes"
+        return _batches(fair(self.data, self.n)[0], self.n, self.bs, self.device)
     def pick(self,
         name:str, # Corruption
         severity:int, # 1 to 5
@@ -874,6 +875,11 @@ def _keys(i, x, y):
     "A hash per image, from its pixels, its label and its position"
     return mix64(image_seed(x)+mix64(y+1)).cpu()*mix64(i.cpu())
 
+def _few(data, n, y, c):
+    "A line where the first `n` images, of labels `y`, are of few of the `c` classes that a model knows, else nothing"
+    if n is None or fair(data, n)[1] is not None: return []
+    return [o for o in [few_classes(y, c, _names(data))] if o]
+
 def _hex(keys): return f'{int(keys.sum())%2**64:016x}'
 
 def _logits(model, x):
@@ -881,9 +887,18 @@ def _logits(model, x):
     with attack_mode(model), torch.no_grad(): z = outputs(model, check_images(x, model))
     return check_logits(z, x, torch.zeros(len(x))).as_subclass(Tensor)
 
+def _modules(model):
+    "Names and modules of a model, without what compiles it or shares it among GPUs"
+    net = getattr(model, '_orig_mod', model)
+    return list(get_model(net).named_modules()) if isinstance(net, nn.Module) else []
+
+def _numbers(model):
+    "Numbers among the attributes of a model and its parts"
+    return {(n,k):v for n,m in _modules(model) for k,v in vars(m).items() if isinstance(v, (int,float))}
+
 def _judge_all(model, data, bs, dev):
     "Per image: right or wrong, class, label; hashes of all and of the first 16 images; the first batch and its outputs"
-    got,begin = [],None
+    got,begin,numbers = [],None,_numbers(model)
     for i,x,y in eval_batches(data, None, bs, dev):
         z = _logits(model, x)
         p = z.argmax(1).masked_fill(z.isnan().any(1), -1)
@@ -893,12 +908,13 @@ def _judge_all(model, data, bs, dev):
     ok,pred,y,keys = [torch.cat(o) for o in zip(*got)]
     res = SimpleNamespace(ok=ok.numpy(), pred=pred.numpy(), y=y.numpy(), images=_hex(keys), first=_hex(keys[:16]))
     res.x,res.z = begin
+    res.counted = {k for k,v in _numbers(model).items() if numbers.get(k)!=v}
     return res
 
 def _line(name, severity, judged, seed, t):
     ok = judged.ok; lo,hi = interval(ok.sum(), len(ok))
     return dict(corruption=name, severity=severity, accuracy=round(float(ok.mean()),6), low=lo, high=hi,
-        n=len(ok), seed=seed, seconds=round(time.time()-t,2), first=judged.first)
+        n=len(ok), seed=seed, seconds=round(time.time()-t,2), first=judged.first, images=judged.images)
 
 def _add(rep, name, severity, judged, t):
     "A row, and its verdicts and predictions"
@@ -910,17 +926,29 @@ def _add(rep, name, severity, judged, t):
 # %% ../nbs/01c_corruptions.ipynb #63648dc3
 _same_run = ('fingerprint','images','data','n','seed','table')
 
-def _model_meta(model, z):
-    "What tells a model from another one: its name, its weights, its code, and its outputs for the first batch"
+def _settings(model, counted):
+    "A hash of a model's attributes and globals, without weights, mode and the numbers that `counted` names"
+    def bare(name, m):
+        twin = object.__new__(type(m))
+        leave = {'training','_parameters','_modules'}
+        twin.__dict__.update({k:v for k,v in vars(m).items() if k not in leave and (name,k) not in counted})
+        return twin
+    return identity(*[bare(*o) for o in _modules(model)])
+
+def _model_meta(model, judged):
+    "What tells a model from another one: its name, weights, code, settings, and its outputs for the first batch"
     net = type(unwrap(model)).__name__ if isinstance(model, nn.Module) else getattr(model,'__name__','model')
-    return dict(model=net, fingerprint=fingerprint(model), code=identity(model, data=False), outputs=sketch(z))
+    return dict(model=net, fingerprint=fingerprint(model), code=identity(model, data=False),
+        settings=_settings(model, judged.counted), outputs=sketch(judged.z))
 
 def _fresh_report(model, src, begin, seed, table, dev):
     "A report with its first row; `begin`: (what was judged, corruption, severity, when it began)"
     judged,name,sev,t = begin
-    n,about = len(judged.ok),_model_meta(model, judged.z)
+    n,about = len(judged.ok),_model_meta(model, judged)
     title = f'Accuracy of {about["model"]} under common corruptions ({src.name}), n={n}, seed={seed}'
-    doubts = _size_doubt(judged.x, table, (32,64,224)) if isinstance(src, Corrupted) else []
+    here = isinstance(src, Corrupted)
+    few = _few(src.data, src.n, judged.y, judged.z.shape[1]) if here else []
+    doubts = (_size_doubt(judged.x, table, (32,64,224)) if here else [])+few
     run = dict(images=judged.images, data=src.name, n=n, seed=seed, table=table, doubts=doubts)
     meta = dict(title=title, **about, **run, device=str(dev), torch=torch.__version__)
     rep = CorruptionReport(meta, preds={'label':judged.y})
@@ -935,27 +963,29 @@ def _saved(new, out):
     if not new.meta['fingerprint']: diff.append('the model, a plain function, which cannot be recognised')
     if diff:
         raise ValueError(f'{out} holds a report that differs in {", ".join(diff)}: choose another folder, or overwrite=True')
-    changed = []
-    if not new.meta['code'] or old.meta.get('code')!=new.meta['code']: changed.append('its code')
+    says,row = dict(code='its code', settings='its attributes or globals'),first(new.verdicts)
+    changed = [v for k,v in says.items() if not new.meta[k] or old.meta.get(k)!=new.meta[k]]
+    if row not in old.preds or not np.array_equal(old.preds[row], new.preds[row]): changed.append('its answers')
     if not alike(old.meta.get('outputs'), new.meta['outputs']): changed.append('its outputs')
     old.warnings,old.meta['doubts'] = [],new.meta['doubts']
     if not changed: return old
     warnings.warn(f'{out}: all rows are measured again, since the model has the weights that it had, '
         f'but {" and ".join(changed)} changed or cannot be compared')
 
-def _first_key(batches, bs, dev):
-    "The hash of the first 16 images"
-    keys = []
+def _key(batches, n, bs, dev):
+    "The hash of the first `n` images, or of all"
+    keys,seen = [],0
     for b in eval_batches(batches, None, bs, dev):
-        keys.append(_keys(*b))
-        if sum(map(len, keys))>=16: break
-    return _hex(torch.cat(keys)[:16])
+        keys.append(_keys(*b)[:None if n is None else n-seen]); seen += len(keys[-1])
+        if seen==n: break
+    return _hex(torch.cat(keys))
 
-def _as_saved(rep, name, sev, batches, bs, dev):
-    "Is the row in the report, and made of the images that it would be made of now?"
+def _as_saved(rep, name, sev, src, bs, dev):
+    "Is the row in the report, and made of the images that it would be made of now? Clean images are known already, files are not"
     if f'{name} {sev}' not in rep.verdicts: return False
     row = first(r for r in rep.rows if (r['corruption'],r['severity'])==(name,sev))
-    if row.get('first')==_first_key(batches(), bs, dev): return True
+    which,n = ('first',16) if isinstance(src, Corrupted) else ('images',None)
+    if row.get(which)==_key(src.pick(name, sev), n, bs, dev): return True
     warnings.warn(f'{name} {sev} is measured again: its images are not those of the saved row')
     rep.rows.remove(row); rep.verdicts.pop(f'{name} {sev}'); rep.preds.pop(f'{name} {sev}')
     return False
@@ -1011,9 +1041,8 @@ def corruption_report(
     rep = _fresh_report(model, src, (judged,*row,t), seed, table, dev)
     if out is not None and not overwrite and (Path(out)/'report.json').exists(): rep = _saved(rep, out) or rep
     for name,sev in progress_bar(todo, leave=False) if progress else todo:
-        batches = partial(src.pick, name, sev)
-        if (name,sev)==row or _as_saved(rep, name, sev, batches, bs, dev): continue
-        t = time.time(); _add(rep, name, sev, _judge_all(model, batches(), bs, dev), t)
+        if (name,sev)==row or _as_saved(rep, name, sev, src, bs, dev): continue
+        t = time.time(); _add(rep, name, sev, _judge_all(model, src.pick(name, sev), bs, dev), t)
         if out is not None: rep.save(out, page=False)
     rep.warnings = _doubts(rep, model)
     if out is not None: rep.save(out)
@@ -1030,8 +1059,10 @@ def corruption_report(self:Learner,
     **kw # See `corruption_report`
 )->CorruptionReport: # A row per corruption and severity
     "`corruption_report` of this Learner's model on its validation images"
+    dl = _images_of(self, ds_idx, dl)
     self.model.to(self.dls.device)
-    return corruption_report(get_model(self.model), self.dls[ds_idx] if dl is None else dl, corruptions, severities, progress=hasattr(self,'progress') if progress is None else progress, **kw)
+    progress = hasattr(self,'progress') if progress is None else progress
+    return corruption_report(get_model(self.model), dl, corruptions, severities, progress=progress, **kw)
 
 # %% ../nbs/01c_corruptions.ipynb #344c7b31
 class CorruptValid(AdvCallback):
@@ -1052,12 +1083,18 @@ class CorruptValid(AdvCallback):
 
 # %% ../nbs/01c_corruptions.ipynb #2346466b
 def _sequences(data, name, n, seed, bs, table, dev):
-    if hasattr(data,'pick'): yield from data.pick(name)
+    "Sequences [B,T,C,H,W] and the labels of their images [B], nothing where they are files"
+    if hasattr(data,'pick'): yield from ((o,None) for o in data.pick(name))
     else:
         k = max(bs//31, 1)                       # sequences whose frames are `bs` images
-        for i,x,_ in eval_batches(data, n, k, dev):
+        for i,x,y in _batches(fair(data, n)[0], n, k, dev):
             for o in _size_doubt(x, table, (32,224)) if i[0]==0 else []: warnings.warn(o)
-            yield from (perturb(o, name, seed, table) for o in check_images(x).split(k))
+            yield from ((perturb(o, name, seed, table), t) for o,t in zip(check_images(x).split(k), y.split(k)))
+
+def _flip_doubts(model, x, data, n, ys):
+    "Says where clean images, of labels `ys`, are of few of the classes of the model's outputs for images [B,C,H,W]"
+    if n is None or ys[0] is None: return
+    for o in _few(data, n, torch.cat(ys).cpu(), _logits(model, x).shape[1]): warnings.warn(o)
 
 def flip_report(
     model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
@@ -1078,8 +1115,10 @@ def flip_report(
         def classes(o):
             ps = [predict(model, check_images(f.to(dev), model)).cpu() for f in o.flatten(0,1).split(bs)]
             return torch.cat(ps).view(o.shape[:2])
-        ps = [classes(o) for o in _sequences(data, name, n, seed, bs, table, dev)]
+        ps,ys = [],[]
+        for o,y in _sequences(data, name, n, seed, bs, table, dev): ps.append(classes(o)); ys.append(y)
         if not ps: raise ValueError('there are no images to evaluate: the data is empty')
+        if not rows: _flip_doubts(model, o[0,:1].to(dev), data, n, ys)
         f = np.concatenate([flips(p, 'noise' in name) for p in ps])
         se = f.std(ddof=1)/len(f)**.5 if len(f)>1 else np.nan
         rows.append(dict(perturbation=name, frames=ps[0].shape[1], flip=f.mean(), se=se, n=len(f), seed=seed))
@@ -1094,5 +1133,6 @@ def flip_report(self:Learner,
     **kw # See `flip_report`
 )->pd.DataFrame: # A row per perturbation
     "`flip_report` of this Learner's model on its validation images"
+    dl = _images_of(self, ds_idx, dl)
     self.model.to(self.dls.device)
-    return flip_report(get_model(self.model), self.dls[ds_idx] if dl is None else dl, **kw)
+    return flip_report(get_model(self.model), dl, **kw)

@@ -498,7 +498,8 @@ def _about(src, picks, valid, seed, name):
     n = [(len(i),len(src.labels(k)),k) for k,i in picks]
     held = ' (held out)' if valid=='holdout' else ' (for both)' if valid=='only' else ''
     chosen = f', balanced, seed {seed}' if any(a<b for a,b,_ in n) else ''
-    return f'{name or "images"}: '+', '.join(f'{a} of {b} {k}' for a,b,k in n)+held+chosen
+    numbers = class_notice(src.vocab)
+    return f'{name or "images"}: '+', '.join(f'{a} of {b} {k}' for a,b,k in n)+held+chosen+(numbers and f'; {numbers}')
 
 # %% ../nbs/00b_data.ipynb #35feadbf
 def image_dls(

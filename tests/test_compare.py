@@ -96,3 +96,26 @@ def test_reports_on_other_images_or_without_the_row_are_refused():
 def test_the_table_shows_what_a_verdict_rests_on():
     row = claims_table(judge(Claim('A beats B', '3 points'), good, learned(.5, 10))).iloc[0]
     assert row.verdict=='holds' and 'A beats B'==row.claim and '+25.0' in row.effect and '3 seeds' in row.effect and '0.5' in row.needs
+
+# --- the same attacks ------------------------------------------------------------------------------------------------------------
+
+def attacked(names, ids, k=4):
+    "A report with a row for each attack, whose identity is given"
+    ok = {n:np.arange(10)<k for n in names}
+    return Report(dict(data='x', n=10), [dict(attack='clean'),*[dict(attack=n, identity=i) for n,i in zip(names, ids)]], {'clean':np.ones(10), **ok})
+
+@pytest.mark.parametrize('attack', ['PGD',None])
+def test_attacks_that_only_print_alike_are_not_paired(attack):
+    a,b = attacked(['PGD'], ['1']),attacked(['PGD'], ['2'])
+    for call in (lambda: paired_reports(a, b, attack), lambda: paired_reports([a,b], [a,a], attack), lambda: report_verdicts([a,b], attack)):
+        with pytest.raises(ValueError, match='rows PGD are of attacks that print alike'): call()
+    assert paired_reports(a, attacked(['PGD'], ['1'], 2), attack).value>.1 and paired_reports(a, b, 'clean').value==0
+
+def test_the_worst_case_is_over_the_same_attacks():
+    a,b = attacked(['FGSM'], ['1']),attacked(['FGSM','PGD'], ['1','2'])
+    for call in (lambda: paired_reports(a, b), lambda: report_verdicts([a,b])):
+        with pytest.raises(ValueError, match=r"\['PGD'\] are not in both"): call()
+    assert paired_reports(a, b, 'FGSM').value==0
+
+def test_an_attack_that_cannot_be_read_is_told():
+    with pytest.warns(UserWarning, match='may not have been the same'): paired_reports(attacked(['PGD'], ['']), attacked(['PGD'], ['']))

@@ -852,7 +852,7 @@ def test_the_same_weights_behind_another_forward_are_measured_again(data, tmp_pa
 
 def test_a_report_without_these_fields_is_measured_again(data, tmp_path):
     net = Head(tiny_vit(num_classes=4)); _,_,r = seen_again(net, data, tmp_path/'r')
-    for k in ('code','outputs'): r.meta.pop(k)
+    for k in ('code','outputs','settings'): r.meta.pop(k)
     r.save(tmp_path/'r', page=False); assert seen_again(net, data, tmp_path/'r')[0]==11
 
 def test_a_corruption_with_another_body_is_measured_again(data, tmp_path, monkeypatch):
@@ -898,3 +898,66 @@ def test_subset_reports_cut_images_as_the_model_says(tmp_path):
 def test_what_files_give_is_the_callers_own(cifar_c):
     src = CifarC(cifar_c); x,y = src.pick('fog', 1); a,b = x.clone(),y.clone(); x.zero_(); y.add_(1)
     assert torch.equal(src.pick('fog', 1)[0], a) and torch.equal(src.pick('fog', 1)[1], b)
+
+# --- what else a model is made of ------------------------------------------------------------------------------------------------
+
+FLAT = 9.
+class Guard(nn.Module):
+    "Answers otherwise for images that are nowhere black; what black means is an attribute, a buffer or a global"
+    def __init__(self, model, where, flat):
+        super().__init__(); self.model,self.where,self.flat = model,where,flat if where=='attribute' else 9.
+        self.register_buffer('buffer', torch.tensor(flat if where=='buffer' else 9.), persistent=False)
+    def forward(self, x): return torch.where((x.amin((1,2,3))>min(self.flat, self.buffer, FLAT))[:,None], self.model(x).flip(1), self.model(x))
+
+@pytest.mark.parametrize('where', ['attribute','buffer','global'])
+def test_a_model_with_another_setting_is_measured_again(where, data, tmp_path, monkeypatch):
+    net,x = tiny_vit(num_classes=4),data[0].clone(); x[:,:,0,0] = 0; data = x,predict(tiny_vit(num_classes=4), x)
+    def report(flat, out):
+        monkeypatch.setitem(globals(), 'FLAT', flat if where=='global' else 9.)
+        return corruption_report(Guard(net, where, flat), data, ['brightness'], [5], out=out).df.accuracy.tolist()
+    old = report(9., tmp_path/'r')
+    with pytest.warns(UserWarning, match='attributes or globals changed'): new = report(.01, tmp_path/'r')
+    assert new==report(.01, None)!=old and new[0]==old[0]
+
+def test_another_answer_to_clean_images_is_measured_again(data, tmp_path):
+    m = tiny_vit(num_classes=4); r = corruption_report(m, data, ['fog'], [1], out=tmp_path/'r')
+    r.preds['clean'] = (r.preds['clean']+1)%4; r.save(tmp_path/'r', page=False)
+    with pytest.warns(UserWarning, match='its answers changed'): corruption_report(m, data, ['fog'], [1], out=tmp_path/'r')
+
+def test_every_image_of_a_file_counts(tmp_path):
+    x,y = (images(40, 3)*255).byte().permute(0,2,3,1).numpy(),np.arange(40)%3
+    for name in ('fog','snow'): np.save(tmp_path/f'{name}.npy', np.tile(x, (5,1,1,1)))
+    np.save(tmp_path/'labels.npy', np.tile(y, 5)); m = tiny_vit(size=32, patch=8, in_chans=3, num_classes=3)
+    def report(): return corruption_report(m, CifarC(tmp_path), ['fog','snow'], [1,2], bs=7, out=tmp_path/'r')
+    old = report(); a = np.load(tmp_path/'snow.npy'); a[39] = 255-a[39]; np.save(tmp_path/'snow.npy', a)
+    with pytest.warns(UserWarning, match='snow 1 is measured again') as w: new = report()
+    assert not any('snow 2' in str(o.message) for o in w) and len(new.df)==len(old.df)==4
+
+def other_order():
+    "A Learner of classes 0 to 11 in the order of text, and images whose classes are ordered by value"
+    dls = [synth_dls(16) for _ in range(2)]
+    for d,vocab in zip(dls, (sorted(map(str, range(12))), [*map(str, range(12))])): d.vocab = d.valid.vocab = vocab
+    return Learner(dls[0], tiny_vit(num_classes=12), loss_func=CrossEntropyLossFlat()),dls[1].valid
+
+@pytest.mark.parametrize('report', ['corruption_report','flip_report'])
+def test_another_dataloader_numbers_its_classes_alike(report):
+    learn,dl = other_order()
+    with pytest.raises(ValueError, match='2 is class 4 of the Learner, but class 2 of dl'): getattr(learn, report)(dl=dl)
+
+# --- few classes -----------------------------------------------------------------------------------------------------------------
+
+class ByClass(Dataset):
+    "Images class by class, whose labels cannot be read without them"
+    def __init__(self, each): self.each = each
+    def __len__(self): return 4*self.each
+    def __getitem__(self, i): return images(1, 1, 28, 28, seed=i)[0],i//self.each
+
+@pytest.mark.parametrize('each,told', [(20,'the 40 images are of 2 of 4 classes only'),(40,'the 40 images are of 1 of 4 classes only'),(10,'')])
+def test_images_of_few_classes_are_told(each, told):
+    import warnings
+    m,dl = tiny_vit(num_classes=4),DataLoader(ByClass(each), batch_size=16)
+    says = corruption_report(m, dl, ['fog'], [1], n=40).warnings
+    with warnings.catch_warnings(record=True) as w: warnings.simplefilter('always'); flip_report(m, dl, ['rotate','tilt'], n=40)
+    for o in (says, [str(o.message) for o in w]):
+        few = [s for s in o if 'classes only' in s]
+        assert len(few)==bool(told) and all(told in s for s in few)

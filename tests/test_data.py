@@ -685,3 +685,8 @@ def test_a_profile_takes_what_there_is(valid, tmp_path, capsys):
 def test_every_profile_runs_without_its_dataset(profile, name, monkeypatch):
     monkeypatch.setitem(D._SETS, 'fashion_mnist', dict(D._SETS['fashion_mnist'], dirs=[]))
     dls = profile_dls(RunSettings(settings(profile), dataset=name)); assert len(dls.train_ds)>500 and len(dls.valid_ds)>100
+
+def test_what_numbers_of_classes_mean_is_said(tmp_path):
+    for split in ('train','test'):
+        for c in (0,1,2,3,4,6,10): (d := tmp_path/split/str(c)).mkdir(parents=True); Image.fromarray(img(c)).save(d/'0.png')
+    assert 'output 2 is class 2, ..., output 6 is class 10' in image_dls(tmp_path, bs=4).about

@@ -645,6 +645,12 @@ def test_the_classifier_does_not_belong_to_it(tmp_path):
 def test_files_know_how_images_were_normalised(tmp_path):
     save_tokens(with_tokens(), f := tmp_path/'t.safetensors')
     with pytest.raises(ValueError, match=r'std \[0.5\].*\[0.2\]'): load_tokens(Normalized(tiny_vit(num_classes=4).model, [.5], [.2]), f)
+def test_tokens_of_a_normalised_model_on_a_bare_one_are_told(tmp_path):
+    save_tokens(with_tokens(), f := tmp_path/'t.safetensors')
+    with pytest.warns(UserWarning, match=r'mean \[0.5\].*this model has no Normalized'): bare = load_tokens(tiny_vit(num_classes=4).model, f)
+    save_tokens(bare, f)
+    with pytest.warns(UserWarning, match='without Normalized, this model has a Normalized'): load_tokens(tiny_vit(num_classes=4), f)
+    with warnings.catch_warnings(): warnings.simplefilter('error'); load_tokens(tiny_vit(num_classes=4).model, f)
 
 # --- what is frozen stands still ----------------------------------------------------------------------------------------------------
 
