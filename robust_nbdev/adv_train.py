@@ -8,7 +8,7 @@ __all__ = ['warmup', 'switch', 'AdvTrain', 'with_fields', 'TRADES', 'NearPGD', '
            'SaveRun', 'has_cb']
 
 # %% ../nbs/01a_adv_train.ipynb #4344899b
-import warnings
+import re, time, warnings
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field
 from .core import *
@@ -747,29 +747,53 @@ class SaveEMA(SaveModelCallback):
 # %% ../nbs/01a_adv_train.ipynb #ca7fd2b0
 def _with_state(learn): return [c for c in learn.cbs if isinstance(c, AdvCallback) and hasattr(c, 'state_dict')]
 
+def _states(learn, fname, about):
+    "Epoch and `SaveRun.state` of each complete state of a run"
+    folder = learn.path/learn.model_dir
+    for f in folder.glob('*.pth'):
+        epoch,beside = re.fullmatch(rf'{re.escape(fname)}_(\d+)', f.stem),folder/f'average_{f.name}'
+        if epoch is None or not beside.exists(): continue
+        state = torch.load(beside, map_location=learn.dls.device, weights_only=True)
+        if state.get('about')==about: yield int(epoch[1]),state
+
 class SaveRun(SaveModelCallback):
     """After every few epochs and after the last, save what an interrupted fit needs to go on: weights, optimiser, random
     numbers, the epochs lived, and the state of each callback that has a `state_dict`, such as the average of `EMA`;
-    `learn.resume` loads the newest. A second one needs a name of its own"""
+    `learn.resume` loads the newest. A fit removes what an earlier one of the same name and `about` has saved of later
+    epochs. A second one needs a name of its own"""
     def __init__(self,
         fname:str='run', # The files are called `run_0.pth`, `average_run_0.pth`, `run_1.pth`, ...
         every:int=1, # Epochs between two states
         about:str='', # What decides the training: recipe, data, seed; states of something else are passed over
     ):
         super().__init__(fname=fname, every_epoch=every, with_opt=True)
-        self.about = about
+        self.about,self.begun = about,False
     before_train = before_validate = SaveEMA.before_train
+    def before_fit(self):
+        "No state of this fit is there yet"
+        super().before_fit()
+        self.begun = False
     def after_epoch(self):
         "Save, if it is time"
         if self.epoch%self.every_epoch==0 or self.epoch==self.n_epoch-1: self._save(f'{self.fname}_{self.epoch}')
     def state(self)->dict: # For `torch.save`
         "What is kept beside weights and optimiser"
         order,lived = getattr(self.dls.train,'rng',None),self.learn.__dict__.get('epochs_lived')
-        return dict(about=self.about, epochs=self.n_epoch, torch=torch.get_rng_state(), order=order and order.getstate(),
+        return dict(about=self.about, saved=time.time_ns(), epochs=self.n_epoch, torch=torch.get_rng_state(), order=order and order.getstate(),
             lived=vars(lived) if lived else None, callbacks={c.name:c.state_dict() for c in _with_state(self.learn)})
     def _save(self, name):
+        beside = self.learn.path/self.learn.model_dir/f'average_{name}.pth'
+        if not rank_distrib():
+            beside.unlink(missing_ok=True)
+            if not self.begun: self.forget_later()
         super()._save(name)
-        if not rank_distrib(): torch.save(self.state(), self.learn.path/self.learn.model_dir/f'average_{name}.pth')
+        if not rank_distrib(): torch.save(self.state(), beside)
+        self.begun = True
+    def forget_later(self):
+        "Remove the states of an earlier run that belong to later epochs"
+        later = [e for e,_ in _states(self.learn, self.fname, self.about) if e>self.epoch]
+        for f in [f'{o}{self.fname}_{e}.pth' for e in later for o in ('average_','')]:
+            (self.learn.path/self.learn.model_dir/f).unlink(missing_ok=True)
 
 # %% ../nbs/01a_adv_train.ipynb #8e9279e8
 @patch
@@ -777,20 +801,15 @@ def last_run(self:Learner,
     fname:str='run', # As in `SaveRun`
     about:str='', # As in `SaveRun`
 )->tuple: # (number of the epoch, what `SaveRun.state` kept); (-1, None) if there is nothing
-    "The newest complete state of a run"
-    folder = self.path/self.model_dir
-    found = [f for f in folder.glob(f'{fname}_*.pth') if (folder/f'average_{f.name}').exists()]
-    for f in sorted(found, key=lambda f: int(f.stem.rsplit('_',1)[1]), reverse=True):
-        state = torch.load(folder/f'average_{f.name}', map_location=self.dls.device, weights_only=True)
-        if state.get('about')==about: return int(f.stem.rsplit('_',1)[1]),state
-    return -1,None
+    "The complete state of a run that was saved last, whatever the number of its epoch"
+    return max(_states(self, fname, about), key=lambda o: (o[1].get('saved',0),o[0]), default=(-1,None))
 
 @patch
 def resume(self:Learner,
     fname:str='run', # As in `SaveRun`
     about:str='', # As in `SaveRun`
 )->int: # Epochs that are done, for `fit(n, start_epoch=...)`; 0 if there is nothing to go on with
-    "Load the newest complete state of a run"
+    "Load the complete state of a run that was saved last"
     epoch,state = self.last_run(fname, about)
     if state is None: return 0
     self.load(f'{fname}_{epoch}', with_opt=True)

@@ -514,3 +514,38 @@ class CancelAt(Callback):
     def __init__(self, epoch): self.at = epoch
     def before_epoch(self):
         if self.epoch==self.at: raise CancelFitException()
+
+# --- which state is gone on with ---------------------------------------------------------------------------------------------
+
+def saved(path, fits, fname='run', seed=0, lr=1e-3, about=''):
+    "A Learner after fits of four epochs, each of which is stopped behind this many; every epoch is saved"
+    learn = synth_learner(path=path, seed=seed)
+    for n in fits: learn.fit(4, lr, cbs=[SaveRun(fname, about=about), CancelAt(n)])
+    return learn
+
+def test_a_run_goes_on_from_the_state_that_was_saved_last(tmp_path):
+    "Not from that of the highest epoch, which may be of an older fit or of an older run"
+    for fits in ([4,1],[4,2]):
+        new,again = saved(tmp_path, fits),synth_learner(path=tmp_path)
+        assert again.resume()==fits[-1] and same(weights(again), weights(new))
+    other = saved(tmp_path, [1], seed=1); again = synth_learner(path=tmp_path)
+    assert again.resume()==1 and same(weights(again), weights(other))
+    assert sorted(f.name for f in (tmp_path/'models').iterdir())==['average_run_0.pth','run_0.pth']
+
+def test_a_fit_leaves_the_states_of_another_training_alone(tmp_path):
+    saved(tmp_path, [3], about='a'); saved(tmp_path, [1], about='b')
+    assert synth_learner(path=tmp_path).resume(about='a')==3 and synth_learner(path=tmp_path).resume(about='b')==1
+
+def test_a_fit_that_dies_while_it_saves_leaves_no_mixture(tmp_path, monkeypatch):
+    "New weights beside an old average"
+    old = saved(tmp_path, [1])
+    def dies(self): raise KeyboardInterrupt
+    monkeypatch.setattr(SaveRun, 'state', dies)
+    with pytest.raises(KeyboardInterrupt): saved(tmp_path, [1], seed=1)
+    assert synth_learner(path=tmp_path).resume()==0
+
+@pytest.mark.parametrize('names', [['run','run_b'],['run_b','run']])
+def test_a_run_is_found_by_its_whole_name(tmp_path, names):
+    made = {o:saved(tmp_path, [i+1], o, seed=i) for i,o in enumerate(names)}
+    again = synth_learner(path=tmp_path)
+    assert again.resume()==names.index('run')+1 and same(weights(again), weights(made['run']))
