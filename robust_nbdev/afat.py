@@ -399,18 +399,14 @@ def after_pred(self:AFAT):
     self.learn.pred,self.extra = z,align_loss(*zip(*[o.chunk(2) for o in outs]), self.how)
     if self.select=='ce' and self.training: self.g, = torch.autograd.grad(self.learn.loss_func(z2, *self.yb), self.leaf, retain_graph=True)
 
-def _summed(loss_func):
-    "Does the loss sum over images? Seen through what MixUp puts around it, and through `partial`"
-    lf = getattr(getattr(loss_func,'__self__',None), 'old_lf', loss_func)
-    return getattr(lf,'reduction', getattr(lf,'keywords',{}).get('reduction'))=='sum'
-
 @patch
 def after_loss(self:AFAT):
     "Add the alignment loss, and to what the table shows"
     if self.extra is None: return
     v,self.extra = self.extra,None
     self.total,self.n = self.total+v.detach(),self.n+1
-    many = find_bs(self.yb) if _summed(self.learn.loss_func) else 1
+    if self.n==1: self.summed = is_summed(self.learn.loss_func, self.pred, self.yb)
+    many = find_bs(self.yb) if self.summed else 1
     self.learn.loss_grad = self.loss_grad+self.at(self.lam)*v*many
     self.learn.loss = self.loss_grad.detach().clone()
     if any(isinstance(c, AWP) for c in self.learn.cbs): self.arm()     # which runs the model a second time
