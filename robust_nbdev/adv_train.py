@@ -8,7 +8,7 @@ __all__ = ['warmup', 'switch', 'AdvTrain', 'is_summed', 'with_fields', 'TRADES',
            'SaveEMA', 'SaveRun', 'has_cb']
 
 # %% ../nbs/01a_adv_train.ipynb #4344899b
-import re, time, warnings
+import random, re, time, warnings
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field
 from .core import *
@@ -774,6 +774,21 @@ class SaveEMA(SaveModelCallback):
 # %% ../nbs/01a_adv_train.ipynb #ca7fd2b0
 def _with_state(learn): return [c for c in learn.cbs if isinstance(c, AdvCallback) and hasattr(c, 'state_dict')]
 
+def _numbers():
+    "The states of torch's, CUDA's, Python's and numpy's random numbers, in what `torch.load` takes"
+    name,keys,*rest = np.random.get_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return dict(torch=torch.get_rng_state(), cuda=cuda, python=random.getstate(), numpy=(name,keys.tolist(),*rest))
+
+def _draw_on(state):
+    "Take up the random numbers of `_numbers`"
+    torch.set_rng_state(state['torch'].cpu())
+    n = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for i,o in enumerate(state['cuda'][:n]): torch.cuda.set_rng_state(o.cpu(), i)
+    random.setstate(state['python'])
+    name,keys,*rest = state['numpy']
+    np.random.set_state((name,np.array(keys, dtype=np.uint32),*rest))
+
 def _states(learn, fname, about):
     "Epoch and `SaveRun.state` of each complete state of a run"
     folder = learn.path/learn.model_dir
@@ -806,7 +821,7 @@ class SaveRun(SaveModelCallback):
     def state(self)->dict: # For `torch.save`
         "What is kept beside weights and optimiser"
         order,lived = getattr(self.dls.train,'rng',None),self.learn.__dict__.get('epochs_lived')
-        return dict(about=self.about, saved=time.time_ns(), epochs=self.n_epoch, torch=torch.get_rng_state(), order=order and order.getstate(),
+        return dict(about=self.about, saved=time.time_ns(), epochs=self.n_epoch, numbers=_numbers(), order=order and order.getstate(),
             lived=vars(lived) if lived else None, callbacks={c.name:c.state_dict() for c in _with_state(self.learn)})
     def _save(self, name):
         beside = self.learn.path/self.learn.model_dir/f'average_{name}.pth'
@@ -843,7 +858,7 @@ def resume(self:Learner,
     for c in _with_state(self):
         if c.name in state['callbacks']: c.load_state_dict(state['callbacks'][c.name])
     if state['lived']: self.epochs_lived = Epochs(**state['lived'])
-    torch.set_rng_state(state['torch'].cpu())
+    _draw_on(state['numbers'])
     if state['order']: self.dls.train.rng.setstate(state['order'])
     return epoch+1
 

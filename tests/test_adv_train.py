@@ -1,7 +1,7 @@
 "`AdvTrain` with everything else that fastai offers, and after everything that can go wrong (style rules 2-20; R14-R16, R20-R23)."
-import copy, threading, itertools, pickle, subprocess, sys
+import copy, threading, itertools, pickle, random, subprocess, sys
 from pathlib import Path
-import pytest, torch, torch.nn.functional as F
+import numpy as np, pytest, torch, torch.nn.functional as F
 from torch import nn
 from fastai.vision.all import (BCEWithLogitsLossFlat, Callback, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, CancelTrainException, ChannelsLast, CrossEntropyLossFlat, CutMix,
     DataLoaders, EarlyStoppingCallback, GradientAccumulation, GradientClip, LabelSmoothingCrossEntropyFlat, Learner, MixUp, Normalize, SaveModelCallback, accuracy, set_seed, load_learner, vision_learner, noop)
@@ -549,3 +549,18 @@ def test_a_run_is_found_by_its_whole_name(tmp_path, names):
     made = {o:saved(tmp_path, [i+1], o, seed=i) for i,o in enumerate(names)}
     again = synth_learner(path=tmp_path)
     assert again.resume()==names.index('run')+1 and same(weights(again), weights(made['run']))
+
+class Draws(Callback):
+    "One number of each of the generators per batch"
+    run_valid = False
+    def __init__(self): self.seen = []
+    def before_batch(self): self.seen.append((random.random(), np.random.rand(), np.random.randn(), torch.rand(()).item()))
+
+def test_a_resumed_run_draws_on(tmp_path):
+    "Python's and numpy's numbers as well as torch's"
+    def trained(path, *cbs):
+        set_seed(0); learn = synth_learner(path=path, cbs=Draws())
+        learn.fit(3, start_epoch=learn.resume(), cbs=[SaveRun(), *cbs])
+        return learn.draws.seen
+    whole,first = trained(tmp_path/'a'),trained(tmp_path/'b', CancelAt(1))
+    assert first+trained(tmp_path/'b')==whole and len(set(whole))==len(whole)
