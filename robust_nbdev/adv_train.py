@@ -482,6 +482,21 @@ def caught(self:CatchOverfit,
     if isinstance(self.then, str): raise CancelFitException()
     if self.then is not None: self.watched.instead = like(self.then, weak)
 
+@patch
+def state_dict(self:CatchOverfit)->dict: # For `torch.save`
+    "The table, and the radius at which `then` took the attack's place (None: it did not)"
+    now = getattr(self.watched,'instead',None)
+    return dict(rows=list(self.rows), eps=now and now.eps)
+
+@patch
+def load_state_dict(self:CatchOverfit,
+    state:dict, # Of `state_dict`
+):
+    "Go on where another fit stopped, `fit(n, start_epoch=k)`: with its table, and with `then` if it had come to that"
+    self.rows = list(state['rows'])
+    if state['eps'] is None or self.watched is None or self.then in (None,'stop'): return
+    self.watched.instead = like(self.then, with_fields(self.watched.attack, dict(eps=state['eps'])))
+
 @patch(as_prop=True)
 def df(self:CatchOverfit):
     "The two accuracies of each epoch"

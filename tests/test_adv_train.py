@@ -564,3 +564,21 @@ def test_a_resumed_run_draws_on(tmp_path):
         return learn.draws.seen
     whole,first = trained(tmp_path/'a'),trained(tmp_path/'b', CancelAt(1))
     assert first+trained(tmp_path/'b')==whole and len(set(whole))==len(whole)
+
+@pytest.mark.parametrize('eps', [None, warmup(.1, pct=.3)])
+def test_a_resumed_run_goes_on_with_what_catch_overfit_put_in_place(tmp_path, eps):
+    def learner(path):
+        set_seed(0)
+        return synth_learner(path=path, cbs=[AdvTrain(FGSM(.1), eps=eps), CatchOverfit(gap=-1., then=PGD(steps=2), n=16)])
+    whole,killed = learner(tmp_path/'a'),learner(tmp_path/'b')
+    whole.fit(4, 1e-3); killed.fit(4, 1e-3, cbs=[SaveRun(), CancelAt(2)])
+    again = learner(tmp_path/'b')
+    again.fit(4, 1e-3, start_epoch=again.resume())
+    assert again.catch_overfit.df.equals(whole.catch_overfit.df) and same(weights(again), weights(whole))
+    assert again.catch_overfit.df.attack[0]!=again.catch_overfit.df.attack[3]
+
+def test_the_state_of_catch_overfit_without_a_case():
+    learn = synth_learner(cbs=[AdvTrain(FGSM(.1)), CatchOverfit(gap=1., then=PGD(steps=2), n=16)]); learn.fit(1, 0.)
+    state = learn.catch_overfit.state_dict()
+    other = synth_learner(cbs=[AdvTrain(FGSM(.1)), CatchOverfit(then=PGD(steps=2))]); other.catch_overfit.load_state_dict(state)
+    assert other.adv_train.instead is None and len(other.catch_overfit.df)==1
