@@ -462,10 +462,11 @@ def df(self:AFAT):
 # %% ../nbs/05_afat.ipynb #2d8d4edf
 @patch
 def state_dict(self:AFAT)->dict: # For `torch.save`
-    "The corruption model, its optimiser and the table: what `learn.save` does not keep"
+    "The corruption model, its epochs in `fit_corruption`, its optimiser and the table: what `learn.save` does not keep"
     c,o = self.corruption,self.optim
     made = {k:getattr(c, k) for k in ('grid','patch','ste')} if isinstance(c, PatchOcclusion) else {}
-    return dict(made=made, corruption=c and c.state_dict(), optim=o and o.state_dict(), rows=self.rows)
+    return dict(made=made, corruption=c and c.state_dict(), optim=o and o.state_dict(), rows=self.rows,
+        epochs=getattr(c,'epochs',0))
 
 @patch
 def load_state_dict(self:AFAT,
@@ -478,6 +479,7 @@ def load_state_dict(self:AFAT,
         c,stats = own['conv.weight'].shape[1],{k:own[k] for k in ('mean','std')}
         self.corruption = PatchOcclusion(**state['made'], in_chans=c, **stats)
     self.corruption.load_state_dict(own)
+    self.corruption.epochs = state.get('epochs', 0)
     self.optim = corruption_optim(self.corruption, self.corruption_lr)
     if state['optim'] is not None: self.optim.load_state_dict(state['optim'])
 
