@@ -284,6 +284,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'robust_nbdev.adv_train._numbers': ('adv_train.html#_numbers', 'robust_nbdev/adv_train.py'),
                                         'robust_nbdev.adv_train._states': ('adv_train.html#_states', 'robust_nbdev/adv_train.py'),
                                         'robust_nbdev.adv_train._with_state': ('adv_train.html#_with_state', 'robust_nbdev/adv_train.py'),
+                                        'robust_nbdev.adv_train._written': ('adv_train.html#_written', 'robust_nbdev/adv_train.py'),
                                         'robust_nbdev.adv_train.has_cb': ('adv_train.html#has_cb', 'robust_nbdev/adv_train.py'),
                                         'robust_nbdev.adv_train.hush_attn': ('adv_train.html#hush_attn', 'robust_nbdev/adv_train.py'),
                                         'robust_nbdev.adv_train.is_summed': ('adv_train.html#is_summed', 'robust_nbdev/adv_train.py'),

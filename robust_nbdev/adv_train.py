@@ -813,6 +813,10 @@ def _states(learn, fname, about):
         state = torch.load(beside, map_location=learn.dls.device, weights_only=True)
         if state.get('about')==about: yield int(epoch[1]),state
 
+def _written(learn):
+    "The library's callbacks in words, the same in every process"
+    return sorted(re.sub(' at 0x[0-9a-f]+', '', repr(c)) for c in learn.cbs if isinstance(c, AdvCallback))
+
 class SaveRun(SaveModelCallback):
     """After every few epochs and after the last, save what an interrupted fit needs to go on: weights, optimiser, random
     numbers, the epochs lived, and the state of each callback that has a `state_dict`, such as the average of `EMA`;
@@ -836,8 +840,9 @@ class SaveRun(SaveModelCallback):
     def state(self)->dict: # For `torch.save`
         "What is kept beside weights and optimiser"
         order,lived = getattr(self.dls.train,'rng',None),self.learn.__dict__.get('epochs_lived')
-        return dict(about=self.about, saved=time.time_ns(), epochs=self.n_epoch, numbers=_numbers(), order=order and order.getstate(),
-            lived=vars(lived) if lived else None, callbacks={c.name:c.state_dict() for c in _with_state(self.learn)})
+        return dict(about=self.about, saved=time.time_ns(), epochs=self.n_epoch, cbs=_written(self.learn),
+            numbers=_numbers(), order=order and order.getstate(), lived=vars(lived) if lived else None,
+            callbacks={c.name:c.state_dict() for c in _with_state(self.learn)})
     def _save(self, name):
         beside = self.learn.path/self.learn.model_dir/f'average_{name}.pth'
         if not rank_distrib():
@@ -866,9 +871,14 @@ def resume(self:Learner,
     fname:str='run', # As in `SaveRun`
     about:str='', # As in `SaveRun`
 )->int: # Epochs that are done, for `fit(n, start_epoch=...)`; 0 if there is nothing to go on with
-    "Load the complete state of a run that was saved last"
+    "Load the complete state of a run that was saved last; warn where, without `about`, it had other callbacks"
     epoch,state = self.last_run(fname, about)
     if state is None: return 0
+    was,now = state.get('cbs'),_written(self)
+    if not about and was!=now:
+        warnings.warn(f'the state was saved by a training with {was}, this Learner has {now}: is it the same training? '
+            'If not, give SaveRun and resume an about=. If some are added by fit(cbs=), they get no state back: '
+            'give them to the Learner')
     self.load(f'{fname}_{epoch}', with_opt=True)
     for c in _with_state(self):
         if c.name in state['callbacks']: c.load_state_dict(state['callbacks'][c.name])

@@ -1,5 +1,5 @@
 "`AdvTrain` with everything else that fastai offers, and after everything that can go wrong (style rules 2-20; R14-R16, R20-R23)."
-import copy, threading, itertools, pickle, random, subprocess, sys
+import copy, threading, itertools, pickle, random, subprocess, sys, warnings
 from pathlib import Path
 import numpy as np, pytest, torch, torch.nn.functional as F
 from torch import nn
@@ -582,3 +582,14 @@ def test_the_state_of_catch_overfit_without_a_case():
     state = learn.catch_overfit.state_dict()
     other = synth_learner(cbs=[AdvTrain(FGSM(.1)), CatchOverfit(then=PGD(steps=2))]); other.catch_overfit.load_state_dict(state)
     assert other.adv_train.instead is None and len(other.catch_overfit.df)==1
+
+def test_a_state_of_other_callbacks_is_noticed(tmp_path):
+    "Without `about`, which says what the training is"
+    schedule = lambda pct: .1*pct
+    synth_learner(path=tmp_path, cbs=AdvTrain(PGD(.1), eps=schedule)).fit(1, cbs=[SaveRun(), SaveRun('told', about='x')])
+    for cb in (TRADES(PGD(.3)), AdvTrain(PGD(.2)), []):
+        with pytest.warns(UserWarning, match='about='): assert synth_learner(path=tmp_path, cbs=cb).resume()==1
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        assert synth_learner(path=tmp_path, cbs=AdvTrain(PGD(.1), eps=schedule)).resume()==1
+        assert synth_learner(path=tmp_path, cbs=TRADES(PGD(.3))).resume('told', 'x')==1
