@@ -399,18 +399,14 @@ def after_pred(self:AFAT):
     self.learn.pred,self.extra = z,align_loss(*zip(*[o.chunk(2) for o in outs]), self.how)
     if self.select=='ce' and self.training: self.g, = torch.autograd.grad(self.learn.loss_func(z2, *self.yb), self.leaf, retain_graph=True)
 
-def _summed(loss_func):
-    "Does the loss sum over images? Seen through what MixUp puts around it, and through `partial`"
-    lf = getattr(getattr(loss_func,'__self__',None), 'old_lf', loss_func)
-    return getattr(lf,'reduction', getattr(lf,'keywords',{}).get('reduction'))=='sum'
-
 @patch
 def after_loss(self:AFAT):
     "Add the alignment loss, and to what the table shows"
     if self.extra is None: return
     v,self.extra = self.extra,None
     self.total,self.n = self.total+v.detach(),self.n+1
-    many = find_bs(self.yb) if _summed(self.learn.loss_func) else 1
+    if self.n==1: self.summed = is_summed(self.learn.loss_func, self.pred, self.yb)
+    many = find_bs(self.yb) if self.summed else 1
     self.learn.loss_grad = self.loss_grad+self.at(self.lam)*v*many
     self.learn.loss = self.loss_grad.detach().clone()
     if any(isinstance(c, AWP) for c in self.learn.cbs): self.arm()     # which runs the model a second time
@@ -466,10 +462,11 @@ def df(self:AFAT):
 # %% ../nbs/05_afat.ipynb #2d8d4edf
 @patch
 def state_dict(self:AFAT)->dict: # For `torch.save`
-    "The corruption model, its optimiser and the table: what `learn.save` does not keep"
+    "The corruption model, its epochs in `fit_corruption`, its optimiser and the table: what `learn.save` does not keep"
     c,o = self.corruption,self.optim
     made = {k:getattr(c, k) for k in ('grid','patch','ste')} if isinstance(c, PatchOcclusion) else {}
-    return dict(made=made, corruption=c and c.state_dict(), optim=o and o.state_dict(), rows=self.rows)
+    return dict(made=made, corruption=c and c.state_dict(), optim=o and o.state_dict(), rows=self.rows,
+        epochs=getattr(c,'epochs',0))
 
 @patch
 def load_state_dict(self:AFAT,
@@ -482,6 +479,7 @@ def load_state_dict(self:AFAT,
         c,stats = own['conv.weight'].shape[1],{k:own[k] for k in ('mean','std')}
         self.corruption = PatchOcclusion(**state['made'], in_chans=c, **stats)
     self.corruption.load_state_dict(own)
+    self.corruption.epochs = state.get('epochs', 0)
     self.optim = corruption_optim(self.corruption, self.corruption_lr)
     if state['optim'] is not None: self.optim.load_state_dict(state['optim'])
 

@@ -398,8 +398,8 @@ class AdvCallback(Callback):
         return self.learn.__dict__.setdefault('epochs_lived', Epochs())
     @property
     def epoch_seed(self)->int: # Below 2**63
-        "For random numbers of this epoch: torch's own seed, plus the epochs of the Learner's life"
-        return torch.initial_seed()%2**62+max(self.epochs.now, 0)
+        "For random numbers of this epoch: torch's own seed, moved far by each epoch of the Learner's life"
+        return (torch.initial_seed()%2**62-max(self.epochs.now, 0)*_GOLD)%2**63
     def before_train(self):
         "Refuse a DataLoader that normalises"
         check_dls(self.dl)

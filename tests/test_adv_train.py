@@ -1,7 +1,7 @@
 "`AdvTrain` with everything else that fastai offers, and after everything that can go wrong (style rules 2-20; R14-R16, R20-R23)."
-import copy, threading, itertools, pickle, subprocess, sys
+import copy, threading, itertools, pickle, random, subprocess, sys, warnings
 from pathlib import Path
-import pytest, torch, torch.nn.functional as F
+import numpy as np, pytest, torch, torch.nn.functional as F
 from torch import nn
 from fastai.vision.all import (BCEWithLogitsLossFlat, Callback, CancelBatchException, CancelEpochException, CancelFitException, CancelStepException, CancelTrainException, ChannelsLast, CrossEntropyLossFlat, CutMix,
     DataLoaders, EarlyStoppingCallback, GradientAccumulation, GradientClip, LabelSmoothingCrossEntropyFlat, Learner, MixUp, Normalize, SaveModelCallback, accuracy, set_seed, load_learner, vision_learner, noop)
@@ -514,3 +514,82 @@ class CancelAt(Callback):
     def __init__(self, epoch): self.at = epoch
     def before_epoch(self):
         if self.epoch==self.at: raise CancelFitException()
+
+# --- which state is gone on with ---------------------------------------------------------------------------------------------
+
+def saved(path, fits, fname='run', seed=0, lr=1e-3, about=''):
+    "A Learner after fits of four epochs, each of which is stopped behind this many; every epoch is saved"
+    learn = synth_learner(path=path, seed=seed)
+    for n in fits: learn.fit(4, lr, cbs=[SaveRun(fname, about=about), CancelAt(n)])
+    return learn
+
+def test_a_run_goes_on_from_the_state_that_was_saved_last(tmp_path):
+    "Not from that of the highest epoch, which may be of an older fit or of an older run"
+    for fits in ([4,1],[4,2]):
+        new,again = saved(tmp_path, fits),synth_learner(path=tmp_path)
+        assert again.resume()==fits[-1] and same(weights(again), weights(new))
+    other = saved(tmp_path, [1], seed=1); again = synth_learner(path=tmp_path)
+    assert again.resume()==1 and same(weights(again), weights(other))
+    assert sorted(f.name for f in (tmp_path/'models').iterdir())==['average_run_0.pth','run_0.pth']
+
+def test_a_fit_leaves_the_states_of_another_training_alone(tmp_path):
+    saved(tmp_path, [3], about='a'); saved(tmp_path, [1], about='b')
+    assert synth_learner(path=tmp_path).resume(about='a')==3 and synth_learner(path=tmp_path).resume(about='b')==1
+
+def test_a_fit_that_dies_while_it_saves_leaves_no_mixture(tmp_path, monkeypatch):
+    "New weights beside an old average"
+    old = saved(tmp_path, [1])
+    def dies(self): raise KeyboardInterrupt
+    monkeypatch.setattr(SaveRun, 'state', dies)
+    with pytest.raises(KeyboardInterrupt): saved(tmp_path, [1], seed=1)
+    assert synth_learner(path=tmp_path).resume()==0
+
+@pytest.mark.parametrize('names', [['run','run_b'],['run_b','run']])
+def test_a_run_is_found_by_its_whole_name(tmp_path, names):
+    made = {o:saved(tmp_path, [i+1], o, seed=i) for i,o in enumerate(names)}
+    again = synth_learner(path=tmp_path)
+    assert again.resume()==names.index('run')+1 and same(weights(again), weights(made['run']))
+
+class Draws(Callback):
+    "One number of each of the generators per batch"
+    run_valid = False
+    def __init__(self): self.seen = []
+    def before_batch(self): self.seen.append((random.random(), np.random.rand(), np.random.randn(), torch.rand(()).item()))
+
+def test_a_resumed_run_draws_on(tmp_path):
+    "Python's and numpy's numbers as well as torch's"
+    def trained(path, *cbs):
+        set_seed(0); learn = synth_learner(path=path, cbs=Draws())
+        learn.fit(3, start_epoch=learn.resume(), cbs=[SaveRun(), *cbs])
+        return learn.draws.seen
+    whole,first = trained(tmp_path/'a'),trained(tmp_path/'b', CancelAt(1))
+    assert first+trained(tmp_path/'b')==whole and len(set(whole))==len(whole)
+
+@pytest.mark.parametrize('eps', [None, warmup(.1, pct=.3)])
+def test_a_resumed_run_goes_on_with_what_catch_overfit_put_in_place(tmp_path, eps):
+    def learner(path):
+        set_seed(0)
+        return synth_learner(path=path, cbs=[AdvTrain(FGSM(.1), eps=eps), CatchOverfit(gap=-1., then=PGD(steps=2), n=16)])
+    whole,killed = learner(tmp_path/'a'),learner(tmp_path/'b')
+    whole.fit(4, 1e-3); killed.fit(4, 1e-3, cbs=[SaveRun(), CancelAt(2)])
+    again = learner(tmp_path/'b')
+    again.fit(4, 1e-3, start_epoch=again.resume())
+    assert again.catch_overfit.df.equals(whole.catch_overfit.df) and same(weights(again), weights(whole))
+    assert again.catch_overfit.df.attack[0]!=again.catch_overfit.df.attack[3]
+
+def test_the_state_of_catch_overfit_without_a_case():
+    learn = synth_learner(cbs=[AdvTrain(FGSM(.1)), CatchOverfit(gap=1., then=PGD(steps=2), n=16)]); learn.fit(1, 0.)
+    state = learn.catch_overfit.state_dict()
+    other = synth_learner(cbs=[AdvTrain(FGSM(.1)), CatchOverfit(then=PGD(steps=2))]); other.catch_overfit.load_state_dict(state)
+    assert other.adv_train.instead is None and len(other.catch_overfit.df)==1
+
+def test_a_state_of_other_callbacks_is_noticed(tmp_path):
+    "Without `about`, which says what the training is"
+    schedule = lambda pct: .1*pct
+    synth_learner(path=tmp_path, cbs=AdvTrain(PGD(.1), eps=schedule)).fit(1, cbs=[SaveRun(), SaveRun('told', about='x')])
+    for cb in (TRADES(PGD(.3)), AdvTrain(PGD(.2)), []):
+        with pytest.warns(UserWarning, match='about='): assert synth_learner(path=tmp_path, cbs=cb).resume()==1
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        assert synth_learner(path=tmp_path, cbs=AdvTrain(PGD(.1), eps=schedule)).resume()==1
+        assert synth_learner(path=tmp_path, cbs=TRADES(PGD(.3))).resume('told', 'x')==1

@@ -406,6 +406,16 @@ def test_four_calls_draw_the_noise_of_one(monkeypatch):
     for _ in range(4): c,_ = fit_corruption(m, data, c, seed=5)
     assert seen==once==[5,6,7,8]
 
+def test_a_loaded_corruption_model_draws_on(monkeypatch):
+    "`fit_corruption` behind `AFAT.state_dict` has noise that the model has not seen"
+    import robust_nbdev.afat as A
+    seen,real = [],A.patch_cover
+    m,data = tiny_vit(),(images(),torch.arange(4)); c,_ = fit_corruption(m, data, epochs=2, seed=5); a = AFAT()
+    a.load_state_dict(AFAT(corruption=c).state_dict())
+    monkeypatch.setattr(A, 'patch_cover', lambda x, seed, *a: seen.append(seed) or real(x, seed, *a))
+    fit_corruption(m, data, a.corruption, seed=5)
+    assert seen==[7]
+
 def resumable(path): return learner(AFAT(occlude=.25, lam=1., corruption_lr=.1), path=path)
 def test_a_resumed_fit_has_the_adversary_that_it_left(tmp_path):
     "From `state_dict` in a file of plain tensors; the model comes back as fastai brings it back"

@@ -1,9 +1,10 @@
 "Every training method with everything that fastai offers: losses by hand, costs counted, weights to the bit, nothing left behind (R17-R21, R24; F08, F10)."
 import copy, itertools, math, warnings
+from functools import partial
 import pytest, torch, torch.nn.functional as F
 from fastai.optimizer import SGD
 from torch import nn
-from fastai.vision.all import (BCEWithLogitsLossFlat, Callback, CancelBatchException, CancelEpochException, CancelFitException, CancelTrainException, ChannelsLast, CrossEntropyLossFlat, CutMix, DataLoaders,
+from fastai.vision.all import (BCEWithLogitsLossFlat, Callback, CancelBatchException, CancelEpochException, CancelFitException, CancelTrainException, ChannelsLast, CrossEntropyLossFlat, CutMix, DataLoaders, DiceLoss,
     EarlyStoppingCallback, GradientAccumulation, GradientClip, LabelSmoothingCrossEntropyFlat, Learner, L, MixUp, OptimWrapper, SaveModelCallback, accuracy, default_split, set_seed, noop, AccumMetric)
 from fastai.callback.schedule import *
 from fastai.callback.training import *
@@ -11,6 +12,7 @@ from robust_nbdev.core import *
 from robust_nbdev.vit import *
 from robust_nbdev.attacks import *
 from robust_nbdev.adv_train import *
+from robust_nbdev.afat import AFAT
 from robust_nbdev.datasets import fashion_mnist
 from robust_nbdev.evaluate import *
 from robust_nbdev.test_utils import *
@@ -857,3 +859,31 @@ def test_a_method_of_ones_own():
         joint = True
         def terms(self, z, z_adv): return z_adv,(z-z_adv).pow(2).mean(1)
     l = learner([Mine(PGD2), AWP(.01), MixUp(.4), HalfPrecision(torch.bfloat16), GradientAccumulation(16)], dls=small_dls(bs=8)); lf = l.loss_func; l.fit(1, 1e-3); check_clean(l, lf)
+
+# --- losses that sum without saying so, or say so and do not -----------------------------------------------------------------------
+
+class Sums(nn.Module):
+    def forward(self, z, y): return F.cross_entropy(z, y, reduction='sum')
+SUMS = dict(partial=partial(F.cross_entropy, reduction='sum'), function=lambda z,y: F.cross_entropy(z, y, reduction='sum'), module=Sums())
+
+@pytest.mark.parametrize('loss', SUMS)
+@pytest.mark.parametrize('make', [lambda: TRADES(PGD(.1, steps=2)), lambda: GAT(BernoulliFGSM(.1, loss=ce)), lambda: MART(PGD(.1, steps=2, loss=ce)), lambda: AFAT(lam=1., select='random')])
+def test_a_sum_is_recognised_by_its_numbers(make, loss):
+    gs = []
+    for f in (CrossEntropyLossFlat(reduction='sum'), SUMS[loss]):
+        l = learner([make(), Grab()], loss_func=f, model=tiny_vit(num_classes=4)); l.fit(1); gs.append(l.grab.g)
+    assert torch.allclose(*gs, rtol=1e-4, atol=1e-5)
+
+def test_what_is_a_sum():
+    "Over images, whatever is written on it; what it leaves out, weighs or cannot double changes nothing"
+    torch.manual_seed(0)
+    z,y,pixels,mask = torch.randn(8,4),torch.arange(8)%4,torch.randn(2,3,4,4),torch.randint(0, 3, (2,4,4))
+    per_batch = torch.ones(8)
+    for f in SUMS.values(): assert is_summed(f, z, (y,)) and is_summed(f, pixels, (mask,))
+    assert not is_summed(lambda z,y: (F.cross_entropy(z, y, reduction='none')*per_batch).mean(), z, (y,))
+    for kw in (dict(), dict(weight=few), dict(ignore_index=2)):
+        assert not is_summed(CrossEntropyLossFlat(**kw), z, (y,)) and is_summed(CrossEntropyLossFlat(reduction='sum', **kw), z, (y,))
+    assert is_summed(nn.CrossEntropyLoss(reduction='sum', ignore_index=0), z, (0*y,))                       # its value is 0
+    assert not is_summed(DiceLoss(), pixels, (mask,)) and not is_summed(CrossEntropyLossFlat(axis=1), pixels, (mask,))
+    was = z.clone()
+    assert is_summed(lambda z,y: F.cross_entropy(z.mul_(2), y, reduction='sum'), z, (y,)) and z.equal(was)

@@ -238,3 +238,13 @@ def test_images_divided_twice_are_noticed_and_black_ones_are_not():
 def test_own_copies_what_holds_tensors():
     z = dict(a=torch.ones(2), b=(torch.zeros(1),None)); c = own(z); z['a'].zero_(); z['b'][0].add_(5)
     assert c['a'].sum()==2 and c['b'][0]==0 and c['b'][1] is None
+
+def test_seeds_of_epochs_meet_those_of_no_other_seed():
+    "Of a hundred seeds in a hundred epochs each, and they stay whole numbers below 2**63"
+    cb = AdvCallback(); cb.learn = type('L', (), dict(epochs_lived=None))()
+    def seed_in(seed, epoch):
+        torch.manual_seed(seed); cb.learn.__dict__['epochs_lived'] = Epochs(epoch=epoch)
+        return cb.epoch_seed
+    seeds = [seed_in(s, e) for s in (*range(98), 2**62, 2**63-1) for e in range(100)]
+    assert len(set(seeds))==len(seeds)-100 and all(0<=o<2**63 for o in seeds)          # 2**62 and 0 are one seed
+    assert seed_in(7, 0)==7 and seed_in(7, 3)==seed_in(7, 3)
