@@ -260,7 +260,7 @@ def before_batch(self:RobustTokens):
     "Clean targets, once; attacked images; both halves in one batch"
     if len(self.xb)!=1: raise ValueError(f'attacks need a model with one input tensor, this batch has {len(self.xb)}')
     x,self.extra = check_images(self.x, self.victim),None
-    with self.amp(), torch.no_grad(), no_tokens(self.victim): f0 = check_logits(outputs(self.victim, x), x)
+    with self.amp(), torch.no_grad(), no_tokens(self.victim): f0 = own(check_logits(outputs(self.victim, x), x))
     self.learn.yb,self.target = (f0,),f0 if self.attacks else None
     for c in self.learn.cbs:
         if isinstance(c, MixHandler) and hasattr(c,'yb1'): c.yb1 = self.yb
@@ -452,7 +452,7 @@ def _frozen_features(probe, dl):
     p = next(probe.model.parameters())
     batches = (to_device(tuple(b), p.device) for b in dl.new(shuffle=False, drop_last=False))
     with attack_mode(probe), torch.no_grad():
-        got = [(outputs(probe.features, x.as_subclass(Tensor).to(p.dtype)),y.as_subclass(Tensor)) for x,y in batches]
+        got = [(own(outputs(probe.features, x.as_subclass(Tensor).to(p.dtype))),y.as_subclass(Tensor)) for x,y in batches]
     return [torch.cat(o) for o in zip(*got)]
 
 def seg_loss(
@@ -552,7 +552,7 @@ def feature_cosine(
     "The cosine between the features of each clean image and those of the attacked one"
     if len(x)!=len(x_adv):
         raise ValueError(f'{len(x)} clean images and {len(x_adv)} attacked ones: give the same number of both')
-    def both(a, b): return model(torch.cat([a,b])).chunk(2) if clean is None else (outputs(clean, a),outputs(model, b))
+    def both(a, b): return model(torch.cat([a,b])).chunk(2) if clean is None else (own(outputs(clean, a)),outputs(model, b))
     with attack_mode(model), attack_mode(clean), torch.no_grad():
         pairs = (both(a, b) for a,b in zip(x.split(bs), x_adv.split(bs)))
         return torch.cat([1-feat_cos(a.float(), b.float(), axis) for a,b in pairs])
