@@ -773,3 +773,21 @@ def _stored(wrap, probe):
     ids=['training','feature_cosine','SegProbe','LinearProbe','Probe'])
 def test_a_model_that_answers_in_one_buffer(see):
     np.testing.assert_allclose(see(OneBuffer), see(lambda m: m), atol=1e-5)
+
+# --- compiled models ----------------------------------------------------------------------------------------------------------
+
+def _given(m, x):
+    w = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(2))
+    with use_tokens(m, w): return m(x)
+def _drawn(m, x): torch.manual_seed(2); return RandomTokens(m, 5, std=1.)(x)
+
+@pytest.mark.parametrize('run', [_given, _drawn])
+def test_other_tokens_reach_a_compiled_model_that_has_run(run):
+    torch._dynamo.reset(); m = with_tokens(3, 'logits', std=.5); x = images(); c = torch.compile(m, backend='eager')
+    with torch.no_grad():
+        own,z = c(x),run(c, x)
+        torch.testing.assert_close(z, run(m, x)); torch.testing.assert_close(c(x), own)
+        assert (z-own).abs().max()>.01
+
+def test_deviations_in_grey_levels_are_refused():
+    with pytest.raises(ValueError, match='divide both by 255'): TokenAttack(.1, std=(58.4,57.1,57.4))
