@@ -16,6 +16,7 @@ from fastai.basics import *
 from timm.models.cait import Cait
 from timm.models.xcit import Xcit
 from .core import *
+from .core import _refuse_grey_levels
 from .vit import *
 from .attacks import *
 from .adv_train import *
@@ -135,6 +136,7 @@ class PatchOcclusion(nn.Module):
         self.grid,self.patch,self.ste = tuple(grid),tuple(patch),ste
         self.conv,self.fc = nn.Conv2d(in_chans, 1, self.patch, stride=self.patch, bias=False),nn.Linear(n, n, bias=False)
         for k,v in dict(mean=mean, std=std).items(): self.register_buffer(k, torch.as_tensor(v, dtype=torch.float32).reshape(-1,1,1))
+        _refuse_grey_levels(self.mean, self.std)
     def scores(self,
         x, # Images [B,C,H,W] in [0,1]; -> [B,N], low: to be occluded
     )->Tensor: # [B,N], low: to be occluded
@@ -215,6 +217,7 @@ def fit_corruption(
     _check_read(model)
     seen,optim,dev,done = [],None,next(model.parameters()).device,getattr(corruption,'epochs',0)
     for e,(_,x,_) in ((e,b) for e in range(done, done+epochs) for b in eval_batches(data, bs=bs, device=dev)):
+        x = check_images(x, model)
         if corruption is None: corruption = occlusion_for(model, x, seed)
         optim = optim or corruption_optim(corruption, lr)
         keep = corruption(x.clone(), n_occluded(share, math.prod(corruption.grid)))
@@ -299,7 +302,8 @@ def after_cancel_epoch(self:AFAT):
 # %% ../nbs/05_afat.ipynb #b67ac9f1
 @patch
 def before_train(self:AFAT):
-    "Refuse what cannot be aligned: models whose blocks cannot be read, and callbacks that make a joint batch of their own"
+    """Refuse what cannot be aligned: models whose blocks cannot be read, and callbacks that make a joint batch of their own;
+    then put all that is frozen into evaluation mode"""
     check_dls(self.dl)
     joint = first(c for c in self.learn.cbs if isinstance(c, AdvTrain) and c.joint)
     if joint is not None: raise ValueError(f'{joint!r} trains on a joint batch of clean and adversarial images, and so does AFAT: use AdvTrain(attack) with it, or one of the two')
@@ -309,6 +313,7 @@ def before_train(self:AFAT):
             'use one process per device, learn.distrib_ctx()')
     _check_read(self.victim)
     patch_blocks(self.victim)
+    still(self.learn.model)
     self.total,self.n = 0.,0
 
 # %% ../nbs/05_afat.ipynb #b67ac9f3
@@ -321,6 +326,7 @@ def before_batch(self:AFAT):
     if len(self.xb)!=1: raise ValueError(f'AFAT needs a model with one input tensor, this batch has {len(self.xb)}')
     if self.yb and find_bs(self.xb)!=find_bs(self.yb): raise ValueError(f'this batch has {find_bs(self.xb)} images for {find_bs(self.yb)} labels: another callback makes a joint batch, and so does AFAT: use one of the two')
     x = self.x.as_subclass(Tensor)
+    check_images(x, self.victim)
     self.clean = self.xb
     self.kept = self.choose(x, share)
     self.leaf = self.kept.detach().requires_grad_(self.select!='random')
@@ -374,8 +380,9 @@ def _idle(*args): "Does nothing"
 def arm(self:AFAT):
     "Read the patch blocks during the next forward of the model, and only then"
     self.disarm(); m,outs = self.victim,{}
+    def note(i, o): outs[i] = own(o)                  # a model may go on in the memory of its block's output
     def done(o): self.disarm(); self.outs = list(outs.values())
-    self.undo = [b.register_forward_hook(_Hook(partial(outs.__setitem__, i))) for i,b in enumerate(patch_blocks(m))]
+    self.undo = [b.register_forward_hook(_Hook(partial(note, i))) for i,b in enumerate(patch_blocks(m))]
     self.undo.append(m.register_forward_hook(_Hook(done)))
 
 @patch

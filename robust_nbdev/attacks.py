@@ -1050,12 +1050,17 @@ class Fast(Wrapper):
     ):
         super().__init__(model)
         if compile is None: compile = isinstance(model, nn.Module) and any(p.is_cuda for p in model.parameters())
-        self.dtype,self._run = dtype,[torch.compile(model) if compile else model]
+        self.dtype,self.compiles,self._made = dtype,compile,(None,None)
+    def fast(self)->Callable: # `self.model`, or compiled code made for it and for no other
+        "What runs: a copy, a replica and a model that was exchanged get code of their own"
+        if not self.compiles: return self.model
+        if self._made[0] is not self.model: self._made = self.model,torch.compile(self.model)
+        return self._made[1]
     def forward(self,
         x:Tensor, # Images [B,C,H,W]
     )->Tensor: # Logits [B,C], float32
         "Run the model in lower precision"
-        with nullcontext() if self.dtype is None else torch.autocast(x.device.type, self.dtype): return self._run[0](x).float()
+        with nullcontext() if self.dtype is None else torch.autocast(x.device.type, self.dtype): return self.fast()(x).float()
 
 # %% ../nbs/01_attacks.ipynb #9f2ef7ac
 def _package(name):

@@ -200,6 +200,12 @@ def in_chans(
     return None if c is None or c%(4*_cfg(model).get('input_size',(c,))[0])==0 else c
 
 # %% ../nbs/00_core.ipynb #6afea213
+def _refuse_grey_levels(mean, std):
+    "Raises ValueError if statistics are not those of images in [0,1]"
+    if mean.abs().max()<=1 and std.max()<=10: return
+    raise ValueError(f'mean {mean.flatten().tolist()} and std {std.flatten().tolist()} count grey levels to 255, '
+        'but images lie in [0,1]: divide both by 255')
+
 class Normalized(Wrapper):
     "`model((x-mean)/std)`, for images `x` in [0,1]"
     def __init__(self,
@@ -214,8 +220,7 @@ class Normalized(Wrapper):
         for n,v in (('mean',mean),('std',std)): self.register_buffer(n, self._stat(cfg[n] if v is None else v, c))
         if c is not None and not {len(self.mean),len(self.std)}<={1,c}: raise ValueError(f'the model takes {c} channels, got {len(self.mean)} means and {len(self.std)} deviations')
         if not (self.std>0).all(): raise ValueError(f'std must be positive, got {self.std.flatten().tolist()}')
-        if self.mean.max()>1 or self.std.max()>10:
-            raise ValueError(f'mean {self.mean.flatten().tolist()} and std {self.std.flatten().tolist()} count grey levels to 255, but images lie in [0,1]: divide both by 255')
+        _refuse_grey_levels(self.mean, self.std)
 
     @staticmethod
     def _stat(v, c):

@@ -15,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 from safetensors import safe_open
 from safetensors.torch import save_file
 from .core import *
+from .core import _refuse_grey_levels
 from .vit import *
 from .vit import _check_out
 from .attacks import *
@@ -60,13 +61,15 @@ def use_tokens(
     model:nn.Module, # A model after `add_tokens`
     weight:Tensor, # Other tokens [1,n,D], any n; or a set for each image [B,n,D]; gradients reach it
 )->Iterator: # Yields `model`
-    "Inside, the model runs with these tokens instead of its own"
+    "Inside, the model runs with these tokens instead of its own; compiled code, which would not see them, steps aside"
     if any(isinstance(o, nn.DataParallel) for o in model.modules()):
         raise ValueError('DataParallel gives each replica the tokens of the model itself: put what chooses the tokens inside, '
             'nn.DataParallel(TokenSets(model))')
     d = tokens_of(model).__dict__
     was = d.get('weight')
-    try: d['weight'] = weight; yield model
+    try:
+        d['weight'] = weight
+        with nullcontext() if torch.compiler.is_compiling() else uncompiled(model): yield model
     finally:
         if was is None: d.pop('weight', None)
         else: d['weight'] = was
@@ -116,6 +119,7 @@ class TokenAttack(PGD):
         if self.norm!='Linf': raise ValueError(f'TokenAttack is an attack in Linf, got {self.norm}')
         if self.bits not in ('floor','inside',None): raise ValueError(f"bits must be 'floor', 'inside' or None, got {self.bits!r}")
         self._set(std=tuple(float(o) for o in (self.std if is_iter(self.std) else [self.std])))
+        if self.std: _refuse_grey_levels(torch.zeros(1), torch.tensor(self.std))
         if not self.std or min(self.std)<=0: raise ValueError(f'std are the positive numbers that the model divides its channels by, got {self.std}')
     @property
     def name(self): return '_'.join([f'token_attack{self.steps}', *([self.loss.__name__] if self.loss not in (feat_cos,None) and hasattr(self.loss,'__name__') else [])])
@@ -260,7 +264,7 @@ def before_batch(self:RobustTokens):
     "Clean targets, once; attacked images; both halves in one batch"
     if len(self.xb)!=1: raise ValueError(f'attacks need a model with one input tensor, this batch has {len(self.xb)}')
     x,self.extra = check_images(self.x, self.victim),None
-    with self.amp(), torch.no_grad(), no_tokens(self.victim): f0 = check_logits(outputs(self.victim, x), x)
+    with self.amp(), torch.no_grad(), no_tokens(self.victim): f0 = own(check_logits(outputs(self.victim, x), x))
     self.learn.yb,self.target = (f0,),f0 if self.attacks else None
     for c in self.learn.cbs:
         if isinstance(c, MixHandler) and hasattr(c,'yb1'): c.yb1 = self.yb
@@ -379,7 +383,8 @@ def load_tokens(
 
 # %% ../nbs/02_robust_tokens.ipynb #ed112509
 class Probe(Wrapper):
-    "A head on the features of a frozen backbone that returns `[B,1+P,D]`"
+    """A head on the features of a frozen backbone that returns `[B,1+P,D]`; in a Learner of your own freeze it first,
+    `probe.model.requires_grad_(False)`"""
     def __init__(self,
         model:nn.Module, # A model after `add_tokens(..., out='cls_patch')`, or `WithoutTokens` of it; shared, not copied
         head:nn.Module, # Takes what `pool` makes of the features
@@ -461,7 +466,7 @@ def _frozen_features(probe, dl):
     p = next(probe.model.parameters())
     batches = (to_device(tuple(b), p.device) for b in dl.new(shuffle=False, drop_last=False))
     with attack_mode(probe), torch.no_grad():
-        got = [(outputs(probe.features, x.as_subclass(Tensor).to(p.dtype)),y.as_subclass(Tensor)) for x,y in batches]
+        got = [(own(outputs(probe.features, x.as_subclass(Tensor).to(p.dtype))),y.as_subclass(Tensor)) for x,y in batches]
     return [torch.cat(o) for o in zip(*got)]
 
 def seg_loss(
@@ -561,7 +566,7 @@ def feature_cosine(
     "The cosine between the features of each clean image and those of the attacked one"
     if len(x)!=len(x_adv):
         raise ValueError(f'{len(x)} clean images and {len(x_adv)} attacked ones: give the same number of both')
-    def both(a, b): return model(torch.cat([a,b])).chunk(2) if clean is None else (outputs(clean, a),outputs(model, b))
+    def both(a, b): return model(torch.cat([a,b])).chunk(2) if clean is None else (own(outputs(clean, a)),outputs(model, b))
     with attack_mode(model), attack_mode(clean), torch.no_grad():
         pairs = (both(a, b) for a,b in zip(x.split(bs), x_adv.split(bs)))
         return torch.cat([1-feat_cos(a.float(), b.float(), axis) for a,b in pairs])

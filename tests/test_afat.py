@@ -638,3 +638,47 @@ def test_paper_scale(name):
     assert l.afat.corruption.grid==(14,14) and l.afat.df.align_loss[0]>0 and counts(x, Occlusion(by=l.afat.corruption)(m, x, y), 16)==[20,20]
     assert (PGD(1/255, steps=1)(m.eval(), x, y)-x).abs().max()<=1/255+1e-6
     assert ((PatchFool(steps=1)(m, x, y)!=x).any(1).flatten(1).sum(1)<=256).all()
+
+# --- what a model does to its blocks, frozen parts, the range of the pixels -----------------------------------------------------
+
+class Scaled(timm.models.vision_transformer.VisionTransformer):
+    "Goes on with three times each block's output"
+    inplace = False
+    def forward_features(self, x, **kw):
+        x = self._pos_embed(self.patch_embed(x))
+        for b in self.blocks: x = b(x).mul_(3.) if self.inplace else b(x)*3.
+        return self.norm(x)
+
+def test_a_model_that_writes_into_its_blocks_outputs():
+    def run(inplace):
+        torch.manual_seed(0)
+        m = Scaled(img_size=28, patch_size=7, in_chans=1, num_classes=4, embed_dim=32, depth=2, num_heads=2); m.inplace = inplace
+        l = learner(AFAT(lam=.1), model=Normalized(m, [.5], [.5])); l.fit(1)
+        return l.afat.df.align_loss.tolist(),flat(l.model)
+    (a,w),(b,v) = run(False),run(True)
+    assert a==pytest.approx(b, rel=1e-4); torch.testing.assert_close(w, v)
+
+def test_a_frozen_backbone_stays_as_it_is():
+    torch.manual_seed(0); m = Normalized(timm.create_model('rvt_nano', img_size=28, in_chans=1, num_classes=4), [.5], [.5])
+    for n,p in m.named_parameters(): p.requires_grad_('head' in n)
+    was = {k:v.clone() for k,v in m.named_buffers()}
+    learner(AFAT(), model=m, train_bn=False).fit(1)
+    assert len(was)>10 and all(torch.equal(v, was[k]) for k,v in m.named_buffers())
+
+class Scale(Callback):
+    "Images in other units"
+    order = AFAT.order-1
+    def __init__(self, by): self.by = by
+    def before_batch(self): self.learn.xb = (self.x*self.by,)
+
+@pytest.mark.parametrize('by,kind,says', [(255,ValueError,'images must lie in'),(1/255,UserWarning,'below one grey level')])
+def test_images_in_other_units(by, kind, says):
+    m,x = tiny_vit(num_classes=4),images()
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        with pytest.raises(kind, match=says): learner([AFAT(),Scale(by)]).fit(1)
+        with pytest.raises(kind, match=says): fit_corruption(m, (x*by, torch.zeros(4).long()))
+
+@pytest.mark.parametrize('kw', [dict(mean=(123.7,116.3,103.5)), dict(std=(58.4,57.1,57.4))])
+def test_statistics_in_grey_levels_are_refused(kw):
+    with pytest.raises(ValueError, match='divide both by 255'): PatchOcclusion((4,4), (7,7), **kw)

@@ -690,3 +690,16 @@ def test_an_attack_without_a_step_says_so():
     m,x,y = tiny_vit(),torch.rand(2,1,28,28),torch.tensor([0,1])
     for run in (lambda: Idle(.1)(m, x, y), lambda: robust_report(m, (x,y), [Idle(.1)])):
         with pytest.raises(TypeError, match=r'Idle has no step of its own: give it update\('): run()
+
+# --- Fast ---------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('compile', [False,True])
+@pytest.mark.parametrize('how', ['exchanged','deep copy','replica'])
+def test_fast_runs_the_model_that_it_holds(how, compile, monkeypatch):
+    monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend='eager'))
+    torch.manual_seed(0); x = torch.rand(4, 2); f = Fast(nn.Linear(2, 3), dtype=None, compile=compile); was = f(x)
+    g = copy.deepcopy(f) if how=='deep copy' else copy.copy(f)
+    g._modules = dict(g._modules)                        # as torch.nn.parallel.replicate does it
+    if how=='deep copy': g.model.weight.data.zero_()
+    else: g.model = nn.Linear(2, 3)
+    assert torch.equal(g(x), g.model(x)) and not torch.equal(g(x), was) and torch.equal(f(x), was)

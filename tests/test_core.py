@@ -226,7 +226,8 @@ def test_radii_that_differ_print_differently():
     vs = [8/255, 8.0001/255, .1, .1000001, .12345678, .12345679]
     assert len({repr(Linf(v)) for v in vs})==len(set(map(Linf, vs)))==len(vs) and [Linf(v).eps for v in vs]==vs
 
-@pytest.mark.parametrize('kw', [dict(mean=123.675, std=58.395), dict(mean=[123.675,116.28,103.53], std=[58.395,57.12,57.375]), dict(mean=0., std=255.), dict(mean=[.5,.5,117.], std=.5)])
+@pytest.mark.parametrize('kw', [dict(mean=123.675, std=58.395), dict(mean=[123.675,116.28,103.53], std=[58.395,57.12,57.375]), dict(mean=0., std=255.), dict(mean=[.5,.5,117.], std=.5),
+    dict(mean=-124., std=1.)])
 def test_statistics_in_grey_levels_are_refused(kw):
     with pytest.raises(ValueError, match='divide both by 255'): Normalized(nn.Conv2d(3,3,1), **kw)
 

@@ -1,5 +1,7 @@
 "Robustness Tokens: every line of what issue 6 must show, the fastai contract, files, heads, and the attack by hand."
 import copy, math, pickle, warnings
+from functools import partial
+import numpy as np
 import pytest, timm, torch, torch.nn.functional as F
 from torch import nn
 from fastai.vision.all import AvgMetric, Callback, CancelFitException, CrossEntropyLossFlat, CutMix, DataLoader, DataLoaders, GradientAccumulation, Learner, MixUp, TensorImageBW, load_learner, set_seed
@@ -13,9 +15,9 @@ from robust_nbdev.test_utils import *
 
 FEAT2 = PGD(.1, steps=2, loss=feat_cos)
 def images(n=4, c=1, size=28, seed=0): return (torch.rand(n, c, size, size, generator=torch.Generator().manual_seed(seed))*255).round()/255
-def with_tokens(n=4, out='cls_patch', **kw):
+def with_tokens(n=4, out='cls_patch', std=.01, **kw):
     torch.manual_seed(1)
-    return add_tokens(tiny_vit(num_classes=4, **kw), n, out)
+    return add_tokens(tiny_vit(num_classes=4, **kw), n, out, std)
 def learner(cbs=(), model=None, rt=None, freeze=True, loss_func=None, **kw):
     l = synth_learner(model=model or with_tokens(), loss_func=loss_func or FeatCos(), splitter=token_splitter, train_bn=False, cbs=[rt or RobustTokens(FEAT2), *cbs], **kw)
     if freeze: l.freeze()
@@ -747,3 +749,51 @@ def test_other_tokens_do_not_reach_replicas_from_outside():
         with use_tokens(m, torch.zeros(1,2,32)): pass
     with no_tokens(m): z = replicate(m.module)(images())
     assert torch.equal(z, WithoutTokens(m.module)(images())) and not torch.equal(z, m.module(images()))
+
+# --- models that answer in one buffer -----------------------------------------------------------------------------------------
+
+class OneBuffer(Wrapper):
+    "Answers in the same memory at each call without gradients, as inference engines do"
+    buf = None
+    def forward(self, x):
+        z = self.model(x)
+        if torch.is_grad_enabled() and z.requires_grad: return z
+        if self.buf is None or self.buf.shape!=z.shape: self.buf = torch.empty_like(z)
+        return self.buf.copy_(z)
+
+def _trained_tokens(wrap):
+    l = learner(model=wrap(with_tokens()), rt=RobustTokens(PGD(.1, steps=2, restarts=2, loss=feat_cos)))
+    set_seed(0); l.fit(1, 1e-2); return l.robust_tokens.df.values
+
+def _cosine(wrap):
+    m = wrap(with_tokens(std=.5)); return feature_cosine(m, images(), images(seed=1), clean=WithoutTokens(m)).numpy()
+
+def _stored(wrap, probe):
+    from robust_nbdev.robust_tokens import _frozen_features
+    ds = [(x,i%3) for i,x in enumerate(images(6))]
+    dls = DataLoaders.from_dsets(ds, ds, bs=2, device='cpu')
+    torch.manual_seed(0); return _frozen_features(probe(wrap(with_tokens())), dls.train)[0].numpy()
+
+@pytest.mark.parametrize('see', [_trained_tokens, _cosine, *[partial(_stored, probe=o) for o in
+    (lambda m: SegProbe(m, 3), lambda m: LinearProbe(m, 3), lambda m: Probe(m, nn.Linear(32, 3)))]],
+    ids=['training','feature_cosine','SegProbe','LinearProbe','Probe'])
+def test_a_model_that_answers_in_one_buffer(see):
+    np.testing.assert_allclose(see(OneBuffer), see(lambda m: m), atol=1e-5)
+
+# --- compiled models ----------------------------------------------------------------------------------------------------------
+
+def _given(m, x):
+    w = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(2))
+    with use_tokens(m, w): return m(x)
+def _drawn(m, x): torch.manual_seed(2); return RandomTokens(m, 5, std=1.)(x)
+
+@pytest.mark.parametrize('run', [_given, _drawn])
+def test_other_tokens_reach_a_compiled_model_that_has_run(run):
+    torch._dynamo.reset(); m = with_tokens(3, 'logits', std=.5); x = images(); c = torch.compile(m, backend='eager')
+    with torch.no_grad():
+        own,z = c(x),run(c, x)
+        torch.testing.assert_close(z, run(m, x)); torch.testing.assert_close(c(x), own)
+        assert (z-own).abs().max()>.01
+
+def test_deviations_in_grey_levels_are_refused():
+    with pytest.raises(ValueError, match='divide both by 255'): TokenAttack(.1, std=(58.4,57.1,57.4))
