@@ -166,7 +166,11 @@ def begin(self:AdvTrain,
 ):
     "Check the attack, and what is to change in it during the training"
     check_attack(attack)
-    if eps is not None: fields = {'eps':eps.eps if isinstance(eps, Ball) else eps, **fields}
+    if isinstance(eps, Ball):
+        if threat(attack)[0]!=type(eps).__name__:
+            raise ValueError(f'eps={eps!r} is a radius in another norm than that of {attack!r}: give the attack that norm')
+        eps = eps.eps
+    if eps is not None: fields = {'eps':eps, **fields}
     name = next(iter(fields), None)
     if fields and not hasattr(attack, 'but'):
         raise TypeError(f'{name}= needs an attack whose {name} can be changed, attack.but(...), got {attack!r}')

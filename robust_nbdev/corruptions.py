@@ -1066,8 +1066,9 @@ def corruption_report(self:Learner,
 
 # %% ../nbs/01c_corruptions.ipynb #344c7b31
 class CorruptValid(AdvCallback):
-    "Corrupt every validation batch, so that metrics and predictions are those on corrupted images; a second is refused"
-    run_train,run_valid = False,True
+    """Corrupt every validation batch, so that metrics and predictions are those on corrupted images; a second is refused.
+    It comes before `AdvValid`, whose attack then starts from the corrupted images"""
+    order,run_train,run_valid = AdvValid.order-.5,False,True
     def __init__(self,
         name:str, # One of `CORRUPTIONS` or `EXTRA_CORRUPTIONS`
         severity:int, # 1 to 5

@@ -593,3 +593,7 @@ def test_a_state_of_other_callbacks_is_noticed(tmp_path):
         warnings.simplefilter('error', UserWarning)
         assert synth_learner(path=tmp_path, cbs=AdvTrain(PGD(.1), eps=schedule)).resume()==1
         assert synth_learner(path=tmp_path, cbs=TRADES(PGD(.3))).resume('told', 'x')==1
+
+def test_a_radius_in_another_norm_is_refused():
+    with pytest.raises(ValueError, match='another norm'): AdvTrain(PGD(.1, steps=1), eps=L2(.5))
+    assert AdvTrain(PGD(.1, steps=1), eps=Linf(.05)).scheduled().eps==.05

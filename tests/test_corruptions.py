@@ -961,3 +961,8 @@ def test_images_of_few_classes_are_told(each, told):
     for o in (says, [str(o.message) for o in w]):
         few = [s for s in o if 'classes only' in s]
         assert len(few)==bool(told) and all(told in s for s in few)
+
+def test_a_corruption_comes_before_an_attack_whatever_their_order_in_the_list():
+    from robust_nbdev.test_utils import synth_learner
+    learn,c,a = synth_learner(),CorruptValid('brightness', 5),AdvValid(FGSM(.05))
+    assert learn.validate(cbs=[c,a])==learn.validate(cbs=[a,c])
