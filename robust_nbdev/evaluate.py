@@ -9,7 +9,7 @@ __all__ = ['hard_labels', 'unfair', 'fair', 'few_classes', 'eval_batches', 'Feed
            'lpips_dist']
 
 # %% ../nbs/01b_evaluate.ipynb #3a9f66eb
-import base64,dis,hashlib,importlib.util,json,math,os,re,sys,time,platform,types,warnings,zipfile
+import base64,dis,hashlib,importlib.util,json,math,os,re,sys,time,platform,types,warnings,weakref,zipfile
 import torch.distributed as dist
 from contextvars import ContextVar
 from functools import singledispatch
@@ -477,7 +477,7 @@ def save(self:Report,
 
 def _page(rep, png):
     pic,css = base64.b64encode(png).decode(),'body{font:15px sans-serif;max-width:60em;margin:2em auto;padding:0 1em}td,th{padding:.2em .8em;text-align:right}td:first-child{text-align:left}img{max-width:100%}'
-    meta = ''.join(f'<tr><td>{escape(str(k))}</td><td>{escape(str(v))}</td></tr>' for k,v in rep.meta.items() if k!='look')
+    meta = ''.join(f'<tr><td>{escape(str(k))}</td><td>{escape(str(v))}</td></tr>' for k,v in rep.meta.items() if k not in ('look','held'))
     return f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(rep.meta["title"])}</title><style>{css}</style>{rep._repr_html_()}<img alt="accuracy of each row" src="data:image/png;base64,{pic}"><table>{meta}</table></html>'
 
 # %% ../nbs/01b_evaluate.ipynb #6fa51383
@@ -539,7 +539,7 @@ def _imported(name, package):
 # %% ../nbs/01b_evaluate.ipynb #7c8f5676
 class _Seen:
     "A walk through everything that an object is made of; equal digests mean equal code and, with `data`, equal values"
-    def __init__(self, data): self.data,self.done,self.way,self.keep = data,{},set(),[]
+    def __init__(self, data): self.data,self.done,self.way,self.keep,self.known = data,{},set(),[],set()
     def __call__(self, o):
         if o is None or o is ... or isinstance(o, (bool,int,float,complex,str,bytes,np.generic,torch.dtype,torch.device)):
             return f'{type(o).__name__} {o!r}' if self.data else ''
@@ -597,7 +597,13 @@ def _(o, see):
 
 # %% ../nbs/01b_evaluate.ipynb #9cc47c85
 @_made_of.register(Tensor)
-def _(o, see): return [type(o).__name__,str(o.dtype),list(o.shape),hashlib.sha256(_bytes(o)).hexdigest()] if see.data else ''
+def _(o, see):
+    if id(o) in see.known or not see.data: return ''
+    return [type(o).__name__,str(o.dtype),list(o.shape),hashlib.sha256(_bytes(o)).hexdigest()]
+@_made_of.register(torch.utils.hooks.RemovableHandle)
+def _(o, see): return type(o).__name__
+@_made_of.register(weakref.ref)
+def _(o, see): return see(o())
 @_made_of.register(np.ndarray)
 def _(o, see): return [str(o.dtype),o.shape,see(o.tolist()) if o.dtype==object else hashlib.sha256(o.tobytes()).hexdigest()] if see.data else ''
 @_made_of.register(list)
@@ -631,13 +637,50 @@ for _t in (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperD
         of = getattr(o,'__self__',None)
         return getattr(o,'__module__',None) or '',getattr(o,'__qualname__',o.__name__),see(None if isinstance(of, types.ModuleType) else of)
 
+_unreadable = (TypeError, ValueError, AttributeError, RuntimeError, OSError, PickleError)
+
 def identity(
     *objs, # Attacks, losses, models, settings, ...
     data:bool=True, # The values that they hold too; False: their code alone, for models, whose values `fingerprint` and `sketch` tell apart
 )->str: # 16 hex digits; '' where something cannot be read, such as an open file: then nothing is known to be the same
     "A hash of all that an object is made of: its state, and the code of every function, class and global that it reaches"
     try: return _digest(_version(), *map(_Seen(data), objs))
-    except (TypeError, ValueError, AttributeError, RuntimeError, OSError, PickleError): return ''
+    except _unreadable: return ''
+
+def _attributes(m):
+    "(name, value) of what a module computes with beside its weights and its layers"
+    d = {k:v for k,v in vars(m).items() if k not in ('training','_modules','_parameters','_buffers','_compiled_call_impl') and 'state_dict' not in k}
+    yield from ((k, list(v.values()) if 'hooks' in k and isinstance(v, dict) else v) for k,v in d.items())
+    yield from ((k, v) for k,v in m._buffers.items() if k in m._non_persistent_buffers_set)
+
+def _of_class(c):
+    "(name, value) of what a class and its bases bring: values, and methods (but those that make it) with the globals that they read"
+    for k in c.__mro__:
+        if not _library(k.__module__):
+            yield from ((f'{k.__qualname__}.{a}', v) for a,v in vars(k).items() if a not in {*_NOT_CODE,'__init__','__new__'} and not a.startswith('__annot'))
+
+def _new_walk(net):
+    see = _Seen(True); see.known = {id(v) for v in net.state_dict(keep_vars=True).values()}
+    return see
+
+def _held(model):
+    "What a model computes with beside its weights, which `fingerprint` has: name -> digest, '' where it cannot be read"
+    if not isinstance(model, nn.Module): return {}
+    net,res,seen = get_model(getattr(model,'_orig_mod',model)),{},set()
+    see = _new_walk(net)
+    for path,m in net.named_modules():
+        new = [] if type(m) in seen else [*_of_class(type(m))]; seen.add(type(m))
+        for k,v in [*((f'{type(m).__qualname__}.{k}', v) for k,v in _attributes(m)), *new]:
+            try: res.setdefault(k, []).append((path, see(v)))
+            except _unreadable: res[k].append(None); see = _new_walk(net)
+    return {k:'' if None in v else _digest(v) for k,v in res.items()}
+
+def _settled(before, after): return {k:before[k] if before.get(k)==after.get(k) else None for k in {**after, **before}}
+
+def _moved(old, new):
+    "Names of what differs in two results of `_settled`; what a mere look at images changes, such as a counter, is no difference"
+    same = lambda k: (k in old and old[k] is None) or (k in new and new[k] is None) or old.get(k)==new.get(k)!=''
+    return [k for k in {**old, **new} if not same(k)]
 
 # %% ../nbs/01b_evaluate.ipynb #24af9887
 def sketch(
@@ -751,6 +794,7 @@ class Trial:
         path=None, # File to save to while running; None: none
         every:float=15, # Seconds between two saves
         look=None, # What the model does on the first batch, see `sketch`; taken up only where it is `alike`
+        held=None, # What the model holds beside its weights; taken up only where it has not moved
     ):
         store_attr(); self.t = time.time()
         n = len(stand)
@@ -758,8 +802,9 @@ class Trial:
         if path is not None and path.exists():
             try:
                 with np.load(path) as f: old = dict(f)
-                then = old.pop('look', None)
-                if str(old.pop('key'))==key and (old['done']|stand).all() and (look is then is None or alike(look, then)): self.got = old
+                then,had = old.pop('look', None),json.loads(str(old.pop('held', '{}')))
+                same = (look is then is None or alike(look, then)) and not _moved(had, held or {})
+                if str(old.pop('key'))==key and (old['done']|stand).all() and same: self.got = old
             except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile): path.unlink()
 
 # %% ../nbs/01b_evaluate.ipynb #cd8cf2b9
@@ -791,7 +836,7 @@ def add(self:Trial,
 def save(self:Trial):
     "Write what is known"
     now = time.time(); self.got['cost'][1] += now-self.t; self.t = now
-    if self.path is not None: self.path.parent.mkdir(parents=True, exist_ok=True); _npz(self.path, {**self.got, 'key':self.key, **({} if self.look is None else {'look':np.array(self.look)})})
+    if self.path is not None: self.path.parent.mkdir(parents=True, exist_ok=True); _npz(self.path, {**self.got, 'key':self.key, 'held':json.dumps(self.held or {}), **({} if self.look is None else {'look':np.array(self.look)})})
 
 # %% ../nbs/01b_evaluate.ipynb #e389e568
 def _judge(model, x, y, draws):
@@ -879,13 +924,15 @@ def _same(batches, keys):
 def _begin(model, data, n, seed, out, overwrite, kw):
     "A report with its clean row; or the one in `out`, if it was begun on the same model, images and settings"
     if out is not None and Path(out).exists() and not Path(out).is_dir(): raise ValueError(f'out must be a folder, {out} is a file')
-    t = time.time(); got,says = _first_pass(model, data, n, kw['bs'], _device(model), kw['draws']); t = time.time()-t
+    held,t = _held(model),time.time()
+    got,says = _first_pass(model, data, n, kw['bs'], _device(model), kw['draws']); t = time.time()-t
+    got['held'] = _settled(held, _held(model))
     net,ok,keys = type(unwrap(model)).__name__,got['ok'],got['keys']
     how = f', mean of {kw["draws"]} draws' if kw['draws']>1 else ', each attack on what the ones above left standing' if kw['cascade'] else ''
     if kw['draws']>1 or not kw['cascade']: how = ', each attack alone'+how
     if got['at'] is not None: how = ' (balanced over classes, since the data comes class by class)'+how
     meta = dict(title=f'Robust accuracy of {net}, n={len(ok)}, seed={seed}'+how, model=net, fingerprint=fingerprint(model),
-        code=identity(model, data=False), look=got['look'],
+        code=identity(model, data=False), look=got['look'], held=got['held'],
         data=f'{int((keys*mix64(torch.arange(len(keys)))).sum())&(2**64-1):016x}', n=len(ok), seed=seed, **kw,
         device=str(_device(model)), torch=torch.__version__, version=_version(), machine=platform.machine())
     if isinstance(model, nn.Module) and model.training: says.append('the model was in training mode; it was evaluated in evaluation mode')
@@ -914,11 +961,12 @@ def _continue(rep, out, random):
 
 def _other_model(old, new, other):
     "Why a model of the same weights may not be the one of before; '' if nothing speaks for it"
-    if 'code' not in old: return 'an older version wrote them, which did not note what they were computed with'
+    if not {'code','held'}<=set(old): return 'an older version wrote them, which did not note what they were computed with'
     if not new['code']: return 'the code of the model cannot be read, so it may have changed'
     if old['code']!=new['code']: return 'the code of the model has changed'
     if not alike(old['look']['outputs'], new['look']['outputs']): return 'the outputs of the model have changed, although its weights have not'
     if not alike(old['look']['grads'], new['look']['grads']): return 'the input gradients of the model have changed, although its weights have not'
+    if moved := _moved(old['held'], new['held']): return f'what the model holds beside its weights has changed or cannot be read ({", ".join(moved[:3])})'
     return 'the model is random, and its clean predictions are others than before' if other else ''
 
 def _again(rep, what, why):
@@ -1018,7 +1066,8 @@ class _Run:
         about = [*self.about, *map(repr, who), *map(identity, who)]
         many = f'_{rank_distrib()}' if self.many>1 else ''
         path = Path(self.out)/f'running{f".{k}" if k else ""}{many}.npz' if self.out is not None and all(about[-len(who):]) else None
-        look = self.got['look']; return Trial(_digest(*about, stand), stand, path, look=[look['outputs'],look['grads']])
+        look = self.got['look']
+        return Trial(_digest(*about, stand), stand, path, look=[look['outputs'],look['grads']], held=self.got['held'])
     def attack(self, a, trial, bar):
         "The verdicts of one attack, and the warnings that were heard"
         with warnings.catch_warnings(record=True) as heard:
