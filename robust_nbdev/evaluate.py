@@ -102,6 +102,10 @@ def _at_positions(data, i):
     return torch.utils.data.DataLoader(torch.utils.data.Subset(data.dataset, i.tolist()), **kw)
 
 # %% ../nbs/01b_evaluate.ipynb #f51f3927
+def _rare(c, k, share, n):
+    "Would `n` fair draws hardly ever be of `k` of `c` classes only, which have this share of the images?"
+    return k<c and math.lgamma(c+1)-math.lgamma(k+1)-math.lgamma(c-k+1)+n*math.log(share)<math.log(1e-4)
+
 def unfair(
     y, # Labels [N] of all images, in their order: numbers or names
     n:int, # How many would be taken from the start
@@ -114,10 +118,9 @@ def unfair(
     share = 1-(p*p).sum()                                                         # of neighbours that differ, in a random order
     for m in (min(N, max(k, 100))-1 for k in (n, 4*n, N)):
         if turns[:m].sum() < share*m-max(.6*share*m, 5*(m*share*(1-share))**.5): return True
-    got = np.bincount(y[:n], minlength=len(c))
+    got = np.bincount(y[:n], minlength=len(c)); seen = got>0
     far = np.abs(got-n*p)>6*(n*p*(1-p)*(N-n)/(N-1))**.5
-    draws = (np.random.default_rng(0).multivariate_hypergeometric(c, n, 500)>0).sum(1)
-    return bool((far & (n*p>=5)).any() or (got>0).sum()<min(draws.min(), .6*draws.mean()))
+    return bool((far & (n*p>=5)).any() or _rare(len(c), int(seen.sum()), p[seen].sum(), n))
 
 def _check_n(n):
     if n is None or isinstance(n, Integral) and not isinstance(n, bool) and n>=1: return n
@@ -141,7 +144,7 @@ def few_classes(
 )->str: # A sentence with the classes seen; '' where there is nothing to say
     "Are these labels of fewer classes than a fair draw would show?"
     seen,n = np.unique(np.asarray(y)),len(y); k = len(seen)
-    if k>=.6*c*(1-(1-1/c)**n) or math.comb(c, k)*(k/c)**n>1e-4: return ''
+    if not _rare(c, k, k/c, n): return ''
     names = ', '.join(str(o if vocab is None else vocab[int(o)]) for o in seen[:5])+(', ...' if k>5 else '')
     return (f'the {n} images are of {k} of {c} classes only ({names}), as if the data came class by class: '
         'an accuracy on them says nothing about the others, so shuffle the data once, with a seed')
@@ -282,7 +285,8 @@ def _column(name, given=None):
     "A column's name without the words that make fastai's callbacks keep the lowest value; raises ValueError if it was given"
     if given is not None and re.search('loss|error', given):
         raise ValueError(f'the name {given!r} has "loss" or "error" in it, so fastai would keep the epoch with the lowest accuracy: choose another')
-    return name.replace('loss','obj').replace('error','err')
+    while re.search('loss|error', name): name = name.replace('loss','obj').replace('error','err')
+    return name
 
 def _said(learn, x):
     "The classes that the Learner's model has just said of `x`"
@@ -301,7 +305,8 @@ class RobustAccuracy(Metric):
     def reset(self): self.ok,self.count = 0,0
     def accumulate(self, learn):
         if learn.training: return
-        if not self.count and sum(m.name==self.name for m in learn.metrics)>1: warnings.warn(f'two columns are called {self.name}: tell them apart with RobustAccuracy(attack, name=...)')
+        names = [m.name for m in learn.metrics]
+        if not self.count and (two := first(k for k in names if names.count(k)>1)): warnings.warn(f'two columns are called {two}: tell them apart with RobustAccuracy(attack, name=...)')
         adv,model = next((c for c in learn.cbs if isinstance(c, AdvValid)), None),get_model(learn.model)
         x = learn.x if adv is None else adv.clean_x
         y = hard_labels(learn.y, x)
@@ -448,8 +453,9 @@ def confusion(self:Report,
     "Where the attack sends the images"
     k = [k for k in self.preds if k not in _not_rows][-1] if attack is None else attack if isinstance(attack,str) else repr(attack)
     if k not in self.preds: raise ValueError(f'the report has no predictions for {k}, only for {[o for o in self.preds if o not in _not_rows]}')
-    name = lambda o: pd.Series(o).map(lambda i: 'no number' if i<0 else str(i if vocab is None else vocab[i]))
-    return pd.crosstab(name(self.preds['clean']), name(self.preds[k]), rownames=['clean'], colnames=['under attack'])
+    name = lambda i: 'no number' if i<0 else str(i if vocab is None else vocab[i])
+    table = pd.crosstab(self.preds['clean'], self.preds[k], rownames=['clean'], colnames=['under attack'])
+    return table.rename(index=name, columns=name)
 
 # %% ../nbs/01b_evaluate.ipynb #96d074df
 def _atomic(path, write):
@@ -603,7 +609,7 @@ def _(o, see):
 @_made_of.register(torch.utils.hooks.RemovableHandle)
 def _(o, see): return type(o).__name__
 @_made_of.register(weakref.ref)
-def _(o, see): return see(o())
+def _(o, see): return see(o()) if see.data else ''
 @_made_of.register(np.ndarray)
 def _(o, see): return [str(o.dtype),o.shape,see(o.tolist()) if o.dtype==object else hashlib.sha256(o.tobytes()).hexdigest()] if see.data else ''
 @_made_of.register(list)
@@ -921,7 +927,7 @@ def _same(batches, keys):
     if seen!=len(keys): raise ValueError(f'the data gave {len(keys)} images at first and {seen} in a later pass: a generator can be read only once, give a DataLoader or tensors')
 
 # %% ../nbs/01b_evaluate.ipynb #961f59c1
-def _begin(model, data, n, seed, out, overwrite, kw):
+def _begin(model, data, n, seed, out, overwrite, kw, asked=()):
     "A report with its clean row; or the one in `out`, if it was begun on the same model, images and settings"
     if out is not None and Path(out).exists() and not Path(out).is_dir(): raise ValueError(f'out must be a folder, {out} is a file')
     held,t = _held(model),time.time()
@@ -940,14 +946,14 @@ def _begin(model, data, n, seed, out, overwrite, kw):
     rep = Report(meta, [_row(None, ok, seed, t, attacked=len(ok), passes=len(ok)*kw['draws'])], {'clean':ok}, says, {'label':got['label'], 'clean':got['pred']})
     if got['at'] is not None: rep.preds['position'] = np.asarray(got['at'])
     if out is not None and overwrite: _tidy(out)
-    if out is not None and not overwrite and (Path(out)/'report.json').exists(): _continue(rep, out, got['random'])
+    if out is not None and not overwrite and (Path(out)/'report.json').exists(): _continue(rep, out, got['random'], asked)
     return rep,got
 
 _same_run = ('fingerprint','data','n','seed','cascade','draws','fast')
 def _tidy(out): L(Path(out).glob('running*.npz')).map(Path.unlink)
 
-def _continue(rep, out, random):
-    "Take over the rows of the report in `out`, if the model is the same; raises ValueError if it was begun on something else"
+def _continue(rep, out, random, asked):
+    "Take over the rows of the report in `out` that are asked for, if the model is the same; raises ValueError if it was begun on something else"
     if not rep.meta['fingerprint']: raise ValueError(f'{out} holds a report, and a plain function cannot be recognised as the model it was begun with: choose another folder, or overwrite=True')
     old = Report.load(out)
     diff = [k for k in _same_run if old.meta.get(k)!=rep.meta[k]]
@@ -956,8 +962,16 @@ def _continue(rep, out, random):
     if diff: raise ValueError(f'{out} holds a report that differs in {", ".join(diff)}: choose another folder, or overwrite=True')
     rows = [r for r in old.rows[1:] if r['attack'] in old.verdicts]
     if rows and (why := _other_model(old.meta, rep.meta, other)): return _again(rep, f'the {len(rows)} rows of {out}', why)
+    rows,gone = [[r for r in rows if (r['attack'] in asked)==yes] for yes in (True, False)]
+    if gone: _left_out(rep, out, gone)
     rep.rows += rows
     for r in rows: rep.verdicts[r['attack']],rep.preds[r['attack']] = old.verdicts[r['attack']],old.preds[r['attack']]
+
+def _left_out(rep, out, rows):
+    "Say that rows which nobody asks for are neither checked nor counted in the worst case"
+    rep.warnings.append(f'{out} held {len(rows)} rows of attacks that this call does not ask for ({", ".join(r["attack"] for r in rows[:3])}): '
+        'they are left out, so list all attacks whose rows are to stay')
+    warnings.warn(rep.warnings[-1])
 
 def _other_model(old, new, other):
     "Why a model of the same weights may not be the one of before; '' if nothing speaks for it"
@@ -1114,7 +1128,7 @@ def robust_report(
     if not (isinstance(draws, int) and draws>0): raise ValueError(f'draws must be a whole number >= 1, got {draws!r}')
     known,seed,many,keep = _attacks(attacks),int(seed),_processes(shard),None if rank_distrib() else out
     todo = [a for a,_ in known]
-    rep,got = _begin(model, data, n, seed, keep, overwrite, dict(bs=bs, cascade=cascade, draws=draws, fast=fast))
+    rep,got = _begin(model, data, n, seed, keep, overwrite, dict(bs=bs, cascade=cascade, draws=draws, fast=fast), [repr(a) for a in todo])
     got['who'] = [who for _,who in known]
     if many>1: _as_first(rep, got)
     about = [rep.meta[k] for k in (*_same_run,'code')]

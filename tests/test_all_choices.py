@@ -54,6 +54,11 @@ def test_blocks_are_seen_in_any_order(order):
     assert unfair(y, n) and unfair(np.array(NAMES)[y], n)
     assert fair((torch.zeros(len(y),1), y), n)[0][1].bincount().tolist()==[4]*4
 
+@pytest.mark.parametrize('n', [100,200])
+def test_six_of_ten_classes_first_is_no_fair_draw(n):
+    g = np.random.default_rng(0); y = np.r_[g.integers(0, 6, 600),g.integers(6, 10, 400)]
+    assert unfair(y, n) and '6 of 10' in few_classes(y[:n], 10)
+
 @pytest.mark.parametrize('c,n', [(2,4), (4,12), (10,30), (10,1000), (1000,1000), (1000,30)])
 def test_any_other_order_is_left_alone(c, n):
     g = np.random.default_rng(c+n)

@@ -133,12 +133,11 @@ def test_a_folder_of_an_older_version_is_computed_again(learn, data, tmp_path):
 
 def test_rounding_is_not_another_model(learn, data, tmp_path, monkeypatch):
     "As on another device, or with more threads"
-    class Other(nn.Module):
-        def __init__(self): super().__init__(); self.net = learn.model
+    class Other(Masked):
         def forward(self, x): return self.net(x)*(1+float(os.environ.get('ROUNDING', 0)))
-    one = robust_report(Other(), data, [FGSM(E)], out=tmp_path); monkeypatch.setenv('ROUNDING', '1e-5')
-    two = robust_report(Other(), data, [FGSM(E)], out=tmp_path)
-    assert one.rows[1]==two.rows[1] and not any('again' in o for o in two.warnings)
+    one = robust_report(Other(learn.model), data, [FGSM(E)], out=tmp_path); monkeypatch.setenv('ROUNDING', '1e-5')
+    two = robust_report(Other(learn.model), data, [FGSM(E)], out=tmp_path)
+    assert one.rows[1]==two.rows[1] and not [o for o in two.warnings if 'again' in o]
 
 def test_a_random_model_is_not_refused(learn, data, tmp_path):
     g = torch.Generator().manual_seed(0)
@@ -187,3 +186,9 @@ def test_what_a_model_holds_beside_its_weights(learn, data, tmp_path, kind):
     same = robust_report(net, (x,y), a, out=tmp_path)
     assert rows(got)==rows(robust_report(m(learn.model, 1.), (x,y), a))
     assert same.rows[1]['seconds']==got.rows[1]['seconds'] and not any('computed again' in w for w in same.warnings)
+
+def test_rows_that_nobody_asks_for_are_not_counted(learn, data, tmp_path):
+    def broken(model, x, y, seed=0): return torch.rand_like(x)
+    robust_report(learn.model, data, [broken], out=tmp_path)
+    with pytest.warns(UserWarning, match='does not ask for'): rep = robust_report(learn.model, data, [FGSM(.01)], out=tmp_path)
+    assert rows(rep)==rows(robust_report(learn.model, data, [FGSM(.01)])) and repr(broken) not in rep.verdicts
