@@ -20,7 +20,7 @@ from numbers import Integral
 from pickle import PickleError
 from .core import *
 from .attacks import *
-from .datasets import balanced
+from .datasets import balanced,class_notice
 from fastai.basics import *
 from fastai.data.core import TfmdDL
 from fastai.vision.core import show_image
@@ -106,6 +106,13 @@ def _rare(c, k, share, n):
     "Would `n` fair draws hardly ever be of `k` of `c` classes only, which have this share of the images?"
     return k<c and math.lgamma(c+1)-math.lgamma(k+1)-math.lgamma(c-k+1)+n*math.log(share)<math.log(1e-4)
 
+def _blocks(y, c, ms):
+    "Do labels [N], `c` of each class, come class by class, as a whole or within the first `m` neighbours?"
+    turns,p = y[1:]!=y[:-1],c/len(y)
+    if turns.sum()==len(c)-1 and len(y)>=max(10, 2*len(c)): return True           # each class is one block
+    share = 1-(p*p).sum()                                                         # of neighbours that differ, in a random order
+    return any(turns[:m].sum() < share*m-max(.6*share*m, 5*(m*share*(1-share))**.5) for m in ms)
+
 def unfair(
     y, # Labels [N] of all images, in their order: numbers or names
     n:int, # How many would be taken from the start
@@ -113,11 +120,7 @@ def unfair(
     "Would the first `n` show other classes than a fair draw?"
     y,c = np.unique(np.asarray(y), return_inverse=True, return_counts=True)[1:]; N,p = len(y),c/len(y)
     if n>=N or len(c)<2: return False
-    turns = y[1:]!=y[:-1]
-    if turns.sum()==len(c)-1 and N>=max(10, 2*len(c)): return True                # each class is one block
-    share = 1-(p*p).sum()                                                         # of neighbours that differ, in a random order
-    for m in (min(N, max(k, 100))-1 for k in (n, 4*n, N)):
-        if turns[:m].sum() < share*m-max(.6*share*m, 5*(m*share*(1-share))**.5): return True
+    if _blocks(y, c, [min(N, max(k, 100))-1 for k in (n, 4*n, N)]): return True
     got = np.bincount(y[:n], minlength=len(c)); seen = got>0
     far = np.abs(got-n*p)>6*(n*p*(1-p)*(N-n)/(N-1))**.5
     return bool((far & (n*p>=5)).any() or _rare(len(c), int(seen.sum()), p[seen].sum(), n))
@@ -164,19 +167,28 @@ def _batches(data, n, bs, device):
 
 def _names(data): return getattr(data,'vocab',None) or getattr(getattr(data,'dataset',None),'classes',None)
 
+def _one_sided(y, classes, vocab):
+    "What speaks against labels whose data could not be looked into; '' if nothing does"
+    classes = classes or (len(vocab) if vocab else None)
+    if classes and (says := few_classes(y, classes, vocab)): return says
+    u,y,c = np.unique(np.asarray(y), return_inverse=True, return_counts=True)
+    if len(y)<20 or len(u)==classes or len(u)>1 and not _blocks(y, c, [len(y)-1]): return ''
+    return (f'the {len(y)} images come class by class, {len(u)} of them, and the labels of the others cannot be read: '
+        'an accuracy on them says nothing about other classes, so shuffle the data once, with a seed')
+
 def eval_batches(
     data, # A DataLoader, or a tuple (images, labels) of tensors
     n:int=None, # How many images, from the start, or chosen by `fair`; None: all. Raises ValueError if there are fewer
     bs:int=64, # Batch size, where `data` are tensors
     device=None, # Where to put the batches; None: leave them
+    classes:int=None, # How many classes there are, such as a model's outputs; None: as many as `data` names
 )->Iterator: # Of (positions among the images given out [B], images [B,C,H,W], labels [B])
-    "Yield (positions, images, labels) in a fixed order, nothing dropped; warns where `n` images are of too few classes"
+    "Yield (positions, images, labels) in a fixed order, nothing dropped; warns where `n` images are of too few classes, or come class by class"
     (cut,at),seen = fair(data, n),[]
     for b in _batches(cut, n, bs, device):
         seen.append(b[2].cpu()); yield b
     if n is None or at is not None: return
-    vocab = _names(data)
-    if says := few_classes(torch.cat(seen), len(vocab) if vocab else 2, vocab): warnings.warn(says)
+    if says := _one_sided(torch.cat(seen), classes, _names(data)): warnings.warn(says)
 
 # %% ../nbs/01b_evaluate.ipynb #e096fe08
 class Feed:
@@ -907,7 +919,7 @@ def _first_pass(model, data, n, bs, device, draws=1):
         got.append((torch.as_tensor(share), torch.as_tensor(p), y.cpu(), _keys(x, y)))
     if not got: raise ValueError('there are no images to evaluate: the data is empty')
     ok,p,y,keys = map(torch.cat, zip(*got)); k = p.mode().values
-    says += _classes_seen(y, z, n, at, _names(data))
+    says += _classes_seen(y, z, n, at, _names(data))+_classes_named(z.shape[1], _names(data))
     if (share:=(p==k).float().mean().item())>max(.9, ok.mean().item()+.05): says.append(f'the model says class {int(k)} for {share:.0%} of the clean images: a constant answer resists every attack and is worth nothing')
     return dict(ok=ok.numpy() if draws>1 else ok.numpy()>0, pred=p.numpy(), label=y.numpy(), keys=keys, first=first, data=cut, at=at,
         look=dict(outputs=_short(sketch(z)), grads=_short(sketch(g))), random=any('model is random' in o for o in says)),says
@@ -917,6 +929,17 @@ def _short(s): return [[float(f'{v:.6g}') for v in o] for o in s]
 def _classes_seen(y, z, n, at, vocab):
     if n is None or at is not None: return []
     return [o for o in [few_classes(y, len(vocab) if vocab else z.shape[1], vocab)] if o]
+
+def _classes_named(c, vocab):
+    "Has the model as many outputs as the data has classes?"
+    if not vocab or len(vocab)==c: return []
+    return [f'the model has {c} outputs, but the data names {len(vocab)} classes ({", ".join(map(str, list(vocab)[:3]))}, ...): '
+        'an output may stand for another class than the label of its number, so give images of all classes that the model knows']
+
+def _numbered(vocab):
+    "Which output is which class, where that is not plain from their names"
+    names = [str(o) for o in vocab or ()]
+    return '' if len(names)<11 and names==[str(i) for i in range(len(names))] else class_notice(names)
 
 def _same(batches, keys):
     seen = 0
@@ -937,6 +960,7 @@ def _begin(model, data, n, seed, out, overwrite, kw, asked=()):
     how = f', mean of {kw["draws"]} draws' if kw['draws']>1 else ', each attack on what the ones above left standing' if kw['cascade'] else ''
     if kw['draws']>1 or not kw['cascade']: how = ', each attack alone'+how
     if got['at'] is not None: how = ' (balanced over classes, since the data comes class by class)'+how
+    if note := _numbered(_names(data)): how += f' ({note})'
     meta = dict(title=f'Robust accuracy of {net}, n={len(ok)}, seed={seed}'+how, model=net, fingerprint=fingerprint(model),
         code=identity(model, data=False), look=got['look'], held=got['held'],
         data=f'{int((keys*mix64(torch.arange(len(keys)))).sum())&(2**64-1):016x}', n=len(ok), seed=seed, **kw,
