@@ -490,12 +490,6 @@ def _noted(rep, line, says, out):
     if out is not None: rep.save(out)
     return rep
 
-def _numbered(vocab):
-    "Which output is which class, where the classes are called by numbers"
-    if not all(str(o).isdigit() for o in vocab): return ''
-    few = [*range(min(3, len(vocab))),*([len(vocab)-1] if len(vocab)>3 else [])]
-    return '. Classes by number: '+', '.join(f'output {i} is class {vocab[i]}' for i in few)
-
 def run_eval(
     s:RunSettings, # See `eval_settings`
     attacks, # Attacks, weak to strong, see `parse_attacks`
@@ -521,7 +515,7 @@ def run_eval(
     if _trained_on(s.data, split): says.append('these are the images in the folder train: a model that was trained on them looks better than it is')
     if 'random weights' in what: says.append('the weights are random: give --checkpoint or --pretrained')
     rep = robust_report(net, dl, attacks, seed=s.seed, bs=s.bs, out=out, overwrite=overwrite, progress=bar)
-    return _noted(rep, f'Model: {what}. Images: {line}{_numbered(src.vocab)}', says, out)
+    return _noted(rep, f'Model: {what}. Images: {line}', says, out)
 
 # %% ../nbs/08_cli.ipynb #88bb825a
 def numbers(

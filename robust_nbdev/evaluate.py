@@ -9,7 +9,7 @@ __all__ = ['hard_labels', 'unfair', 'fair', 'few_classes', 'eval_batches', 'Feed
            'lpips_dist']
 
 # %% ../nbs/01b_evaluate.ipynb #3a9f66eb
-import base64,dis,hashlib,importlib.util,json,math,os,re,sys,time,platform,types,warnings,zipfile
+import base64,dis,hashlib,importlib.util,json,math,os,re,sys,time,platform,types,warnings,weakref,zipfile
 import torch.distributed as dist
 from contextvars import ContextVar
 from functools import singledispatch
@@ -20,7 +20,7 @@ from numbers import Integral
 from pickle import PickleError
 from .core import *
 from .attacks import *
-from .datasets import balanced
+from .datasets import balanced,class_notice
 from fastai.basics import *
 from fastai.data.core import TfmdDL
 from fastai.vision.core import show_image
@@ -102,6 +102,17 @@ def _at_positions(data, i):
     return torch.utils.data.DataLoader(torch.utils.data.Subset(data.dataset, i.tolist()), **kw)
 
 # %% ../nbs/01b_evaluate.ipynb #f51f3927
+def _rare(c, k, share, n):
+    "Would `n` fair draws hardly ever be of `k` of `c` classes only, which have this share of the images?"
+    return k<c and math.lgamma(c+1)-math.lgamma(k+1)-math.lgamma(c-k+1)+n*math.log(share)<math.log(1e-4)
+
+def _blocks(y, c, ms):
+    "Do labels [N], `c` of each class, come class by class, as a whole or within the first `m` neighbours?"
+    turns,p = y[1:]!=y[:-1],c/len(y)
+    if turns.sum()==len(c)-1 and len(y)>=max(10, 2*len(c)): return True           # each class is one block
+    share = 1-(p*p).sum()                                                         # of neighbours that differ, in a random order
+    return any(turns[:m].sum() < share*m-max(.6*share*m, 5*(m*share*(1-share))**.5) for m in ms)
+
 def unfair(
     y, # Labels [N] of all images, in their order: numbers or names
     n:int, # How many would be taken from the start
@@ -109,15 +120,10 @@ def unfair(
     "Would the first `n` show other classes than a fair draw?"
     y,c = np.unique(np.asarray(y), return_inverse=True, return_counts=True)[1:]; N,p = len(y),c/len(y)
     if n>=N or len(c)<2: return False
-    turns = y[1:]!=y[:-1]
-    if turns.sum()==len(c)-1 and N>=max(10, 2*len(c)): return True                # each class is one block
-    share = 1-(p*p).sum()                                                         # of neighbours that differ, in a random order
-    for m in (min(N, max(k, 100))-1 for k in (n, 4*n, N)):
-        if turns[:m].sum() < share*m-max(.6*share*m, 5*(m*share*(1-share))**.5): return True
-    got = np.bincount(y[:n], minlength=len(c))
+    if _blocks(y, c, [min(N, max(k, 100))-1 for k in (n, 4*n, N)]): return True
+    got = np.bincount(y[:n], minlength=len(c)); seen = got>0
     far = np.abs(got-n*p)>6*(n*p*(1-p)*(N-n)/(N-1))**.5
-    draws = (np.random.default_rng(0).multivariate_hypergeometric(c, n, 500)>0).sum(1)
-    return bool((far & (n*p>=5)).any() or (got>0).sum()<min(draws.min(), .6*draws.mean()))
+    return bool((far & (n*p>=5)).any() or _rare(len(c), int(seen.sum()), p[seen].sum(), n))
 
 def _check_n(n):
     if n is None or isinstance(n, Integral) and not isinstance(n, bool) and n>=1: return n
@@ -141,7 +147,7 @@ def few_classes(
 )->str: # A sentence with the classes seen; '' where there is nothing to say
     "Are these labels of fewer classes than a fair draw would show?"
     seen,n = np.unique(np.asarray(y)),len(y); k = len(seen)
-    if k>=.6*c*(1-(1-1/c)**n) or math.comb(c, k)*(k/c)**n>1e-4: return ''
+    if not _rare(c, k, k/c, n): return ''
     names = ', '.join(str(o if vocab is None else vocab[int(o)]) for o in seen[:5])+(', ...' if k>5 else '')
     return (f'the {n} images are of {k} of {c} classes only ({names}), as if the data came class by class: '
         'an accuracy on them says nothing about the others, so shuffle the data once, with a seed')
@@ -161,19 +167,28 @@ def _batches(data, n, bs, device):
 
 def _names(data): return getattr(data,'vocab',None) or getattr(getattr(data,'dataset',None),'classes',None)
 
+def _one_sided(y, classes, vocab):
+    "What speaks against labels whose data could not be looked into; '' if nothing does"
+    classes = classes or (len(vocab) if vocab else None)
+    if classes and (says := few_classes(y, classes, vocab)): return says
+    u,y,c = np.unique(np.asarray(y), return_inverse=True, return_counts=True)
+    if len(y)<20 or len(u)==classes or len(u)>1 and not _blocks(y, c, [len(y)-1]): return ''
+    return (f'the {len(y)} images come class by class, {len(u)} of them, and the labels of the others cannot be read: '
+        'an accuracy on them says nothing about other classes, so shuffle the data once, with a seed')
+
 def eval_batches(
     data, # A DataLoader, or a tuple (images, labels) of tensors
     n:int=None, # How many images, from the start, or chosen by `fair`; None: all. Raises ValueError if there are fewer
     bs:int=64, # Batch size, where `data` are tensors
     device=None, # Where to put the batches; None: leave them
+    classes:int=None, # How many classes there are, such as a model's outputs; None: as many as `data` names
 )->Iterator: # Of (positions among the images given out [B], images [B,C,H,W], labels [B])
-    "Yield (positions, images, labels) in a fixed order, nothing dropped; warns where `n` images are of too few classes"
+    "Yield (positions, images, labels) in a fixed order, nothing dropped; warns where `n` images are of too few classes, or come class by class"
     (cut,at),seen = fair(data, n),[]
     for b in _batches(cut, n, bs, device):
         seen.append(b[2].cpu()); yield b
     if n is None or at is not None: return
-    vocab = _names(data)
-    if says := few_classes(torch.cat(seen), len(vocab) if vocab else 2, vocab): warnings.warn(says)
+    if says := _one_sided(torch.cat(seen), classes, _names(data)): warnings.warn(says)
 
 # %% ../nbs/01b_evaluate.ipynb #e096fe08
 class Feed:
@@ -282,7 +297,8 @@ def _column(name, given=None):
     "A column's name without the words that make fastai's callbacks keep the lowest value; raises ValueError if it was given"
     if given is not None and re.search('loss|error', given):
         raise ValueError(f'the name {given!r} has "loss" or "error" in it, so fastai would keep the epoch with the lowest accuracy: choose another')
-    return name.replace('loss','obj').replace('error','err')
+    while re.search('loss|error', name): name = name.replace('loss','obj').replace('error','err')
+    return name
 
 def _said(learn, x):
     "The classes that the Learner's model has just said of `x`"
@@ -301,7 +317,8 @@ class RobustAccuracy(Metric):
     def reset(self): self.ok,self.count = 0,0
     def accumulate(self, learn):
         if learn.training: return
-        if not self.count and sum(m.name==self.name for m in learn.metrics)>1: warnings.warn(f'two columns are called {self.name}: tell them apart with RobustAccuracy(attack, name=...)')
+        names = [m.name for m in learn.metrics]
+        if not self.count and (two := first(k for k in names if names.count(k)>1)): warnings.warn(f'two columns are called {two}: tell them apart with RobustAccuracy(attack, name=...)')
         adv,model = next((c for c in learn.cbs if isinstance(c, AdvValid)), None),get_model(learn.model)
         x = learn.x if adv is None else adv.clean_x
         y = hard_labels(learn.y, x)
@@ -448,8 +465,9 @@ def confusion(self:Report,
     "Where the attack sends the images"
     k = [k for k in self.preds if k not in _not_rows][-1] if attack is None else attack if isinstance(attack,str) else repr(attack)
     if k not in self.preds: raise ValueError(f'the report has no predictions for {k}, only for {[o for o in self.preds if o not in _not_rows]}')
-    name = lambda o: pd.Series(o).map(lambda i: 'no number' if i<0 else str(i if vocab is None else vocab[i]))
-    return pd.crosstab(name(self.preds['clean']), name(self.preds[k]), rownames=['clean'], colnames=['under attack'])
+    name = lambda i: 'no number' if i<0 else str(i if vocab is None else vocab[i])
+    table = pd.crosstab(self.preds['clean'], self.preds[k], rownames=['clean'], colnames=['under attack'])
+    return table.rename(index=name, columns=name)
 
 # %% ../nbs/01b_evaluate.ipynb #96d074df
 def _atomic(path, write):
@@ -477,7 +495,7 @@ def save(self:Report,
 
 def _page(rep, png):
     pic,css = base64.b64encode(png).decode(),'body{font:15px sans-serif;max-width:60em;margin:2em auto;padding:0 1em}td,th{padding:.2em .8em;text-align:right}td:first-child{text-align:left}img{max-width:100%}'
-    meta = ''.join(f'<tr><td>{escape(str(k))}</td><td>{escape(str(v))}</td></tr>' for k,v in rep.meta.items() if k!='look')
+    meta = ''.join(f'<tr><td>{escape(str(k))}</td><td>{escape(str(v))}</td></tr>' for k,v in rep.meta.items() if k not in ('look','held'))
     return f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(rep.meta["title"])}</title><style>{css}</style>{rep._repr_html_()}<img alt="accuracy of each row" src="data:image/png;base64,{pic}"><table>{meta}</table></html>'
 
 # %% ../nbs/01b_evaluate.ipynb #6fa51383
@@ -539,7 +557,7 @@ def _imported(name, package):
 # %% ../nbs/01b_evaluate.ipynb #7c8f5676
 class _Seen:
     "A walk through everything that an object is made of; equal digests mean equal code and, with `data`, equal values"
-    def __init__(self, data): self.data,self.done,self.way,self.keep = data,{},set(),[]
+    def __init__(self, data): self.data,self.done,self.way,self.keep,self.known = data,{},set(),[],set()
     def __call__(self, o):
         if o is None or o is ... or isinstance(o, (bool,int,float,complex,str,bytes,np.generic,torch.dtype,torch.device)):
             return f'{type(o).__name__} {o!r}' if self.data else ''
@@ -597,7 +615,13 @@ def _(o, see):
 
 # %% ../nbs/01b_evaluate.ipynb #9cc47c85
 @_made_of.register(Tensor)
-def _(o, see): return [type(o).__name__,str(o.dtype),list(o.shape),hashlib.sha256(_bytes(o)).hexdigest()] if see.data else ''
+def _(o, see):
+    if id(o) in see.known or not see.data: return ''
+    return [type(o).__name__,str(o.dtype),list(o.shape),hashlib.sha256(_bytes(o)).hexdigest()]
+@_made_of.register(torch.utils.hooks.RemovableHandle)
+def _(o, see): return type(o).__name__
+@_made_of.register(weakref.ref)
+def _(o, see): return see(o()) if see.data else ''
 @_made_of.register(np.ndarray)
 def _(o, see): return [str(o.dtype),o.shape,see(o.tolist()) if o.dtype==object else hashlib.sha256(o.tobytes()).hexdigest()] if see.data else ''
 @_made_of.register(list)
@@ -631,13 +655,50 @@ for _t in (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperD
         of = getattr(o,'__self__',None)
         return getattr(o,'__module__',None) or '',getattr(o,'__qualname__',o.__name__),see(None if isinstance(of, types.ModuleType) else of)
 
+_unreadable = (TypeError, ValueError, AttributeError, RuntimeError, OSError, PickleError)
+
 def identity(
     *objs, # Attacks, losses, models, settings, ...
     data:bool=True, # The values that they hold too; False: their code alone, for models, whose values `fingerprint` and `sketch` tell apart
 )->str: # 16 hex digits; '' where something cannot be read, such as an open file: then nothing is known to be the same
     "A hash of all that an object is made of: its state, and the code of every function, class and global that it reaches"
     try: return _digest(_version(), *map(_Seen(data), objs))
-    except (TypeError, ValueError, AttributeError, RuntimeError, OSError, PickleError): return ''
+    except _unreadable: return ''
+
+def _attributes(m):
+    "(name, value) of what a module computes with beside its weights and its layers"
+    d = {k:v for k,v in vars(m).items() if k not in ('training','_modules','_parameters','_buffers','_compiled_call_impl') and 'state_dict' not in k}
+    yield from ((k, list(v.values()) if 'hooks' in k and isinstance(v, dict) else v) for k,v in d.items())
+    yield from ((k, v) for k,v in m._buffers.items() if k in m._non_persistent_buffers_set)
+
+def _of_class(c):
+    "(name, value) of what a class and its bases bring: values, and methods (but those that make it) with the globals that they read"
+    for k in c.__mro__:
+        if not _library(k.__module__):
+            yield from ((f'{k.__qualname__}.{a}', v) for a,v in vars(k).items() if a not in {*_NOT_CODE,'__init__','__new__'} and not a.startswith('__annot'))
+
+def _new_walk(net):
+    see = _Seen(True); see.known = {id(v) for v in net.state_dict(keep_vars=True).values()}
+    return see
+
+def _held(model):
+    "What a model computes with beside its weights, which `fingerprint` has: name -> digest, '' where it cannot be read"
+    if not isinstance(model, nn.Module): return {}
+    net,res,seen = get_model(getattr(model,'_orig_mod',model)),{},set()
+    see = _new_walk(net)
+    for path,m in net.named_modules():
+        new = [] if type(m) in seen else [*_of_class(type(m))]; seen.add(type(m))
+        for k,v in [*((f'{type(m).__qualname__}.{k}', v) for k,v in _attributes(m)), *new]:
+            try: res.setdefault(k, []).append((path, see(v)))
+            except _unreadable: res[k].append(None); see = _new_walk(net)
+    return {k:'' if None in v else _digest(v) for k,v in res.items()}
+
+def _settled(before, after): return {k:before[k] if before.get(k)==after.get(k) else None for k in {**after, **before}}
+
+def _moved(old, new):
+    "Names of what differs in two results of `_settled`; what a mere look at images changes, such as a counter, is no difference"
+    same = lambda k: (k in old and old[k] is None) or (k in new and new[k] is None) or old.get(k)==new.get(k)!=''
+    return [k for k in {**old, **new} if not same(k)]
 
 # %% ../nbs/01b_evaluate.ipynb #24af9887
 def sketch(
@@ -751,6 +812,7 @@ class Trial:
         path=None, # File to save to while running; None: none
         every:float=15, # Seconds between two saves
         look=None, # What the model does on the first batch, see `sketch`; taken up only where it is `alike`
+        held=None, # What the model holds beside its weights; taken up only where it has not moved
     ):
         store_attr(); self.t = time.time()
         n = len(stand)
@@ -758,8 +820,9 @@ class Trial:
         if path is not None and path.exists():
             try:
                 with np.load(path) as f: old = dict(f)
-                then = old.pop('look', None)
-                if str(old.pop('key'))==key and (old['done']|stand).all() and (look is then is None or alike(look, then)): self.got = old
+                then,had = old.pop('look', None),json.loads(str(old.pop('held', '{}')))
+                same = (look is then is None or alike(look, then)) and not _moved(had, held or {})
+                if str(old.pop('key'))==key and (old['done']|stand).all() and same: self.got = old
             except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile): path.unlink()
 
 # %% ../nbs/01b_evaluate.ipynb #cd8cf2b9
@@ -791,7 +854,7 @@ def add(self:Trial,
 def save(self:Trial):
     "Write what is known"
     now = time.time(); self.got['cost'][1] += now-self.t; self.t = now
-    if self.path is not None: self.path.parent.mkdir(parents=True, exist_ok=True); _npz(self.path, {**self.got, 'key':self.key, **({} if self.look is None else {'look':np.array(self.look)})})
+    if self.path is not None: self.path.parent.mkdir(parents=True, exist_ok=True); _npz(self.path, {**self.got, 'key':self.key, 'held':json.dumps(self.held or {}), **({} if self.look is None else {'look':np.array(self.look)})})
 
 # %% ../nbs/01b_evaluate.ipynb #e389e568
 def _judge(model, x, y, draws):
@@ -856,7 +919,7 @@ def _first_pass(model, data, n, bs, device, draws=1):
         got.append((torch.as_tensor(share), torch.as_tensor(p), y.cpu(), _keys(x, y)))
     if not got: raise ValueError('there are no images to evaluate: the data is empty')
     ok,p,y,keys = map(torch.cat, zip(*got)); k = p.mode().values
-    says += _classes_seen(y, z, n, at, _names(data))
+    says += _classes_seen(y, z, n, at, _names(data))+_classes_named(z.shape[1], _names(data))
     if (share:=(p==k).float().mean().item())>max(.9, ok.mean().item()+.05): says.append(f'the model says class {int(k)} for {share:.0%} of the clean images: a constant answer resists every attack and is worth nothing')
     return dict(ok=ok.numpy() if draws>1 else ok.numpy()>0, pred=p.numpy(), label=y.numpy(), keys=keys, first=first, data=cut, at=at,
         look=dict(outputs=_short(sketch(z)), grads=_short(sketch(g))), random=any('model is random' in o for o in says)),says
@@ -867,6 +930,17 @@ def _classes_seen(y, z, n, at, vocab):
     if n is None or at is not None: return []
     return [o for o in [few_classes(y, len(vocab) if vocab else z.shape[1], vocab)] if o]
 
+def _classes_named(c, vocab):
+    "Has the model as many outputs as the data has classes?"
+    if not vocab or len(vocab)==c: return []
+    return [f'the model has {c} outputs, but the data names {len(vocab)} classes ({", ".join(map(str, list(vocab)[:3]))}, ...): '
+        'an output may stand for another class than the label of its number, so give images of all classes that the model knows']
+
+def _numbered(vocab):
+    "Which output is which class, where that is not plain from their names"
+    names = [str(o) for o in vocab or ()]
+    return '' if len(names)<11 and names==[str(i) for i in range(len(names))] else class_notice(names)
+
 def _same(batches, keys):
     seen = 0
     for i,x,y in batches:
@@ -876,16 +950,19 @@ def _same(batches, keys):
     if seen!=len(keys): raise ValueError(f'the data gave {len(keys)} images at first and {seen} in a later pass: a generator can be read only once, give a DataLoader or tensors')
 
 # %% ../nbs/01b_evaluate.ipynb #961f59c1
-def _begin(model, data, n, seed, out, overwrite, kw):
+def _begin(model, data, n, seed, out, overwrite, kw, asked=()):
     "A report with its clean row; or the one in `out`, if it was begun on the same model, images and settings"
     if out is not None and Path(out).exists() and not Path(out).is_dir(): raise ValueError(f'out must be a folder, {out} is a file')
-    t = time.time(); got,says = _first_pass(model, data, n, kw['bs'], _device(model), kw['draws']); t = time.time()-t
+    held,t = _held(model),time.time()
+    got,says = _first_pass(model, data, n, kw['bs'], _device(model), kw['draws']); t = time.time()-t
+    got['held'] = _settled(held, _held(model))
     net,ok,keys = type(unwrap(model)).__name__,got['ok'],got['keys']
     how = f', mean of {kw["draws"]} draws' if kw['draws']>1 else ', each attack on what the ones above left standing' if kw['cascade'] else ''
     if kw['draws']>1 or not kw['cascade']: how = ', each attack alone'+how
     if got['at'] is not None: how = ' (balanced over classes, since the data comes class by class)'+how
+    if note := _numbered(_names(data)): how += f' ({note})'
     meta = dict(title=f'Robust accuracy of {net}, n={len(ok)}, seed={seed}'+how, model=net, fingerprint=fingerprint(model),
-        code=identity(model, data=False), look=got['look'],
+        code=identity(model, data=False), look=got['look'], held=got['held'],
         data=f'{int((keys*mix64(torch.arange(len(keys)))).sum())&(2**64-1):016x}', n=len(ok), seed=seed, **kw,
         device=str(_device(model)), torch=torch.__version__, version=_version(), machine=platform.machine())
     if isinstance(model, nn.Module) and model.training: says.append('the model was in training mode; it was evaluated in evaluation mode')
@@ -893,14 +970,14 @@ def _begin(model, data, n, seed, out, overwrite, kw):
     rep = Report(meta, [_row(None, ok, seed, t, attacked=len(ok), passes=len(ok)*kw['draws'])], {'clean':ok}, says, {'label':got['label'], 'clean':got['pred']})
     if got['at'] is not None: rep.preds['position'] = np.asarray(got['at'])
     if out is not None and overwrite: _tidy(out)
-    if out is not None and not overwrite and (Path(out)/'report.json').exists(): _continue(rep, out, got['random'])
+    if out is not None and not overwrite and (Path(out)/'report.json').exists(): _continue(rep, out, got['random'], asked)
     return rep,got
 
 _same_run = ('fingerprint','data','n','seed','cascade','draws','fast')
 def _tidy(out): L(Path(out).glob('running*.npz')).map(Path.unlink)
 
-def _continue(rep, out, random):
-    "Take over the rows of the report in `out`, if the model is the same; raises ValueError if it was begun on something else"
+def _continue(rep, out, random, asked):
+    "Take over the rows of the report in `out` that are asked for, if the model is the same; raises ValueError if it was begun on something else"
     if not rep.meta['fingerprint']: raise ValueError(f'{out} holds a report, and a plain function cannot be recognised as the model it was begun with: choose another folder, or overwrite=True')
     old = Report.load(out)
     diff = [k for k in _same_run if old.meta.get(k)!=rep.meta[k]]
@@ -909,16 +986,25 @@ def _continue(rep, out, random):
     if diff: raise ValueError(f'{out} holds a report that differs in {", ".join(diff)}: choose another folder, or overwrite=True')
     rows = [r for r in old.rows[1:] if r['attack'] in old.verdicts]
     if rows and (why := _other_model(old.meta, rep.meta, other)): return _again(rep, f'the {len(rows)} rows of {out}', why)
+    rows,gone = [[r for r in rows if (r['attack'] in asked)==yes] for yes in (True, False)]
+    if gone: _left_out(rep, out, gone)
     rep.rows += rows
     for r in rows: rep.verdicts[r['attack']],rep.preds[r['attack']] = old.verdicts[r['attack']],old.preds[r['attack']]
 
+def _left_out(rep, out, rows):
+    "Say that rows which nobody asks for are neither checked nor counted in the worst case"
+    rep.warnings.append(f'{out} held {len(rows)} rows of attacks that this call does not ask for ({", ".join(r["attack"] for r in rows[:3])}): '
+        'they are left out, so list all attacks whose rows are to stay')
+    warnings.warn(rep.warnings[-1])
+
 def _other_model(old, new, other):
     "Why a model of the same weights may not be the one of before; '' if nothing speaks for it"
-    if 'code' not in old: return 'an older version wrote them, which did not note what they were computed with'
+    if not {'code','held'}<=set(old): return 'an older version wrote them, which did not note what they were computed with'
     if not new['code']: return 'the code of the model cannot be read, so it may have changed'
     if old['code']!=new['code']: return 'the code of the model has changed'
     if not alike(old['look']['outputs'], new['look']['outputs']): return 'the outputs of the model have changed, although its weights have not'
     if not alike(old['look']['grads'], new['look']['grads']): return 'the input gradients of the model have changed, although its weights have not'
+    if moved := _moved(old['held'], new['held']): return f'what the model holds beside its weights has changed or cannot be read ({", ".join(moved[:3])})'
     return 'the model is random, and its clean predictions are others than before' if other else ''
 
 def _again(rep, what, why):
@@ -1018,7 +1104,8 @@ class _Run:
         about = [*self.about, *map(repr, who), *map(identity, who)]
         many = f'_{rank_distrib()}' if self.many>1 else ''
         path = Path(self.out)/f'running{f".{k}" if k else ""}{many}.npz' if self.out is not None and all(about[-len(who):]) else None
-        look = self.got['look']; return Trial(_digest(*about, stand), stand, path, look=[look['outputs'],look['grads']])
+        look = self.got['look']
+        return Trial(_digest(*about, stand), stand, path, look=[look['outputs'],look['grads']], held=self.got['held'])
     def attack(self, a, trial, bar):
         "The verdicts of one attack, and the warnings that were heard"
         with warnings.catch_warnings(record=True) as heard:
@@ -1065,7 +1152,7 @@ def robust_report(
     if not (isinstance(draws, int) and draws>0): raise ValueError(f'draws must be a whole number >= 1, got {draws!r}')
     known,seed,many,keep = _attacks(attacks),int(seed),_processes(shard),None if rank_distrib() else out
     todo = [a for a,_ in known]
-    rep,got = _begin(model, data, n, seed, keep, overwrite, dict(bs=bs, cascade=cascade, draws=draws, fast=fast))
+    rep,got = _begin(model, data, n, seed, keep, overwrite, dict(bs=bs, cascade=cascade, draws=draws, fast=fast), [repr(a) for a in todo])
     got['who'] = [who for _,who in known]
     if many>1: _as_first(rep, got)
     about = [rep.meta[k] for k in (*_same_run,'code')]

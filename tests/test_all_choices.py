@@ -53,6 +53,11 @@ def test_blocks_are_seen_in_any_order(order):
     assert unfair(y, n) and unfair(np.array(NAMES)[y], n)
     assert fair((torch.zeros(len(y),1), y), n)[0][1].bincount().tolist()==[4]*4
 
+@pytest.mark.parametrize('n', [100,200])
+def test_six_of_ten_classes_first_is_no_fair_draw(n):
+    g = np.random.default_rng(0); y = np.r_[g.integers(0, 6, 600),g.integers(6, 10, 400)]
+    assert unfair(y, n) and '6 of 10' in few_classes(y[:n], 10)
+
 @pytest.mark.parametrize('c,n', [(2,4), (4,12), (10,30), (10,1000), (1000,1000), (1000,30)])
 def test_any_other_order_is_left_alone(c, n):
     g = np.random.default_rng(c+n)
@@ -77,6 +82,19 @@ def test_what_cannot_be_chosen_is_said_with_names():
     assert any('1 of 4 classes only (ant)' in o for o in rep.warnings)
     with pytest.warns(UserWarning, match='1 of 4 classes only'): list(eval_batches(data, 20))
     assert not any('classes only' in o for o in robust_report(Seen(), data, []).warnings)
+
+def test_unreadable_labels_that_come_class_by_class_are_said():
+    data = DataLoader(Plain(), batch_size=16)
+    with pytest.warns(UserWarning, match='come class by class, 2 of them'): list(eval_batches(data, 50))
+    with pytest.warns(UserWarning, match='2 of 10 classes'): list(eval_batches(data, 50, classes=10))
+    mixed = DataLoader(type('D', (Plain,), dict(__getitem__=lambda s,i: (s.x[i*31%N],int(s.y_[i*31%N]))))(), batch_size=16)
+    with warnings.catch_warnings(): warnings.simplefilter('error'); list(eval_batches(mixed, 50)), list(eval_batches(mixed, 50, classes=C))
+
+@pytest.mark.parametrize('names,says', [([str(i) for i in range(12) if i!=5], 'output 10 is class 11'), (['-1','0','1','2'], 'output 0 is class -1'), (['0','1','2','3'], ''), (NAMES, '')])
+def test_classes_called_by_numbers_and_outputs_without_a_name_are_said(names, says):
+    rep = robust_report(Seen(), DataLoader(type('D', (Plain,), dict(classes=names))(), batch_size=16), [])
+    assert says in rep.meta['title'] and ('is class' in rep.meta['title'])==(says!='')
+    assert any(f'4 outputs, but the data names {len(names)} classes' in o for o in rep.warnings)==(len(names)!=4)
 
 def test_first_batches_of_whole_reports_are_fair(monkeypatch):
     import robust_nbdev.evaluate as ev

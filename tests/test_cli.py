@@ -279,7 +279,7 @@ def test_images_of_the_right_size_are_not_cut():
 
 def test_classes_called_by_numbers_are_named(tmp_path):
     for i in range(12): (tmp_path/'d'/str(i)).mkdir(parents=True); Image.new('RGB', (32,32), (20*i,)*3).save(tmp_path/'d'/str(i)/'0.png')
-    assert 'output 0 is class 0, output 1 is class 1, output 2 is class 2, output 11 is class 11' in evaluate('resnet18', tmp_path/'d', None, attacks='fgsm', n=12).meta['title']
+    assert 'output 0 is class 0, output 1 is class 1, output 2 is class 2, ..., output 11 is class 11' in evaluate('resnet18', tmp_path/'d', None, attacks='fgsm', n=12).meta['title']
 
 def test_bench_names_the_classes_of_a_sorted_copy(monkeypatch):
     import robust_nbdev.cli as cli

@@ -40,6 +40,13 @@ def test_names_that_a_user_gives():
         with pytest.raises(ValueError, match='lowest accuracy'): RobustAccuracy(PGD(E), name=bad)
     assert RobustAccuracy(PGD(E, loss=my_loss), name='robust').name=='robust'
 
+def test_a_name_does_not_make_what_is_taken_from_it():
+    m = RobustAccuracy(type('ErrorOriented', (PGD,), {})(E)); assert SaveModelCallback(monitor=m.name).comp is np.greater
+
+def test_two_columns_alike_behind_a_wrapper_are_noticed(learn):
+    two = [OnAverage(RobustAccuracy(PGD(e, steps=2))) for e in (.02,.2)]
+    with pytest.warns(UserWarning, match='ema_pgd2_acc'): held(learn.dls, learn.model, two, EMA()).validate()
+
 def test_names_without_these_words_stay():
     assert RobustAccuracy(PGD(E, steps=10)).name=='pgd10_acc' and RobustAccuracy(APGD(E, steps=5, loss=dlr)).name=='apgd5_dlr_acc'
 

@@ -169,3 +169,7 @@ def test_a_loaded_learner_takes_images_and_checks_their_classes(learn, f, tmp_pa
     part = image_dls(tmp_path/'part', mode='L', bs=4, valid='only').valid
     with pytest.raises(ValueError, match='b is class 1 of the Learner, but class 0 of dl'): f(n, dl=part)
     f(n, dl=image_dls(tmp_path/'all', mode='L', bs=4, n_valid=3).valid); plt.close('all')
+
+def test_confusion_is_in_the_order_of_the_classes():
+    i = np.arange(12); rep = Report(dict(n=12), preds=dict(label=i, clean=i, pgd=i[::-1]))
+    d = rep.confusion(vocab=list(map(str, i))); assert d.index.tolist()==d.columns.tolist()==list(map(str, i))

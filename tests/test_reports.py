@@ -325,10 +325,10 @@ def test_a_loss_of_ones_own_is_not_resumed(model, data, tmp_path):
     b = robust_report(model, data, [PGD(E, steps=3, loss=mine)], out=tmp_path).df.accuracy[1]
     assert b==robust_report(model, data, [PGD(E, steps=3, loss=mine)]).df.accuracy[1]<a
 
-def test_worst_case_counts_rows_of_an_earlier_call(model, data, tmp_path):
+def test_worst_case_counts_the_rows_asked_for(model, data, tmp_path):
     robust_report(model, data, [A['fgsm'],A['pgd'],A['apgd']], out=tmp_path)
-    d = robust_report(model, data, [A['fgsm']], out=tmp_path).df
-    assert d.accuracy.iloc[-1]<=d.accuracy.iloc[:-1].min() and d.attack.iloc[-1]=='worst case'
+    d = robust_report(model, data, [A['fgsm'],A['apgd']], out=tmp_path).df
+    assert d.accuracy.iloc[-1]<=d.accuracy.iloc[:-1].min() and d.attack.iloc[-1]=='worst case' and len(d)==4
 
 def test_reports_leave_the_random_state(model, data):
     import random

@@ -1,5 +1,5 @@
 "A row is taken from disk only if the same would be computed: the attack's code and state, the model's code, weights, outputs and gradients (R31)."
-import copy, functools, json, warnings
+import copy, functools, json, os, warnings
 import numpy as np, pytest, torch
 from torch import nn
 from robust_nbdev.core import *
@@ -48,6 +48,7 @@ def by_mode(net, through): m = ByMode(net); m.through = through; return m
 def warm(net, t): m = Warm(net); m.t = t; return m
 def renamed(net): return type('Masked', (Masked,), dict(forward=Through.forward))(net)
 MODELS = dict(bpda=lambda n: (Masked(n), Through(n)), attribute=lambda n: (by_mode(n, False), by_mode(n, True)), name=lambda n: (Masked(n), renamed(n)), temperature=lambda n: (warm(n, 1.), warm(n, 5.)))
+TOL = .05
 @pytest.mark.parametrize('kind', MODELS)
 def test_the_same_weights_behind_another_backward(learn, data, tmp_path, kind):
     a,b = MODELS[kind](learn.model); attacks = [PGD(E, steps=10, rand=False), APGD(E, steps=5)]
@@ -130,15 +131,13 @@ def test_a_folder_of_an_older_version_is_computed_again(learn, data, tmp_path):
     with pytest.warns(UserWarning, match='an older version wrote them') as rec: rep = robust_report(learn.model, data, a, out=tmp_path)
     assert len(rec)==1 and rows(rep)==rows(robust_report(learn.model, data, a))
 
-def test_rounding_is_not_another_model(learn, data, tmp_path):
+def test_rounding_is_not_another_model(learn, data, tmp_path, monkeypatch):
     "As on another device, or with more threads"
-    class Other(nn.Module):
-        k = 0.
-        def __init__(self): super().__init__(); self.net = learn.model
-        def forward(self, x): return self.net(x)*(1+self.k)
-    a,b = Other(),Other(); b.k = 1e-5
-    one = robust_report(a, data, [FGSM(E)], out=tmp_path); two = robust_report(b, data, [FGSM(E)], out=tmp_path)
-    assert one.rows[1]==two.rows[1] and not any('again' in o for o in two.warnings)
+    class Other(Masked):
+        def forward(self, x): return self.net(x)*(1+float(os.environ.get('ROUNDING', 0)))
+    one = robust_report(Other(learn.model), data, [FGSM(E)], out=tmp_path); monkeypatch.setenv('ROUNDING', '1e-5')
+    two = robust_report(Other(learn.model), data, [FGSM(E)], out=tmp_path)
+    assert one.rows[1]==two.rows[1] and not [o for o in two.warnings if 'again' in o]
 
 def test_a_random_model_is_not_refused(learn, data, tmp_path):
     g = torch.Generator().manual_seed(0)
@@ -158,3 +157,38 @@ def test_nothing_else_is_computed_again(learn, data, tmp_path):
     att = [FGSM(E), PGD(E, steps=3), Transfer(tiny_vit(num_classes=4, seed=3), FGSM(E)), PGD(E, steps=3, loss=lambda z,y: ce(z,y))]
     a,b = [robust_report(learn.model, data, att, out=tmp_path) for _ in '12']
     assert [r['seconds'] for r in a.rows[1:]]==[r['seconds'] for r in b.rows[1:]] and a.warnings==b.warnings
+
+class Guarded(nn.Module):
+    "Smooths images that were never 8-bit files: clean outputs and gradients say nothing of `tol`"
+    def __init__(self, net, tol): super().__init__(); self.net,self.n = net,0; self.set(tol)
+    def set(self, tol): self.tol = tol
+    def forward(self, x):
+        self.n += 1; self.cache = torch.ones(self.n)
+        off = (255*x-(255*x).round()).abs().amax((1,2,3))>self.tol
+        return torch.where(off[:,None], self.net(nn.functional.avg_pool2d(x.detach(), 3, 1, 1)), self.net(x))
+class InBuffer(Guarded):
+    def set(self, tol): self.register_buffer('tol', torch.tensor(tol), persistent=False)
+class InClosure(Guarded):
+    def set(self, tol): self.f = lambda: tol
+    tol = property(lambda self: self.f())
+class InGlobal(Guarded):
+    def set(self, tol): globals().update(TOL=tol)
+    tol = property(lambda self: TOL)
+GUARDS = dict(attribute=Guarded, buffer=InBuffer, closure=InClosure, global_=InGlobal)
+
+@pytest.mark.parametrize('kind', GUARDS)
+def test_what_a_model_holds_beside_its_weights(learn, data, tmp_path, kind):
+    "Only attacked images tell the two models apart; counters and caches make nothing be computed again"
+    x,y = (data[0][:64]*255).round()/255,data[1][:64]; a = [PGD(.1, steps=5)]; m = GUARDS[kind]
+    robust_report(m(learn.model, .05), (x,y), a, out=tmp_path)
+    with pytest.warns(UserWarning, match='beside its weights'): got = robust_report(m(learn.model, 1.), (x,y), a, out=tmp_path)
+    net = m(learn.model, 1.); net(x); net.register_forward_hook(lambda m,i,o: None).remove(); net.train()
+    same = robust_report(net, (x,y), a, out=tmp_path)
+    assert rows(got)==rows(robust_report(m(learn.model, 1.), (x,y), a))
+    assert same.rows[1]['seconds']==got.rows[1]['seconds'] and not any('computed again' in w for w in same.warnings)
+
+def test_rows_that_nobody_asks_for_are_not_counted(learn, data, tmp_path):
+    def broken(model, x, y, seed=0): return torch.rand_like(x)
+    robust_report(learn.model, data, [broken], out=tmp_path)
+    with pytest.warns(UserWarning, match='does not ask for'): rep = robust_report(learn.model, data, [FGSM(.01)], out=tmp_path)
+    assert rows(rep)==rows(robust_report(learn.model, data, [FGSM(.01)])) and repr(broken) not in rep.verdicts
