@@ -31,6 +31,7 @@ from .datasets import *
 from .attacks import *
 from .adv_train import *
 from .evaluate import *
+from .evaluate import _NOT_CODE,_imported,_library,_uses
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler,MixUp,CutMix
 from fastai.callback.progress import ProgressCallback
@@ -611,31 +612,56 @@ def grid_cells(
 def _plain(v): return v.tolist() if hasattr(v,'tolist') else repr(v)      # numbers of numpy and torch stay numbers
 
 _words = (bool,int,float,complex,str,bytes,type(None),np.generic,Path)
-_libraries = {'torch','torchvision','fastai','fastcore','timm','numpy','pandas','matplotlib','robust_nbdev'}
+_data = (DataLoaders,DataLoader,torch.utils.data.DataLoader)
 
 def _is_word(v):
     "A number, a word, or a container of nothing else"
     if isinstance(v, dict): return all(map(_is_word, [*v.keys(), *v.values()]))
     return all(map(_is_word, v)) if isinstance(v, (list,tuple,set,frozenset)) else isinstance(v, _words)
 
-def _names(code): return set(code.co_names).union(*[_names(c) for c in code.co_consts if isinstance(c, types.CodeType)])
+def _ours(name):
+    "Is a module neither of a library nor of this package?"
+    return not _library(name) and (name or '').split('.')[0]!='robust_nbdev'
 
-def _own(v): return (v.__module__ or '').split('.')[0] not in _libraries
+def _own(v): return _ours(v.__globals__.get('__name__') if isinstance(v, types.FunctionType) else v.__module__)
+
+def _used(v, attrs):
+    "Of a module that is no library's, what is used of it; anything else as it is"
+    if not isinstance(v, types.ModuleType): return v
+    if not _ours(v.__name__): return v.__name__
+    return {a:_used(vars(v)[a], attrs-{a}) for a in sorted(attrs) if a in vars(v)}
+
+def _in_function(v):
+    names,attrs,imports = _uses(v.__code__); package = v.__globals__.get('__package__')
+    outside = {k:_used(v.__globals__[k], attrs) for k in sorted(names) if k in v.__globals__}
+    inside = {k:c.cell_contents for k,c in zip(v.__code__.co_freevars, v.__closure__ or ()) if c!=types.CellType()}
+    files = {f'import {k}':_imported(k, package) for k in sorted(imports) if k and _ours(k)}
+    return {'defaults':v.__defaults__, 'keywords':v.__kwdefaults__, **vars(v), **files, **outside, **inside}
+
+def _in_class(v):
+    found = {f'{k.__name__}.{a}':o for k in v.__mro__ if k.__module__!='builtins' and not _library(k.__module__)
+        for a,o in vars(k).items() if a not in _NOT_CODE}
+    return {k:getattr(o,'__func__',o) for k,o in found.items() if _own(v) or _is_word(o)}
+
+def _open(v):
+    "Is it an object to be looked into, attribute by attribute?"
+    top = (type(v).__module__ or '').split('.')[0]
+    return isinstance(v, (nn.Module,types.SimpleNamespace)) or top in ('fastai','fastcore') or not _library(type(v).__module__)
+
+def _in_object(v):
+    slots = {s:getattr(v,s) for k in type(v).__mro__ for s in L(vars(k).get('__slots__')) if s!='__weakref__' and hasattr(v,s)}
+    return {'class':type(v), **slots, **getattr(v,'__dict__',{})}
 
 def _held(v):
-    "Name -> value, for what a function, a partial, a method, a container, a recipe or an attack holds"
-    if isinstance(v, dict): return v
-    if isinstance(v, (list,tuple)): return dict(enumerate(v))
+    "Name -> value, for what a function, a class, a container or an object holds; None for what `identity` reads as a whole"
+    if isinstance(v, dict): return {'keys':sorted(map(str, v)), **v}
+    if isinstance(v, (list,tuple)): return {'class':type(v), **dict(enumerate(v))}
     if isinstance(v, partial): return {'func':v.func, 'args':v.args, **v.keywords}
     if isinstance(v, types.MethodType): return dict(func=v.__func__, self=v.__self__)
-    if isinstance(v, Value): return {'class':type(v), **vars(v)}
-    if isinstance(v, type):
-        found = [(k.__name__, a, o) for k in v.__mro__ if _own(k) for a,o in vars(k).items()]
-        return {f'{k}.{a}':o for k,a,o in found if _is_word(o) and a[:2]!='__'}
-    if not isinstance(v, types.FunctionType) or not _own(v): return {}
-    inside = {k:c.cell_contents for k,c in zip(v.__code__.co_freevars, v.__closure__ or ()) if c!=types.CellType()}
-    outside = {k:v.__globals__[k] for k in sorted(_names(v.__code__)) if k in v.__globals__}
-    return {'defaults':v.__defaults__, 'keywords':v.__kwdefaults__, **outside, **inside}
+    if isinstance(v, property): return dict(get=v.fget, set=v.fset)
+    if isinstance(v, types.FunctionType): return _in_function(v) if _own(v) else {}
+    if isinstance(v, type): return _in_class(v)
+    return None if isinstance(v, (Tensor,np.ndarray)) or not _open(v) else _in_object(v)
 
 def _code(v):
     "A hash of the code of a function, a class or a model; None for anything else"
@@ -643,25 +669,28 @@ def _code(v):
     return identity(v, data=False) if isinstance(v, (type,nn.Module)) else None
 
 def _settings(v, name='run', seen=None):
-    """Name -> what it is, for all words and all code that a function and what it calls hold. The data are left out,
-    since their state moves"""
+    """Name -> what it is, for all words, values and code that a function and what it calls hold; those of numbers and words
+    begin with `=`. DataLoaders are left out: what the data are only `about` can say"""
     seen = {} if seen is None else seen
-    if _is_word(v):
+    if _is_word(v) and not (isinstance(v, dict) and v):
         text = f'{type(v).__name__} {sorted(map(repr, v)) if isinstance(v, (set,frozenset)) else v!r}'
-        return {name:hashlib.sha256(text.encode()).hexdigest()[:16]}
-    if id(v) in seen: return {}
+        return {name:'='+hashlib.sha256(text.encode()).hexdigest()[:16]}
+    if id(v) in seen or isinstance(v, _data): return {}
     seen[id(v)] = v
-    code = _code(v)
-    return merge({} if code is None else {name:code}, *[_settings(o, f'{name}.{k}', seen) for k,o in _held(v).items()])
+    held,code = _held(v),_code(v)
+    if held is None: return {name:identity(v)}
+    return merge({} if code is None else {name:code}, *[_settings(o, f'{name}.{k}', seen) for k,o in held.items()])
 
-def _same_run(run, cell):
-    "What a row is known by: the settings and the code that `run` reaches, and the cell"
-    return _settings(run)|_settings(cell, 'cell')
+def _moved(old, new):
+    "The numbers and words, such as logs and counters, that running has changed: they are no settings"
+    return [k for k in {**old, **new} if old.get(k)!=new.get(k) and (old.get(k) or new.get(k) or '')[:1]=='=']
 
 def _is_same(old, new):
-    "Would the same be computed? In doubt, no; what running itself had changed (`moved`) is no setting"
+    "Would the same be computed? In doubt, no"
     if not isinstance(old, dict) or '' in old['settings'].values(): return False
-    return old['settings']=={k:v for k,v in new.items() if k not in old['moved']}
+    moved = {m.removesuffix('.keys') for m in old['moved']}              # a log that grows has new names in it
+    logs = lambda k: any(k==m or k.startswith(m+'.') for m in moved)
+    return {k:v for k,v in old['settings'].items() if not logs(k)}=={k:v for k,v in new.items() if not logs(k)}
 
 def _cell_file(about, cell):
     "A name for the file; what JSON cannot write counts by its identity, not by what it prints"
@@ -682,18 +711,16 @@ def _write(path, o):
     tmp = path.with_name(f'{path.name}.{os.getpid()}'); tmp.write_text(json.dumps(o, indent=1, default=_plain)); os.replace(tmp, path)
 
 # %% ../nbs/04_xcit_recipe.ipynb #9e4c6c05
-def _row(cell, run, path, about):
-    "The result of one cell, from its file or from `run`"
-    same = _same_run(run, cell) if path and run else None
+def _row(cell, run, path, about, same):
+    "The result of one cell, from its file or from `run`; `same` is what the file must be of"
     res = _finished(path, same) if path else None
     if res is not None: return res
     if run is None: raise ValueError(f'there is no finished run of {cell} at {path}, and run=None cannot make one')
     t = time.process_time(); res = run(**cell)
+    if 'seconds' in res: raise ValueError('run returns a result called seconds, which the table keeps for the time: rename it')
     res = {**res, 'seconds':round(time.process_time()-t, 1)}
     if path is None: return res
-    after = _same_run(run, cell)
-    moved = [k for k,v in {**after, **same}.items() if not after.get(k)==v==same.get(k)]
-    known = dict(settings={k:v for k,v in same.items() if k not in moved}, moved=moved)
+    known = dict(settings=same, moved=_moved(same, _settings(run)|_settings(cell, 'cell')))
     _write(path, dict(about=about, cell=cell, same=known, result=res))
     return res
 
@@ -705,10 +732,13 @@ def ablate(
     progress:bool=False, # Show fastai's progress bar
 )->pd.DataFrame: # A row per cell: its settings, its results, and the seconds of one core that it took
     "Run a grid of settings, each setting once; after a kill, go on where it stopped"
-    done,rows,cells = {},[],grid_cells(**cells) if isinstance(cells, dict) else list(cells)
-    for c in progress_bar(cells, leave=False) if progress else cells:
-        k = _cell_file(about, c)
-        if k not in done: done[k] = _row(c, run, None if out is None else Path(out)/f'{k}.json', about)
+    cells = grid_cells(**cells) if isinstance(cells, dict) else list(cells)
+    start = _settings(run) if out is not None and run else None         # before the first row changes anything
+    known = [(c, _cell_file(about, c), None if start is None else start|_settings(c, 'cell')) for c in cells]
+    done,rows = {},[]
+    for c,k,same in progress_bar(known, leave=False) if progress else known:
+        if k not in done: done[k] = _row(c, run, None if out is None else Path(out)/f'{k}.json', about, same)
+        if both := sorted(set(c)&set(done[k])): raise ValueError(f'{both[0]} is a setting and a result too: rename one of them')
         rows.append({**c, **done[k]})
     return pd.DataFrame(rows)
 

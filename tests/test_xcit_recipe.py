@@ -564,6 +564,39 @@ def test_a_table_is_found_again_by_a_run_that_trains(tmp_path):
     for _ in range(2): ablate(dict(wd=[0.,.5]), run, out=tmp_path)
     assert len(made)==2
 
+class Exp:
+    "An experiment as an object"
+    def __init__(self, lr): self.lr,self.ran = lr,0
+    def run(self, a): self.ran += 1; return dict(clean=float(self.lr))
+    def __call__(self, a): return dict(clean=float(self.lr))
+def from_tensor(w): return lambda a: dict(clean=float(w.sum()))
+def from_model(w):
+    m = nn.Linear(1, 1, bias=False); m.weight.data.fill_(w)
+    return lambda a: dict(clean=m.weight.item())
+def from_trained(w):
+    m = from_model(w).__closure__[0].cell_contents
+    def run(a): was = m.weight.item(); m.weight.data.fill_(a); return dict(clean=was)
+    return run
+def from_callback(v, cb=lambda v: AdvTrain(FGSM(v/10))): o = cb(v); return lambda a: dict(clean=10*(o.attack.eps if isinstance(o, AdvTrain) else o.decay))
+def from_partial(v): return partial(lambda a, cfg: dict(clean=float(cfg.lr)), cfg=Exp(v))
+settings_here = types.SimpleNamespace(lr=1)
+def from_global(v): settings_here.lr = v; return by_global
+def by_global(a): return dict(clean=float(settings_here.lr))
+HOLDERS = dict(method=lambda v: Exp(v).run, callable_=Exp, tensor=lambda v: from_tensor(torch.tensor([float(v)])), model=from_model, trained=from_trained, partial=from_partial,
+    callback=from_callback, average=lambda v: from_callback(v, lambda v: EMA(v/10)), namespace=from_global)
+@pytest.mark.parametrize('kind', HOLDERS)
+def test_settings_count_wherever_run_holds_them(kind, tmp_path):
+    "And the same settings in fresh objects are found again"
+    make,got = HOLDERS[kind],[]
+    for v in (1, 2, 2):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always'); got.append((round(ablate(dict(a=[5]), make(v), out=tmp_path).clean[0]), any('computed again' in str(o.message) for o in said)))
+    assert got==[(1,False), (2,True), (2,False)]
+
+@pytest.mark.parametrize('axis,result', [('robust','robust'), ('seconds','clean'), ('wd','seconds')])
+def test_a_result_does_not_overwrite_a_setting_or_the_time(axis, result):
+    with pytest.raises(ValueError, match='rename'): ablate({axis:[1]}, lambda **kw: {result:.5})
+
 @pytest.mark.parametrize('profile', ['smoke','laptop','gpu','paper'])
 def test_the_data_of_the_notebook_exist_in_every_profile(profile, monkeypatch):
     "The cells that ask for data, run with the settings of the profile"
