@@ -1816,6 +1816,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'robust_nbdev/xcit_recipe.py'),
                                           'robust_nbdev.xcit_recipe._cell_file': ( 'xcit_recipe.html#_cell_file',
                                                                                    'robust_nbdev/xcit_recipe.py'),
+                                          'robust_nbdev.xcit_recipe._check_loss': ( 'xcit_recipe.html#_check_loss',
+                                                                                    'robust_nbdev/xcit_recipe.py'),
                                           'robust_nbdev.xcit_recipe._code': ('xcit_recipe.html#_code', 'robust_nbdev/xcit_recipe.py'),
                                           'robust_nbdev.xcit_recipe._create': ('xcit_recipe.html#_create', 'robust_nbdev/xcit_recipe.py'),
                                           'robust_nbdev.xcit_recipe._finished': ( 'xcit_recipe.html#_finished',

@@ -504,6 +504,15 @@ def _by_recipe(learn, r, train):
         learn.loss_func,learn.opt_func,learn.dls.loaders[0] = kept
         if learn.opt_func is not _adamw: learn.opt = None      # its own again at the next fit
 
+def _check_loss(loss):
+    "Refuse a Learner's loss that the recipe's would replace by something else; the smoothing is the recipe's in any case"
+    f = loss.func if type(loss) is CrossEntropyLossFlat else loss
+    plain = type(f) is nn.CrossEntropyLoss and f.weight is None and f.ignore_index<0 and f.reduction=='mean'
+    if not (plain or f is F.cross_entropy):
+        raise ValueError(f'the recipe trains with plain cross-entropy, and the Learner has {loss!r} (class weights, ignore_index '
+            'or a loss of another kind), which it would lose: give the Learner CrossEntropyLossFlat(), or call fit '
+            'with the callbacks r.callbacks()')
+
 def images_per_step(
     learn:Learner, # With its callbacks
     bs:int, # Images in a batch of one process
@@ -536,6 +545,7 @@ def fit_recipe(self:Learner,
     r = r or getattr(self,'recipe',None)
     if not isinstance(r, XcitRecipe):
         raise TypeError(f'fit_recipe needs a recipe, such as xcit_recipe("s12", eps=4/255), got {r!r}')
+    _check_loss(self.loss_func)
     if epochs is not None: r = r.in_epochs(epochs)
     if r.extra and not isinstance(self.dls.train, Blend):
         warnings.warn(f'the recipe is meant for batches of which {r.extra:.0%} are generated images, '

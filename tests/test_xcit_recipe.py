@@ -301,6 +301,15 @@ def test_mix_or_cut_does_both():
     learn.fit_recipe(fast.but(mixup=.8, cutmix=1.), epochs=4, cbs=Get())
     assert kinds=={16,1} and learn.loss_func is lf
 
+LOSSES = dict(weights=CrossEntropyLossFlat(weight=torch.tensor([100.,1,1,1])), ignored=CrossEntropyLossFlat(ignore_index=0), torch_weights=nn.CrossEntropyLoss(torch.ones(4)),
+    sum=CrossEntropyLossFlat(reduction='sum'), focal=FocalLossFlat(), function=lambda z,y: F.cross_entropy(z, y))
+@pytest.mark.parametrize('kind', LOSSES)
+def test_a_loss_that_the_recipe_would_drop_is_refused(kind):
+    learn = synth_learner(loss_func=LOSSES[kind])
+    with pytest.raises(ValueError, match='plain cross-entropy'): learn.fit_recipe(fast, epochs=1)
+@pytest.mark.parametrize('loss', [CrossEntropyLossFlat(), CrossEntropyLossFlat(label_smoothing=.1), nn.CrossEntropyLoss(), F.cross_entropy])
+def test_plain_cross_entropy_is_the_loss_of_the_recipe(loss): synth_learner(loss_func=loss).fit_recipe(fast, epochs=1)
+
 # ---------------------------------------------------------------- held-out images and the best epoch
 def fashion(**kw): return fashion_mnist(n_train=64, n_valid=32, bs=16, device='cpu', **kw)
 
