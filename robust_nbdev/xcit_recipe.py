@@ -31,7 +31,7 @@ from .datasets import *
 from .attacks import *
 from .adv_train import *
 from .evaluate import *
-from .evaluate import _NOT_CODE,_imported,_library,_uses
+from .evaluate import _NOT_CODE,_images_of,_imported,_library,_uses
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler,MixUp,CutMix
 from fastai.callback.progress import ProgressCallback
@@ -376,31 +376,52 @@ def hold_out(
 # %% ../nbs/04_xcit_recipe.ipynb #b1ab4da1
 class KeepBest(AdvCallback):
     """After each epoch, the accuracy under `attack` on `data`; at the end of the fit, the weights of the best epoch.
-    Each fit has a best epoch and a table of its own"""
-    order,_stateattrs,best,on,begun = 65,('best','data'),None,False,False
+    Each fit has a best epoch and a table of its own; one that starts at a later epoch goes on with what
+    `load_state_dict` took up, as after `learn.resume`"""
+    order,_stateattrs,best,on,begun,loaded = 65,('best','data'),None,False,False,False
     def __init__(self,
         attack, # Any attack
         data, # A DataLoader; None: the Learner's validation images
     ): store_attr(); self.rows = []
     def before_fit(self):
         "Forget the best weights of the last fit"
-        self.best,self.begun = None,False
+        self.begun = False
+        if not self.loaded: self.best = None
     def before_train(self):
         "Is this a fit, and no search for a learning rate?"
         super().before_train()
         self.on = not hasattr(self.learn,'lr_finder')
-        if self.on and not self.begun: self.rows,self.best,self.begun = [],None,True
+        if self.on and not self.begun: self.begin()
+    def begin(self):
+        "Go on with the epochs that were loaded, or forget those of the last fit; refuse data whose classes have other numbers"
+        if self.data is not None: _images_of(self.learn, 1, self.data)
+        self.begun,going_on,self.loaded = True,self.loaded and self.epoch>0,False
+        if going_on: return
+        self.rows,self.best = [],None
+        if self.epoch>0: warnings.warn(f'the fit starts at epoch {self.epoch}, and KeepBest knows nothing of the epochs before: '
+            'it keeps the best of the others. To go on, save with SaveRun, and have a KeepBest in learn.cbs before learn.resume()')
     def after_epoch(self):
         "Measure the robust accuracy; keep the weights if it is the best so far"
         if not self.on: return
         self.on,data = False,self.dls.valid if self.data is None else self.data
+
         ok = _right(self.victim, self.attack, eval_batches(data, device=self.dls.device))
         best = max([o['accuracy'] for o in self.rows], default=-1)
         self.rows.append(dict(epoch=self.epoch, accuracy=ok))
         if ok>best: self.best = {k:v.detach().clone() for k,v in self.victim.state_dict().items()}
     def after_fit(self):
         "Give the model its best weights"
-        if self.best is not None: self.victim.load_state_dict(self.best); self.best = None
+        if self.best is None or hasattr(self.learn,'lr_finder'): return
+        self.victim.load_state_dict(self.best); self.best = None
+    def state_dict(self)->dict: # For `torch.save`: the table, and the weights of the best epoch
+        "What an interrupted fit needs to go on; measures the epoch first, where it is asked before its own turn"
+        self.after_epoch()
+        return dict(rows=self.rows, best=self.best)
+    def load_state_dict(self,
+        state:dict, # Of `state_dict`
+    ):
+        "Take table and weights up again; the next fit goes on with them if it starts at a later epoch"
+        self.rows,self.best,self.loaded = list(state['rows']),state['best'],True
     def __repr__(self): return f'KeepBest({self.attack!r})'
 
 def _right(model, attack, batches):
@@ -541,7 +562,8 @@ def fit_recipe(self:Learner,
     cbs=None, # More callbacks, for this fit
     **kwargs
 ):
-    "Train by a recipe; afterwards the model has the weights of the best epoch, and `self.best_epoch` says which it was"
+    """Train by a recipe; afterwards the model has the weights of the best epoch, and `self.best_epoch` says which it was.
+    A `KeepBest` that the Learner has takes the place of the recipe's"""
     r = r or getattr(self,'recipe',None)
     if not isinstance(r, XcitRecipe):
         raise TypeError(f'fit_recipe needs a recipe, such as xcit_recipe("s12", eps=4/255), got {r!r}')
@@ -551,11 +573,12 @@ def fit_recipe(self:Learner,
         warnings.warn(f'the recipe is meant for batches of which {r.extra:.0%} are generated images, '
             f'and dls.train has none: dls.loaders[0] = Blend(dls.train, extra, {r.extra:g})')
     train,held = hold_out(self.dls, r.held) if r.best=='valid' else (self.dls.train, None)
-    keep = [] if r.best=='last' else [KeepBest(r.attack if r.method!='clean' else None, held)]
+    own = [c for c in self.cbs if isinstance(c, KeepBest)]              # such as one whose state `resume` has loaded
+    keep = [] if r.best=='last' else own or [KeepBest(r.attack if r.method!='clean' else None, held)]
     bs = images_per_step(self, getattr(train,'bs',None) or r.bs, cbs)
     ours,new = _recipe_cbs(self, r, bs, cbs),self.opt_func is not _adamw
     with _by_recipe(self, r, train):
-        self.fit(r.total, r.peak_lr(bs), wd=r.wd, cbs=L(cbs)+ours+keep, reset_opt=new, **kwargs)
+        self.fit(r.total, r.peak_lr(bs), wd=r.wd, cbs=L(cbs)+ours+([] if own else keep), reset_opt=new, **kwargs)
     self.best_epoch = pd.DataFrame(keep[0].rows) if keep else None
 
 # %% ../nbs/04_xcit_recipe.ipynb #718f5bb6

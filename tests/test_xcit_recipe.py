@@ -461,6 +461,39 @@ def test_the_best_epoch_of_a_fit_that_starts_later():
     learn.fit(4, 1e-3, start_epoch=2)
     assert [o['epoch'] for o in learn.keep_best.rows]==[2,3] and learn.keep_best.best is None
 
+class Killed(Exception): pass
+class KillAfter(Callback):
+    order = 90
+    def __init__(self, n): self.n = n
+    def after_epoch(self):
+        if self.epoch==self.n: raise Killed('after an epoch')
+@pytest.mark.parametrize('fit', ['fit','fit_recipe'])
+def test_the_best_epoch_outlives_a_kill(fit, tmp_path, monkeypatch):
+    "The first epoch is the best, before and after the kill"
+    r,accs = fast.but(best='test', cooldown=0, warmup=0, eps_warmup=0),iter([.9,.5,.1, .9,.5,.1])
+    monkeypatch.setattr(xc, '_right', lambda *a: next(accs))
+    def new(at):
+        learn = learner(r); learn.path = tmp_path/at
+        learn.add_cbs([keep := KeepBest(None, None), SaveRun()]); return learn,keep
+    def train(learn, start=0, cbs=None):
+        if fit=='fit': learn.fit(3, 2e-3, start_epoch=start, cbs=cbs)
+        else: learn.fit_recipe(r, epochs=3, start_epoch=start, cbs=cbs)
+    learn,keep = new('a'); train(learn); want = state_of(learn.model)
+    with pytest.raises(Killed): train(new('b')[0], cbs=KillAfter(1))
+    learn,keep = new('b'); assert learn.resume()==2
+    train(learn, 2)
+    assert [o['accuracy'] for o in keep.rows]==[.9,.5,.1] and state_of(learn.model)==want
+def test_the_best_epoch_says_that_it_knows_nothing_of_those_before():
+    learn = synth_learner(cbs=KeepBest(None, None))
+    with pytest.warns(UserWarning, match='nothing of the epochs before'): learn.fit(2, 1e-3, start_epoch=1)
+def test_the_best_epoch_refuses_data_whose_classes_have_other_numbers():
+    dls,other = fashion(),fashion(); valid = other.valid; names = list(dls.vocab)
+    class Turned(GetAttr):
+        _default = 'dl'
+        def __init__(self, dl): self.dl,self.vocab = dl,names[::-1]
+    with pytest.raises(ValueError, match='of the Learner, but class'): synth_learner(dls=dls, model=tiny_xcit(10), cbs=KeepBest(None, Turned(valid))).fit(1)
+    synth_learner(dls=dls, model=tiny_xcit(10), cbs=KeepBest(None, valid)).fit(1)
+
 def test_two_attacks_at_once_are_refused():
     with pytest.raises(ValueError, match='two AdvTrain'): learner().fit_recipe(fast, epochs=1, cbs=AdvTrain(FGSM(.1)))
 
