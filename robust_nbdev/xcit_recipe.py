@@ -798,6 +798,7 @@ def train_row(
         learn = r.learner(dls, model=make() if make else None)
         with learn.no_bar(), learn.no_logging(): learn.fit_recipe(cbs=cbs)
         rep = learn.robust_report([attack], n=n, seed=seed, progress=False)
+    for o in rep.warnings: warnings.warn(o)
     clean,robust = (100*rep.df.accuracy.iloc[:2]).round(1).tolist()
     return dict(clean=clean, robust=robust, params=round(n_params(learn.model),3)),learn
 
@@ -960,6 +961,8 @@ def one_step_check(
     rows,attacks = [],(PGD(eps, steps=1, alpha=min(1.5*eps,1.)), PGD(eps, steps=many))
     for k,m in models.items():
         with warnings.catch_warnings():
-            warnings.simplefilter('ignore'); a = robust_report(m, data, attacks, n=n, cascade=False).df.accuracy
+            warnings.simplefilter('ignore'); rep = robust_report(m, data, attacks, n=n, cascade=False)
+        for o in rep.warnings: warnings.warn(f'{k}: {o}')
+        a = rep.df.accuracy
         rows.append({'model':k, 'clean':100*a[0], 'PGD-1':100*a[1], f'PGD-{many}':100*a[2], 'overfits one step':'yes' if a[1]-a[2]>gap else 'no'})
     return pd.DataFrame(rows)

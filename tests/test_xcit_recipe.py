@@ -754,6 +754,18 @@ def test_one_step_check_finds_a_model_that_resists_only_one_step():
     assert t['PGD-1'][0]>90 and t['PGD-50'][0]<10 and t['overfits one step'][0]=='yes'
     assert one_step_check(dict(lin=lin), (torch.rand(20,1,4,4), torch.zeros(20, dtype=torch.long)), .1, many=5)['overfits one step'][0]=='no'
 
+class Sorted(torch.utils.data.Dataset):
+    "Sorted by class, and its labels cannot be read without its images"
+    def __init__(self, classes=4, k=30): self.y = torch.arange(classes).repeat_interleave(k); self.x = torch.rand(len(self.y), 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    def __len__(self): return len(self.y)
+    def __getitem__(self, i): return self.x[i],self.y[i]
+def test_one_step_check_hands_the_warnings_of_its_reports_on():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 4)); dl = torch.utils.data.DataLoader(Sorted(), batch_size=10)
+    with pytest.warns(UserWarning, match='mine: the 40 images are of 2 of 4 classes'): one_step_check(dict(mine=net), dl, .01, many=2, n=40)
+def test_train_row_hands_the_warnings_of_its_report_on():
+    with pytest.warns(UserWarning, match='a constant answer'): train_row(fast.but(epochs=1, cooldown=0, lr=0., warmup_lr=0., min_lr=0.), fashion(), FGSM(.1), make=constant, n=32)
+def constant(): m = tiny_xcit(10); nn.init.zeros_(m.head.weight); nn.init.zeros_(m.head.bias); return m
+
 def test_show_deltas_draws_a_row_per_model():
     fig = plt.figure(); show_deltas(dict(a=lin, b=lin), torch.rand(3,1,4,4), torch.arange(3), PGD(.1, steps=1), fig=fig); assert len(fig.axes)==9; plt.close('all')
 
