@@ -683,7 +683,8 @@ def _open(v):
 
 def _in_object(v):
     slots = {s:getattr(v,s) for k in type(v).__mro__ for s in L(vars(k).get('__slots__')) if s!='__weakref__' and hasattr(v,s)}
-    return {'class':type(v), **slots, **getattr(v,'__dict__',{})}
+    own = {k:o for k,o in getattr(v,'__dict__',{}).items() if not (k=='lock' and isinstance(v, Learner))}
+    return {'class':type(v), **slots, **own}
 
 def _held(v):
     "Name -> value, for what a function, a class, a container or an object holds; None for what `identity` reads as a whole"
@@ -697,9 +698,9 @@ def _held(v):
     return None if isinstance(v, (Tensor,np.ndarray)) or not _open(v) else _in_object(v)
 
 def _code(v):
-    "A hash of the code of a function, a class or a model; None for anything else"
+    "A hash of the code of a function or a class; None for anything else. What is looked into counts by what is found there"
     if isinstance(v, types.FunctionType): return identity(v.__code__ if _own(v) else v, data=False)
-    return identity(v, data=False) if isinstance(v, (type,nn.Module)) else None
+    if isinstance(v, type): return identity([o.__qualname__ for o in v.__mro__]) if _own(v) else identity(v, data=False)
 
 def _settings(v, name='run', seen=None):
     """Name -> what it is, for all words, values and code that a function and what it calls hold; those of numbers and words

@@ -635,6 +635,20 @@ def test_settings_count_wherever_run_holds_them(kind, tmp_path):
             warnings.simplefilter('always'); got.append((round(ablate(dict(a=[5]), make(v), out=tmp_path).clean[0]), any('computed again' in str(o.message) for o in said)))
     assert got==[(1,False), (2,True), (2,False)]
 
+def test_a_run_that_trains_a_learner_of_its_own_finds_its_rows():
+    "The Learner, its callbacks and the class are the same in another process, as far as they can be read"
+    code = """
+from robust_nbdev.all import *
+from robust_nbdev.test_utils import *
+from robust_nbdev.xcit_recipe import _settings
+dls = synth_dls()
+class Mine:
+    def __init__(self): self.learn,self.names = synth_learner(dls=dls, cbs=[EMA(.9), AdvTrain(FGSM(.1))]),{'b','a','c'}
+    def run(self, a): self.learn.fit(a); return dict(loss=len(dls.train))
+print('::', sorted(_settings(Mine().run).items()))"""
+    a,b = [subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=ROOT).stdout.split('::')[-1] for _ in '12']
+    assert a==b and len(a)>1000 and "''" not in a
+
 @pytest.mark.parametrize('axis,result', [('robust','robust'), ('seconds','clean'), ('wd','seconds')])
 def test_a_result_does_not_overwrite_a_setting_or_the_time(axis, result):
     with pytest.raises(ValueError, match='rename'): ablate({axis:[1]}, lambda **kw: {result:.5})
