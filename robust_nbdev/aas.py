@@ -7,7 +7,7 @@ __all__ = ['planted_vit', 'planted_images', 'ScaledModel', 'Around', 'Float64', 
            'attn_gaps', 'GapScaled', 'two_models', 'scale_report', 'AASTrain']
 
 # %% ../nbs/06_aas.ipynb #d1442cf7
-import math
+import math,warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
@@ -20,6 +20,7 @@ from .vit import *
 from .attacks import *
 from .adv_train import *
 from .evaluate import *
+from .evaluate import _names
 from fastai.basics import *
 
 # %% ../nbs/06_aas.ipynb #391a784e
@@ -437,9 +438,10 @@ def universal(self:AAS,
 )->Scaled: # The inner attack with these scales
     """One set of scales for all data: each mini-batch starts where the one before has ended; of data sorted by class, they
     are drawn from all of it"""
-    s,base,size = None,self.base(model),getattr(data,'bs',None) or getattr(data,'batch_size',None) or bs
+    s,ys,base,size = None,[],self.base(model),getattr(data,'bs',None) or getattr(data,'batch_size',None) or bs
     for i,(_,x,y) in zip(range(n), eval_batches(fair(data, n*size)[0], bs=bs, device=base.device)):
-        s = self.but(per='batch').scales(model, x, y, seed=seed+i, own=s)
+        s = self.but(per='batch').scales(model, x, y, seed=seed+i, own=s); ys.append(y.cpu())
+    if says := few_classes(torch.cat(ys), _classes(model, x), _names(data)): warnings.warn(says)
     s = (s/base).tolist()
     return Scaled(self.attack, s[:-1], logits=s[-1]) if self.temperature else Scaled(self.attack, s)
 
@@ -506,9 +508,9 @@ def scale_report(
 )->pd.DataFrame: # A row per attack, % of all images; `.attrs`: n and seed
     "The numbers of `two_models` over a dataset, misclassified images counted as wrong"
     named = _by_name(attacks)
-    got,dev = defaultdict(lambda: defaultdict(list)),next(model.parameters()).device
+    got,ys,dev = defaultdict(lambda: defaultdict(list)),[],next(model.parameters()).device
     for _,x,y in eval_batches(data, n, bs, dev):
-        plain,victims = {},{}
+        plain,victims = {},{}; ys.append(y.cpu())
         for k,a in named.items():
             p,s = a.attack,_scales_key(a)
             if p not in plain: plain[p] = [_where_right(a.attack, model, x, y, seed+i) for i in range(1+twice)]
@@ -516,6 +518,8 @@ def scale_report(
             v = two_models(model, x, y, a, seed, plain[p][0], victims[s])
             if twice: v['twice'] = v['plain']&(predict(model, plain[p][1])==y)
             for c,o in v.items(): got[k][c].append(o.cpu())
+    unnamed = n is not None and not _names(data)            # of named classes, `eval_batches` has spoken
+    if unnamed and (says := few_classes(torch.cat(ys), _classes(model, x))): warnings.warn(says)
     return _percent(got, seed)
 
 def _by_name(attacks):

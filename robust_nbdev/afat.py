@@ -21,6 +21,7 @@ from .vit import *
 from .attacks import *
 from .adv_train import *
 from .evaluate import *
+from .evaluate import _names
 
 # %% ../nbs/05_afat.ipynb #ba8d6498
 def n_occluded(
@@ -609,11 +610,14 @@ def mask_accuracy(
 )->list: # One accuracy per draw of masks
     """Accuracy under random occlusion, again and again: what depends on the patches alone; an image counts that is right
     before and after. Raises ValueError where there are no images"""
-    hits,seen,a = torch.zeros(masks),0,Occlusion(**kwargs)
+    hits,seen,a,ys = torch.zeros(masks),0,Occlusion(**kwargs),[]
     for _,x,y in eval_batches(data, n, bs=bs, device=next(model.parameters()).device):
-        seen += len(x); right = predict(model, x)==y; x,y = x[right],y[right]
+        seen += len(x); one = x[:1]; ys.append(y.cpu()); right = predict(model, x)==y; x,y = x[right],y[right]
         for i in range(masks if len(x) else 0): hits[i] += (predict(model, a(model, x, y, seed=i))==y).sum().item()
     if not seen: raise ValueError('there are no images to evaluate: the data is empty')
+    if n is not None and not _names(data):                  # of named classes, `eval_batches` has spoken
+        with attack_mode(model), torch.no_grad(): says = few_classes(torch.cat(ys), outputs(model, one).shape[1])
+        if says: warnings.warn(says)
     return (hits/seen).tolist()
 
 # %% ../nbs/05_afat.ipynb #68faf0c6

@@ -31,6 +31,7 @@ from .datasets import *
 from .attacks import *
 from .adv_train import *
 from .evaluate import *
+from .evaluate import _NOT_CODE,_images_of,_imported,_library,_uses
 from fastai.basics import *
 from fastai.callback.mixup import MixHandler,MixUp,CutMix
 from fastai.callback.progress import ProgressCallback
@@ -375,31 +376,52 @@ def hold_out(
 # %% ../nbs/04_xcit_recipe.ipynb #b1ab4da1
 class KeepBest(AdvCallback):
     """After each epoch, the accuracy under `attack` on `data`; at the end of the fit, the weights of the best epoch.
-    Each fit has a best epoch and a table of its own"""
-    order,_stateattrs,best,on,begun = 65,('best','data'),None,False,False
+    Each fit has a best epoch and a table of its own; one that starts at a later epoch goes on with what
+    `load_state_dict` took up, as after `learn.resume`"""
+    order,_stateattrs,best,on,begun,loaded = 65,('best','data'),None,False,False,False
     def __init__(self,
         attack, # Any attack
         data, # A DataLoader; None: the Learner's validation images
     ): store_attr(); self.rows = []
     def before_fit(self):
         "Forget the best weights of the last fit"
-        self.best,self.begun = None,False
+        self.begun = False
+        if not self.loaded: self.best = None
     def before_train(self):
         "Is this a fit, and no search for a learning rate?"
         super().before_train()
         self.on = not hasattr(self.learn,'lr_finder')
-        if self.on and not self.begun: self.rows,self.best,self.begun = [],None,True
+        if self.on and not self.begun: self.begin()
+    def begin(self):
+        "Go on with the epochs that were loaded, or forget those of the last fit; refuse data whose classes have other numbers"
+        if self.data is not None: _images_of(self.learn, 1, self.data)
+        self.begun,going_on,self.loaded = True,self.loaded and self.epoch>0,False
+        if going_on: return
+        self.rows,self.best = [],None
+        if self.epoch>0: warnings.warn(f'the fit starts at epoch {self.epoch}, and KeepBest knows nothing of the epochs before: '
+            'it keeps the best of the others. To go on, save with SaveRun, and have a KeepBest in learn.cbs before learn.resume()')
     def after_epoch(self):
         "Measure the robust accuracy; keep the weights if it is the best so far"
         if not self.on: return
         self.on,data = False,self.dls.valid if self.data is None else self.data
+
         ok = _right(self.victim, self.attack, eval_batches(data, device=self.dls.device))
         best = max([o['accuracy'] for o in self.rows], default=-1)
         self.rows.append(dict(epoch=self.epoch, accuracy=ok))
         if ok>best: self.best = {k:v.detach().clone() for k,v in self.victim.state_dict().items()}
     def after_fit(self):
         "Give the model its best weights"
-        if self.best is not None: self.victim.load_state_dict(self.best); self.best = None
+        if self.best is None or hasattr(self.learn,'lr_finder'): return
+        self.victim.load_state_dict(self.best); self.best = None
+    def state_dict(self)->dict: # For `torch.save`: the table, and the weights of the best epoch
+        "What an interrupted fit needs to go on; measures the epoch first, where it is asked before its own turn"
+        self.after_epoch()
+        return dict(rows=self.rows, best=self.best)
+    def load_state_dict(self,
+        state:dict, # Of `state_dict`
+    ):
+        "Take table and weights up again; the next fit goes on with them if it starts at a later epoch"
+        self.rows,self.best,self.loaded = list(state['rows']),state['best'],True
     def __repr__(self): return f'KeepBest({self.attack!r})'
 
 def _right(model, attack, batches):
@@ -503,6 +525,15 @@ def _by_recipe(learn, r, train):
         learn.loss_func,learn.opt_func,learn.dls.loaders[0] = kept
         if learn.opt_func is not _adamw: learn.opt = None      # its own again at the next fit
 
+def _check_loss(loss):
+    "Refuse a Learner's loss that the recipe's would replace by something else; the smoothing is the recipe's in any case"
+    f = loss.func if type(loss) is CrossEntropyLossFlat else loss
+    plain = type(f) is nn.CrossEntropyLoss and f.weight is None and f.ignore_index<0 and f.reduction=='mean'
+    if not (plain or f is F.cross_entropy):
+        raise ValueError(f'the recipe trains with plain cross-entropy, and the Learner has {loss!r} (class weights, ignore_index '
+            'or a loss of another kind), which it would lose: give the Learner CrossEntropyLossFlat(), or call fit '
+            'with the callbacks r.callbacks()')
+
 def images_per_step(
     learn:Learner, # With its callbacks
     bs:int, # Images in a batch of one process
@@ -531,20 +562,23 @@ def fit_recipe(self:Learner,
     cbs=None, # More callbacks, for this fit
     **kwargs
 ):
-    "Train by a recipe; afterwards the model has the weights of the best epoch, and `self.best_epoch` says which it was"
+    """Train by a recipe; afterwards the model has the weights of the best epoch, and `self.best_epoch` says which it was.
+    A `KeepBest` that the Learner has takes the place of the recipe's"""
     r = r or getattr(self,'recipe',None)
     if not isinstance(r, XcitRecipe):
         raise TypeError(f'fit_recipe needs a recipe, such as xcit_recipe("s12", eps=4/255), got {r!r}')
+    _check_loss(self.loss_func)
     if epochs is not None: r = r.in_epochs(epochs)
     if r.extra and not isinstance(self.dls.train, Blend):
         warnings.warn(f'the recipe is meant for batches of which {r.extra:.0%} are generated images, '
             f'and dls.train has none: dls.loaders[0] = Blend(dls.train, extra, {r.extra:g})')
     train,held = hold_out(self.dls, r.held) if r.best=='valid' else (self.dls.train, None)
-    keep = [] if r.best=='last' else [KeepBest(r.attack if r.method!='clean' else None, held)]
+    own = [c for c in self.cbs if isinstance(c, KeepBest)]              # such as one whose state `resume` has loaded
+    keep = [] if r.best=='last' else own or [KeepBest(r.attack if r.method!='clean' else None, held)]
     bs = images_per_step(self, getattr(train,'bs',None) or r.bs, cbs)
     ours,new = _recipe_cbs(self, r, bs, cbs),self.opt_func is not _adamw
     with _by_recipe(self, r, train):
-        self.fit(r.total, r.peak_lr(bs), wd=r.wd, cbs=L(cbs)+ours+keep, reset_opt=new, **kwargs)
+        self.fit(r.total, r.peak_lr(bs), wd=r.wd, cbs=L(cbs)+ours+([] if own else keep), reset_opt=new, **kwargs)
     self.best_epoch = pd.DataFrame(keep[0].rows) if keep else None
 
 # %% ../nbs/04_xcit_recipe.ipynb #718f5bb6
@@ -611,57 +645,86 @@ def grid_cells(
 def _plain(v): return v.tolist() if hasattr(v,'tolist') else repr(v)      # numbers of numpy and torch stay numbers
 
 _words = (bool,int,float,complex,str,bytes,type(None),np.generic,Path)
-_libraries = {'torch','torchvision','fastai','fastcore','timm','numpy','pandas','matplotlib','robust_nbdev'}
+_data = (DataLoaders,DataLoader,torch.utils.data.DataLoader)
 
 def _is_word(v):
     "A number, a word, or a container of nothing else"
     if isinstance(v, dict): return all(map(_is_word, [*v.keys(), *v.values()]))
     return all(map(_is_word, v)) if isinstance(v, (list,tuple,set,frozenset)) else isinstance(v, _words)
 
-def _names(code): return set(code.co_names).union(*[_names(c) for c in code.co_consts if isinstance(c, types.CodeType)])
+def _ours(name):
+    "Is a module neither of a library nor of this package?"
+    return not _library(name) and (name or '').split('.')[0]!='robust_nbdev'
 
-def _own(v): return (v.__module__ or '').split('.')[0] not in _libraries
+def _own(v): return _ours(v.__globals__.get('__name__') if isinstance(v, types.FunctionType) else v.__module__)
+
+def _used(v, attrs):
+    "Of a module that is no library's, what is used of it; anything else as it is"
+    if not isinstance(v, types.ModuleType): return v
+    if not _ours(v.__name__): return v.__name__
+    return {a:_used(vars(v)[a], attrs-{a}) for a in sorted(attrs) if a in vars(v)}
+
+def _in_function(v):
+    names,attrs,imports = _uses(v.__code__); package = v.__globals__.get('__package__')
+    outside = {k:_used(v.__globals__[k], attrs) for k in sorted(names) if k in v.__globals__}
+    inside = {k:c.cell_contents for k,c in zip(v.__code__.co_freevars, v.__closure__ or ()) if c!=types.CellType()}
+    files = {f'import {k}':_imported(k, package) for k in sorted(imports) if k and _ours(k)}
+    return {'defaults':v.__defaults__, 'keywords':v.__kwdefaults__, **vars(v), **files, **outside, **inside}
+
+def _in_class(v):
+    found = {f'{k.__name__}.{a}':o for k in v.__mro__ if k.__module__!='builtins' and not _library(k.__module__)
+        for a,o in vars(k).items() if a not in _NOT_CODE}
+    return {k:getattr(o,'__func__',o) for k,o in found.items() if _own(v) or _is_word(o)}
+
+def _open(v):
+    "Is it an object to be looked into, attribute by attribute?"
+    top = (type(v).__module__ or '').split('.')[0]
+    return isinstance(v, (nn.Module,types.SimpleNamespace)) or top in ('fastai','fastcore') or not _library(type(v).__module__)
+
+def _in_object(v):
+    slots = {s:getattr(v,s) for k in type(v).__mro__ for s in L(vars(k).get('__slots__')) if s!='__weakref__' and hasattr(v,s)}
+    own = {k:o for k,o in getattr(v,'__dict__',{}).items() if not (k=='lock' and isinstance(v, Learner))}
+    return {'class':type(v), **slots, **own}
 
 def _held(v):
-    "Name -> value, for what a function, a partial, a method, a container, a recipe or an attack holds"
-    if isinstance(v, dict): return v
-    if isinstance(v, (list,tuple)): return dict(enumerate(v))
+    "Name -> value, for what a function, a class, a container or an object holds; None for what `identity` reads as a whole"
+    if isinstance(v, dict): return {'keys':sorted(map(str, v)), **v}
+    if isinstance(v, (list,tuple)): return {'class':type(v), **dict(enumerate(v))}
     if isinstance(v, partial): return {'func':v.func, 'args':v.args, **v.keywords}
     if isinstance(v, types.MethodType): return dict(func=v.__func__, self=v.__self__)
-    if isinstance(v, Value): return {'class':type(v), **vars(v)}
-    if isinstance(v, type):
-        found = [(k.__name__, a, o) for k in v.__mro__ if _own(k) for a,o in vars(k).items()]
-        return {f'{k}.{a}':o for k,a,o in found if _is_word(o) and a[:2]!='__'}
-    if not isinstance(v, types.FunctionType) or not _own(v): return {}
-    inside = {k:c.cell_contents for k,c in zip(v.__code__.co_freevars, v.__closure__ or ()) if c!=types.CellType()}
-    outside = {k:v.__globals__[k] for k in sorted(_names(v.__code__)) if k in v.__globals__}
-    return {'defaults':v.__defaults__, 'keywords':v.__kwdefaults__, **outside, **inside}
+    if isinstance(v, property): return dict(get=v.fget, set=v.fset)
+    if isinstance(v, types.FunctionType): return _in_function(v) if _own(v) else {}
+    if isinstance(v, type): return _in_class(v)
+    return None if isinstance(v, (Tensor,np.ndarray)) or not _open(v) else _in_object(v)
 
 def _code(v):
-    "A hash of the code of a function, a class or a model; None for anything else"
+    "A hash of the code of a function or a class; None for anything else. What is looked into counts by what is found there"
     if isinstance(v, types.FunctionType): return identity(v.__code__ if _own(v) else v, data=False)
-    return identity(v, data=False) if isinstance(v, (type,nn.Module)) else None
+    if isinstance(v, type): return identity([o.__qualname__ for o in v.__mro__]) if _own(v) else identity(v, data=False)
 
 def _settings(v, name='run', seen=None):
-    """Name -> what it is, for all words and all code that a function and what it calls hold. The data are left out,
-    since their state moves"""
+    """Name -> what it is, for all words, values and code that a function and what it calls hold; those of numbers and words
+    begin with `=`. DataLoaders are left out: what the data are only `about` can say"""
     seen = {} if seen is None else seen
-    if _is_word(v):
+    if _is_word(v) and not (isinstance(v, dict) and v):
         text = f'{type(v).__name__} {sorted(map(repr, v)) if isinstance(v, (set,frozenset)) else v!r}'
-        return {name:hashlib.sha256(text.encode()).hexdigest()[:16]}
-    if id(v) in seen: return {}
+        return {name:'='+hashlib.sha256(text.encode()).hexdigest()[:16]}
+    if id(v) in seen or isinstance(v, _data): return {}
     seen[id(v)] = v
-    code = _code(v)
-    return merge({} if code is None else {name:code}, *[_settings(o, f'{name}.{k}', seen) for k,o in _held(v).items()])
+    held,code = _held(v),_code(v)
+    if held is None: return {name:identity(v)}
+    return merge({} if code is None else {name:code}, *[_settings(o, f'{name}.{k}', seen) for k,o in held.items()])
 
-def _same_run(run, cell):
-    "What a row is known by: the settings and the code that `run` reaches, and the cell"
-    return _settings(run)|_settings(cell, 'cell')
+def _moved(old, new):
+    "The numbers and words, such as logs and counters, that running has changed: they are no settings"
+    return [k for k in {**old, **new} if old.get(k)!=new.get(k) and (old.get(k) or new.get(k) or '')[:1]=='=']
 
 def _is_same(old, new):
-    "Would the same be computed? In doubt, no; what running itself had changed (`moved`) is no setting"
+    "Would the same be computed? In doubt, no"
     if not isinstance(old, dict) or '' in old['settings'].values(): return False
-    return old['settings']=={k:v for k,v in new.items() if k not in old['moved']}
+    moved = {m.removesuffix('.keys') for m in old['moved']}              # a log that grows has new names in it
+    logs = lambda k: any(k==m or k.startswith(m+'.') for m in moved)
+    return {k:v for k,v in old['settings'].items() if not logs(k)}=={k:v for k,v in new.items() if not logs(k)}
 
 def _cell_file(about, cell):
     "A name for the file; what JSON cannot write counts by its identity, not by what it prints"
@@ -682,18 +745,16 @@ def _write(path, o):
     tmp = path.with_name(f'{path.name}.{os.getpid()}'); tmp.write_text(json.dumps(o, indent=1, default=_plain)); os.replace(tmp, path)
 
 # %% ../nbs/04_xcit_recipe.ipynb #9e4c6c05
-def _row(cell, run, path, about):
-    "The result of one cell, from its file or from `run`"
-    same = _same_run(run, cell) if path and run else None
+def _row(cell, run, path, about, same):
+    "The result of one cell, from its file or from `run`; `same` is what the file must be of"
     res = _finished(path, same) if path else None
     if res is not None: return res
     if run is None: raise ValueError(f'there is no finished run of {cell} at {path}, and run=None cannot make one')
     t = time.process_time(); res = run(**cell)
+    if 'seconds' in res: raise ValueError('run returns a result called seconds, which the table keeps for the time: rename it')
     res = {**res, 'seconds':round(time.process_time()-t, 1)}
     if path is None: return res
-    after = _same_run(run, cell)
-    moved = [k for k,v in {**after, **same}.items() if not after.get(k)==v==same.get(k)]
-    known = dict(settings={k:v for k,v in same.items() if k not in moved}, moved=moved)
+    known = dict(settings=same, moved=_moved(same, _settings(run)|_settings(cell, 'cell')))
     _write(path, dict(about=about, cell=cell, same=known, result=res))
     return res
 
@@ -705,10 +766,13 @@ def ablate(
     progress:bool=False, # Show fastai's progress bar
 )->pd.DataFrame: # A row per cell: its settings, its results, and the seconds of one core that it took
     "Run a grid of settings, each setting once; after a kill, go on where it stopped"
-    done,rows,cells = {},[],grid_cells(**cells) if isinstance(cells, dict) else list(cells)
-    for c in progress_bar(cells, leave=False) if progress else cells:
-        k = _cell_file(about, c)
-        if k not in done: done[k] = _row(c, run, None if out is None else Path(out)/f'{k}.json', about)
+    cells = grid_cells(**cells) if isinstance(cells, dict) else list(cells)
+    start = _settings(run) if out is not None and run else None         # before the first row changes anything
+    known = [(c, _cell_file(about, c), None if start is None else start|_settings(c, 'cell')) for c in cells]
+    done,rows = {},[]
+    for c,k,same in progress_bar(known, leave=False) if progress else known:
+        if k not in done: done[k] = _row(c, run, None if out is None else Path(out)/f'{k}.json', about, same)
+        if both := sorted(set(c)&set(done[k])): raise ValueError(f'{both[0]} is a setting and a result too: rename one of them')
         rows.append({**c, **done[k]})
     return pd.DataFrame(rows)
 
@@ -735,6 +799,7 @@ def train_row(
         learn = r.learner(dls, model=make() if make else None)
         with learn.no_bar(), learn.no_logging(): learn.fit_recipe(cbs=cbs)
         rep = learn.robust_report([attack], n=n, seed=seed, progress=False)
+    for o in rep.warnings: warnings.warn(o)
     clean,robust = (100*rep.df.accuracy.iloc[:2]).round(1).tolist()
     return dict(clean=clean, robust=robust, params=round(n_params(learn.model),3)),learn
 
@@ -897,6 +962,8 @@ def one_step_check(
     rows,attacks = [],(PGD(eps, steps=1, alpha=min(1.5*eps,1.)), PGD(eps, steps=many))
     for k,m in models.items():
         with warnings.catch_warnings():
-            warnings.simplefilter('ignore'); a = robust_report(m, data, attacks, n=n, cascade=False).df.accuracy
+            warnings.simplefilter('ignore'); rep = robust_report(m, data, attacks, n=n, cascade=False)
+        for o in rep.warnings: warnings.warn(f'{k}: {o}')
+        a = rep.df.accuracy
         rows.append({'model':k, 'clean':100*a[0], 'PGD-1':100*a[1], f'PGD-{many}':100*a[2], 'overfits one step':'yes' if a[1]-a[2]>gap else 'no'})
     return pd.DataFrame(rows)

@@ -11,6 +11,7 @@ from robust_nbdev.vit import *
 from robust_nbdev.attacks import *
 from robust_nbdev.adv_train import *
 from robust_nbdev.aas import *
+from robust_nbdev.afat import mask_accuracy
 from robust_nbdev.datasets import fashion_mnist
 from robust_nbdev.evaluate import *
 from robust_nbdev.test_utils import *
@@ -714,3 +715,13 @@ def test_universal_scales_of_sorted_data_see_all_classes(monkeypatch):
     for data in ((x,y), torch.utils.data.DataLoader(list(zip(x,y)), batch_size=8)):
         seen.clear(); AAS(PGD2, ascent=1).universal(m, data, n=1, bs=8); assert len(seen)==1 and len(seen[0])==8 and seen[0].unique().tolist()==[0,1,2,3]
     i = torch.randperm(40, generator=torch.Generator().manual_seed(1)); seen.clear(); AAS(PGD2, ascent=1).universal(m, (x[i],y[i]), n=2, bs=8); assert torch.equal(torch.cat(seen), y[i][:16])      # as it comes, where that is fair
+
+class Sorted(torch.utils.data.Dataset):
+    "Sorted by class, and its labels cannot be read without its images"
+    def __init__(self): self.x,self.y = torch.rand(120, 3, 32, 32, generator=torch.Generator().manual_seed(0)),torch.arange(4).repeat_interleave(30)
+    def __len__(self): return len(self.y)
+    def __getitem__(self, i): return self.x[i],self.y[i]
+@pytest.mark.parametrize('measure', [lambda m, dl: AAS(PGD2, ascent=1).universal(m, dl, n=2), lambda m, dl: scale_report(m, dl, Scaled(FGSM(.01), .5), n=40), lambda m, dl: mask_accuracy(m, dl, masks=1, n=40)],
+    ids=['universal','scale_report','mask_accuracy'])
+def test_images_of_few_of_the_classes_are_named(measure):
+    with pytest.warns(UserWarning, match='the 40 images are of 2 of '): measure(build('vit'), torch.utils.data.DataLoader(Sorted(), batch_size=20))

@@ -301,6 +301,15 @@ def test_mix_or_cut_does_both():
     learn.fit_recipe(fast.but(mixup=.8, cutmix=1.), epochs=4, cbs=Get())
     assert kinds=={16,1} and learn.loss_func is lf
 
+LOSSES = dict(weights=CrossEntropyLossFlat(weight=torch.tensor([100.,1,1,1])), ignored=CrossEntropyLossFlat(ignore_index=0), torch_weights=nn.CrossEntropyLoss(torch.ones(4)),
+    sum=CrossEntropyLossFlat(reduction='sum'), focal=FocalLossFlat(), function=lambda z,y: F.cross_entropy(z, y))
+@pytest.mark.parametrize('kind', LOSSES)
+def test_a_loss_that_the_recipe_would_drop_is_refused(kind):
+    learn = synth_learner(loss_func=LOSSES[kind])
+    with pytest.raises(ValueError, match='plain cross-entropy'): learn.fit_recipe(fast, epochs=1)
+@pytest.mark.parametrize('loss', [CrossEntropyLossFlat(), CrossEntropyLossFlat(label_smoothing=.1), nn.CrossEntropyLoss(), F.cross_entropy])
+def test_plain_cross_entropy_is_the_loss_of_the_recipe(loss): synth_learner(loss_func=loss).fit_recipe(fast, epochs=1)
+
 # ---------------------------------------------------------------- held-out images and the best epoch
 def fashion(**kw): return fashion_mnist(n_train=64, n_valid=32, bs=16, device='cpu', **kw)
 
@@ -452,6 +461,39 @@ def test_the_best_epoch_of_a_fit_that_starts_later():
     learn.fit(4, 1e-3, start_epoch=2)
     assert [o['epoch'] for o in learn.keep_best.rows]==[2,3] and learn.keep_best.best is None
 
+class Killed(Exception): pass
+class KillAfter(Callback):
+    order = 90
+    def __init__(self, n): self.n = n
+    def after_epoch(self):
+        if self.epoch==self.n: raise Killed('after an epoch')
+@pytest.mark.parametrize('fit', ['fit','fit_recipe'])
+def test_the_best_epoch_outlives_a_kill(fit, tmp_path, monkeypatch):
+    "The first epoch is the best, before and after the kill"
+    r,accs = fast.but(best='test', cooldown=0, warmup=0, eps_warmup=0),iter([.9,.5,.1, .9,.5,.1])
+    monkeypatch.setattr(xc, '_right', lambda *a: next(accs))
+    def new(at):
+        learn = learner(r); learn.path = tmp_path/at
+        learn.add_cbs([keep := KeepBest(None, None), SaveRun()]); return learn,keep
+    def train(learn, start=0, cbs=None):
+        if fit=='fit': learn.fit(3, 2e-3, start_epoch=start, cbs=cbs)
+        else: learn.fit_recipe(r, epochs=3, start_epoch=start, cbs=cbs)
+    learn,keep = new('a'); train(learn); want = state_of(learn.model)
+    with pytest.raises(Killed): train(new('b')[0], cbs=KillAfter(1))
+    learn,keep = new('b'); assert learn.resume()==2
+    train(learn, 2)
+    assert [o['accuracy'] for o in keep.rows]==[.9,.5,.1] and state_of(learn.model)==want
+def test_the_best_epoch_says_that_it_knows_nothing_of_those_before():
+    learn = synth_learner(cbs=KeepBest(None, None))
+    with pytest.warns(UserWarning, match='nothing of the epochs before'): learn.fit(2, 1e-3, start_epoch=1)
+def test_the_best_epoch_refuses_data_whose_classes_have_other_numbers():
+    dls,other = fashion(),fashion(); valid = other.valid; names = list(dls.vocab)
+    class Turned(GetAttr):
+        _default = 'dl'
+        def __init__(self, dl): self.dl,self.vocab = dl,names[::-1]
+    with pytest.raises(ValueError, match='of the Learner, but class'): synth_learner(dls=dls, model=tiny_xcit(10), cbs=KeepBest(None, Turned(valid))).fit(1)
+    synth_learner(dls=dls, model=tiny_xcit(10), cbs=KeepBest(None, valid)).fit(1)
+
 def test_two_attacks_at_once_are_refused():
     with pytest.raises(ValueError, match='two AdvTrain'): learner().fit_recipe(fast, epochs=1, cbs=AdvTrain(FGSM(.1)))
 
@@ -563,6 +605,53 @@ def test_a_table_is_found_again_by_a_run_that_trains(tmp_path):
     def run(wd): return train_row(fast.but(epochs=1, cooldown=0, wd=wd), dls, FGSM(.1), make=make, n=8)[0]
     for _ in range(2): ablate(dict(wd=[0.,.5]), run, out=tmp_path)
     assert len(made)==2
+
+class Exp:
+    "An experiment as an object"
+    def __init__(self, lr): self.lr,self.ran = lr,0
+    def run(self, a): self.ran += 1; return dict(clean=float(self.lr))
+    def __call__(self, a): return dict(clean=float(self.lr))
+def from_tensor(w): return lambda a: dict(clean=float(w.sum()))
+def from_model(w):
+    m = nn.Linear(1, 1, bias=False); m.weight.data.fill_(w)
+    return lambda a: dict(clean=m.weight.item())
+def from_trained(w):
+    m = from_model(w).__closure__[0].cell_contents
+    def run(a): was = m.weight.item(); m.weight.data.fill_(a); return dict(clean=was)
+    return run
+def from_callback(v, cb=lambda v: AdvTrain(FGSM(v/10))): o = cb(v); return lambda a: dict(clean=10*(o.attack.eps if isinstance(o, AdvTrain) else o.decay))
+def from_partial(v): return partial(lambda a, cfg: dict(clean=float(cfg.lr)), cfg=Exp(v))
+settings_here = types.SimpleNamespace(lr=1)
+def from_global(v): settings_here.lr = v; return by_global
+def by_global(a): return dict(clean=float(settings_here.lr))
+HOLDERS = dict(method=lambda v: Exp(v).run, callable_=Exp, tensor=lambda v: from_tensor(torch.tensor([float(v)])), model=from_model, trained=from_trained, partial=from_partial,
+    callback=from_callback, average=lambda v: from_callback(v, lambda v: EMA(v/10)), namespace=from_global)
+@pytest.mark.parametrize('kind', HOLDERS)
+def test_settings_count_wherever_run_holds_them(kind, tmp_path):
+    "And the same settings in fresh objects are found again"
+    make,got = HOLDERS[kind],[]
+    for v in (1, 2, 2):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter('always'); got.append((round(ablate(dict(a=[5]), make(v), out=tmp_path).clean[0]), any('computed again' in str(o.message) for o in said)))
+    assert got==[(1,False), (2,True), (2,False)]
+
+def test_a_run_that_trains_a_learner_of_its_own_finds_its_rows():
+    "The Learner, its callbacks and the class are the same in another process, as far as they can be read"
+    code = """
+from robust_nbdev.all import *
+from robust_nbdev.test_utils import *
+from robust_nbdev.xcit_recipe import _settings
+dls = synth_dls()
+class Mine:
+    def __init__(self): self.learn,self.names = synth_learner(dls=dls, cbs=[EMA(.9), AdvTrain(FGSM(.1))]),{'b','a','c'}
+    def run(self, a): self.learn.fit(a); return dict(loss=len(dls.train))
+print('::', sorted(_settings(Mine().run).items()))"""
+    a,b = [subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=ROOT).stdout.split('::')[-1] for _ in '12']
+    assert a==b and len(a)>1000 and "''" not in a
+
+@pytest.mark.parametrize('axis,result', [('robust','robust'), ('seconds','clean'), ('wd','seconds')])
+def test_a_result_does_not_overwrite_a_setting_or_the_time(axis, result):
+    with pytest.raises(ValueError, match='rename'): ablate({axis:[1]}, lambda **kw: {result:.5})
 
 @pytest.mark.parametrize('profile', ['smoke','laptop','gpu','paper'])
 def test_the_data_of_the_notebook_exist_in_every_profile(profile, monkeypatch):
@@ -678,6 +767,18 @@ def test_one_step_check_finds_a_model_that_resists_only_one_step():
     t = one_step_check(dict(jumped=OneStepOnly()), (x,y), .1, many=50)
     assert t['PGD-1'][0]>90 and t['PGD-50'][0]<10 and t['overfits one step'][0]=='yes'
     assert one_step_check(dict(lin=lin), (torch.rand(20,1,4,4), torch.zeros(20, dtype=torch.long)), .1, many=5)['overfits one step'][0]=='no'
+
+class Sorted(torch.utils.data.Dataset):
+    "Sorted by class, and its labels cannot be read without its images"
+    def __init__(self, classes=4, k=30): self.y = torch.arange(classes).repeat_interleave(k); self.x = torch.rand(len(self.y), 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    def __len__(self): return len(self.y)
+    def __getitem__(self, i): return self.x[i],self.y[i]
+def test_one_step_check_hands_the_warnings_of_its_reports_on():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 4)); dl = torch.utils.data.DataLoader(Sorted(), batch_size=10)
+    with pytest.warns(UserWarning, match='mine: the 40 images are of 2 of 4 classes'): one_step_check(dict(mine=net), dl, .01, many=2, n=40)
+def test_train_row_hands_the_warnings_of_its_report_on():
+    with pytest.warns(UserWarning, match='a constant answer'): train_row(fast.but(epochs=1, cooldown=0, lr=0., warmup_lr=0., min_lr=0.), fashion(), FGSM(.1), make=constant, n=32)
+def constant(): m = tiny_xcit(10); nn.init.zeros_(m.head.weight); nn.init.zeros_(m.head.bias); return m
 
 def test_show_deltas_draws_a_row_per_model():
     fig = plt.figure(); show_deltas(dict(a=lin, b=lin), torch.rand(3,1,4,4), torch.arange(3), PGD(.1, steps=1), fig=fig); assert len(fig.axes)==9; plt.close('all')
