@@ -21,11 +21,12 @@ class Dense(nn.Module):
     def forward(self, x): return ((x.flatten(1)-.5)@self.a.T).tanh()@self.b.T*self.k
 
 class Stop(nn.Module):
-    "`m`, which counts its calls and images, and raises at call number `at`"
-    def __init__(self, m, at=None): super().__init__(); self.m,self.at,self.calls,self.images = m,at,0,0
+    "`m`, which counts its calls and images, and raises at call number `at`: all in one counter, which is no part of the model"
+    def __init__(self, m, at=None): super().__init__(); self.m,self.k = m,dict(at=at, calls=0, images=0)
+    calls,images = [property(lambda self, k=k: self.k[k]) for k in ('calls','images')]
     def forward(self, x):
-        self.calls += 1; self.images += len(x)
-        if self.at is not None and self.calls>=self.at: raise KeyboardInterrupt('stop')
+        self.k['calls'] += 1; self.k['images'] += len(x)
+        if self.k['at'] is not None and self.calls>=self.k['at']: raise KeyboardInterrupt('stop')
         return self.m(x)
 
 def images(b, seed=0, dtype=torch.float64, shape=(1,H,W)): return (torch.rand(b, *shape, generator=torch.Generator().manual_seed(seed))*1.4-.2).clamp(0,1).to(dtype)
