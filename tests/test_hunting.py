@@ -302,7 +302,7 @@ from test_hunting import Dense, images, predict
 class Slow(torch.nn.Module):
     def __init__(self, m): super().__init__(); self.m = m
     def forward(self, x): time.sleep(.004); return self.m(x)
-ev.Trial.__init__.__defaults__ = (None, .05)
+ev.Trial.__init__.__defaults__ = (None, .05, None, None)
 x = images(61); m = Dense(); y = predict(m, x)
 print('go', flush=True)
 ev.robust_report(Slow(m), (x,y), [PGD(.01, steps=5), APGD(.01, steps=8, restarts=2)], bs=4, out=sys.argv[1])
