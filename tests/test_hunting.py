@@ -328,7 +328,7 @@ def test_a_real_kill(tmp_path, wait=.6):
 def _as_slow(counter, m):
     class Slow(nn.Module):                                                        # the same weights under the same names
         def __init__(self): super().__init__(); self.m = m
-        def forward(self, v): counter.images += len(v); return self.m(v)
+        def forward(self, v): counter.k['images'] += len(v); return self.m(v)
     return Slow()
 
 # --- R26, R28, R29 ------------------------------------------------------------------------------------------------------------------------
