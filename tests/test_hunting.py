@@ -21,11 +21,12 @@ class Dense(nn.Module):
     def forward(self, x): return ((x.flatten(1)-.5)@self.a.T).tanh()@self.b.T*self.k
 
 class Stop(nn.Module):
-    "`m`, which counts its calls and images, and raises at call number `at`"
-    def __init__(self, m, at=None): super().__init__(); self.m,self.at,self.calls,self.images = m,at,0,0
+    "`m`, which counts its calls and images, and raises at call number `at`: all in one counter, which is no part of the model"
+    def __init__(self, m, at=None): super().__init__(); self.m,self.k = m,dict(at=at, calls=0, images=0)
+    calls,images = [property(lambda self, k=k: self.k[k]) for k in ('calls','images')]
     def forward(self, x):
-        self.calls += 1; self.images += len(x)
-        if self.at is not None and self.calls>=self.at: raise KeyboardInterrupt('stop')
+        self.k['calls'] += 1; self.k['images'] += len(x)
+        if self.k['at'] is not None and self.calls>=self.k['at']: raise KeyboardInterrupt('stop')
         return self.m(x)
 
 def images(b, seed=0, dtype=torch.float64, shape=(1,H,W)): return (torch.rand(b, *shape, generator=torch.Generator().manual_seed(seed))*1.4-.2).clamp(0,1).to(dtype)
@@ -302,7 +303,7 @@ from robust_nbdev.attacks import *
 from robust_nbdev.core import *
 sys.path.insert(0, sys.argv[2])
 from test_hunting import Dense, Slow, images, predict
-ev.Trial.__init__.__defaults__ = (None, .05, None)
+ev.Trial.__init__.__defaults__ = (None, .05, None, None)
 x = images(61); m = Dense(); y = predict(m, x)
 print('go', flush=True)
 ev.robust_report(Slow(m), (x,y), [PGD(.01, steps=5), APGD(.01, steps=8, restarts=2)], bs=4, out=sys.argv[1])
