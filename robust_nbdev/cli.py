@@ -616,8 +616,12 @@ def robust_bench(
     src,order,N,says = _bench_images(dataset, path, n, strict)
     c = in_chans(model) if isinstance(model, nn.Module) else None
     size = size or open_image(src.take('test', [0])[0][0]).size[::-1]
-    dls = image_dls(src, bs=bs, size=size, valid='only', mode='L' if ifnone(c, 1)==1 and dataset=='fashion_mnist' else 'RGB', item_tfms=None, batch_tfms=None, device='cpu')
+    mode = 'L' if ifnone(c, 1)==1 and dataset=='fashion_mnist' else 'RGB'
+    kept,side = src.take('test', [0])[0],size if isinstance(size, tuple) else (size,size)
+    dls = image_dls(src, bs=bs, size=size, valid='only', mode=mode, item_tfms=None, batch_tfms=None, device='cpu',
+        **timm_fit(model, side[-1]))
+    cut = '' if open_image(kept[0]).size[::-1]==side else _cut_line(kept, first(dls.valid.after_item.fs, risinstance(CenterFit)))
     rep = robust_report(model, dls.valid, attacks, seed=seed, bs=bs, out=out, **kw)
-    _noted(rep, f'{dataset}, the first {len(dls.valid_ds)} of {N} test images ({order}), {norm}, eps={eps_str(eps)}', says, out)
+    _noted(rep, f'{dataset}, the first {len(dls.valid_ds)} of {N} test images ({order}){cut}, {norm}, eps={eps_str(eps)}', says, out)
     stand = np.minimum.reduce([rep.verdicts[k] for k in ('clean',*map(repr, attacks))])
     return BenchResult(float(rep.verdicts['clean'].mean()), float(stand.mean()), rep)

@@ -20,7 +20,7 @@ from timm.utils.misc import natural_key
 from .core import *
 from .datasets import *
 from .evaluate import *
-from .evaluate import _batches,_images_of,_names
+from .evaluate import _batches,_images_of,_names,_raw
 from fastai.basics import *
 from fastai.vision.core import show_image
 from fastprogress.fastprogress import progress_bar
@@ -1000,7 +1000,7 @@ def _doubts(rep, model):
     if moved:
         says.append(f'{", ".join(moved[:3])}: other labels than in the first row, so verdicts per image are not of the '
             'same images')
-    return says+rep.meta.get('doubts', [])
+    return says+_raw(model)+rep.meta.get('doubts', [])
 
 # %% ../nbs/01c_corruptions.ipynb #f333b595
 def _todo(corruptions, severities, seed, table):

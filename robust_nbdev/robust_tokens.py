@@ -347,14 +347,6 @@ def read_tokens(
 _WIDTH = {192:'ViT-Ti', 384:'ViT-S', 768:'ViT-B', 1024:'ViT-L', 1280:'ViT-H', 1536:'ViT-G'}
 def _width(d): return f'{d}'+(f' ({_WIDTH[d]})' if d in _WIDTH else '')
 
-def _normalised_alike(model, about, name):
-    "Warns where a file is of a model inside `Normalized` and this one is not, or the other way round"
-    has,had = any(isinstance(o, Normalized) for o in model.modules()),about.get('mean', 'None')!='None'
-    if 'mean' not in about or has==had: return
-    says = f'of images normalised with mean {about["mean"]} and std {about.get("std")}' if had else 'of a model without Normalized'
-    warnings.warn(f'{name} is {says}, this model has {"a" if has else "no"} Normalized: give it the images that the tokens '
-        'were trained on')
-
 def load_tokens(
     model:nn.Module, # A timm ViT of the width of the tokens, maybe inside `Normalized`; changed in place
     fname, # See `read_tokens`
@@ -369,7 +361,6 @@ def load_tokens(
             'belong to another backbone')
     if out is not None: _check_out(m, out)
     check_backbone(model, about, name, head=False)
-    _normalised_alike(model, about, name)
     if t is not None and t.weight.shape!=w.shape:
         raise ValueError(f'{name} has tokens {list(w.shape)}, the model has {list(t.weight.shape)}: '
             'remove_tokens(model) first')

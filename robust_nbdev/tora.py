@@ -242,6 +242,11 @@ class ToraModel(Seam):
             raise ValueError("each head has a class token of its own: say whose, with use_head(model, 'acc') or "
                 "'rob'")
         return self.head_drop(self.fc_norm(x[:,t.token(t.says) if t.says in t.heads else 0]))
+    def __setattr__(self, name, value):
+        if name=='head' and 'tora' in self._modules:
+            raise ValueError('the heads that answer are copies of the one that would change: remove_tora(model), '
+                'change the head, and begin again')
+        super().__setattr__(name, value)
     def get_classifier(self)->nn.ModuleDict: # By side
         "The heads that answer"
         return self.tora.heads

@@ -675,6 +675,11 @@ def check_backbone(
         was = about.get(k, 'None')
         if 'None' in (was,now[k]) or was==now[k]: continue
         raise ValueError(f'{name} belongs to images that are normalised with {k} {was}, this model has Normalized(..., {k}={now[k]})')
+    had,has = (o.get('mean', 'None')!='None' for o in (about,now))
+    if 'mean' in about and has!=had:
+        says = f'of images normalised with mean {about["mean"]} and std {about.get("std")}' if had else 'of a model without Normalized'
+        warnings.warn(f'{name} is {says}, this model has {"a" if has else "no"} Normalized: give it the images that the parts '
+            'were trained on')
 
 # %% ../nbs/00a_vit.ipynb #8c007cae
 def xcit_stem(

@@ -1,6 +1,6 @@
 "Corruptions at every size, their seeds, published files, scores and reports (R38-R41, F13, F14)."
 import builtins, math, os, sys, types
-import numpy as np, pandas as pd, pytest, torch
+import numpy as np, pandas as pd, pytest, timm, torch
 from PIL import Image
 from scipy import ndimage, stats
 from torch import nn
@@ -966,3 +966,8 @@ def test_a_corruption_comes_before_an_attack_whatever_their_order_in_the_list():
     from robust_nbdev.test_utils import synth_learner
     learn,c,a = synth_learner(),CorruptValid('brightness', 5),AdvValid(FGSM(.05))
     assert learn.validate(cbs=[c,a])==learn.validate(cbs=[a,c])
+
+def test_a_timm_model_outside_normalized_is_noticed():
+    m = timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=3)
+    rep = corruption_report(m, (images(4, h=16, w=16), torch.zeros(4).long()), ['brightness'], [1])
+    assert any('wrap it, Normalized(model)' in o for o in rep.warnings)

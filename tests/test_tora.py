@@ -676,3 +676,9 @@ def test_only_one_attacks_the_training_images(cbs):
     with pytest.raises(ValueError, match='has two'): synth_learner(model=make(), cbs=cbs()).fit_tora(1, 1)
 def test_a_head_of_a_head_is_refused():
     with pytest.raises(ValueError, match="OneHead of 'acc' already"): OneHead(OneHead(make(),'acc'), 'rob')
+
+def test_a_new_head_beside_those_that_answer_is_refused():
+    m = tora_vit(tiny_vit(num_classes=4))
+    with pytest.raises(ValueError, match='remove_tora'): unwrap(m).head = nn.Linear(32, 7)
+    unwrap(remove_tora(m)).head = nn.Linear(32, 7)
+    assert m(torch.rand(2,1,28,28)).shape==(2,7)
