@@ -646,6 +646,13 @@ def _(o, see): return see(type(o)),see(o.func),see(o.args),see(o.keywords),see.n
 def _(o, see): return o.__name__
 @_made_of.register(ContextVar)
 def _(o, see): return o.name
+@_made_of.register(Learner)
+def _(o, see): return see(o.model),see(o.loss_func)      # not its data, callbacks and tables: seconds of work, and they change
+@_made_of.register(DataLoaders)
+@_made_of.register(DataLoader)
+@_made_of.register(torch.utils.data.DataLoader)
+@_made_of.register(torch.utils.data.Dataset)
+def _(o, see): return type(o).__name__
 @_made_of.register(torch.Generator)
 def _(o, see): return see(o.get_state())
 for _t in (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MemberDescriptorType,
