@@ -380,7 +380,8 @@ def refuse_second(
     kind = kind or type(cb)
     two = [c for c in cb.learn.cbs if isinstance(c, kind)]
     if len(two)<2: return
-    raise ValueError(f'the Learner has two {kind.__name__} callbacks, {two[0]!r} and {two[1]!r}, which would act twice: '
+    raise ValueError(f'the Learner has two {kind.__name__} callbacks, '
+        f'{two[0]!r} and {two[1]!r}, which would act twice: '
         f'remove one, learn.remove_cb({type(two[1]).__name__})')
 
 # %% ../nbs/00_core.ipynb #ada0ef78
