@@ -7,7 +7,7 @@ __all__ = ['planted_vit', 'planted_images', 'ScaledModel', 'Around', 'Float64', 
            'attn_gaps', 'GapScaled', 'two_models', 'scale_report', 'AASTrain']
 
 # %% ../nbs/06_aas.ipynb #d1442cf7
-import math,warnings
+import math, warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
@@ -25,584 +25,833 @@ from fastai.basics import *
 
 # %% ../nbs/06_aas.ipynb #391a784e
 def planted_vit(
-    c:float=1., # The weights of queries and keys are multiplied by `c`, the numbers before the softmax by `c**2`
-)->Normalized: # For images [B,1,28,28]; four classes; in evaluation mode
-    "A ViT of one block, written by hand, that names the quarter of the image with the brightest patch: the image reaches the output through the softmax and on no other way"
-    m = timm.create_model('vit_tiny_patch16_224', img_size=28, patch_size=7, in_chans=1, num_classes=4, embed_dim=8, depth=1, num_heads=1, norm_layer=nn.Identity)
+    c: float = 1.0,  # The weights of queries and keys are multiplied by `c`, the numbers before the softmax by `c**2`
+) -> Normalized:  # For images [B,1,28,28]; four classes; in evaluation mode
+    """A ViT of one block, written by hand, that names the quarter of the image with the brightest patch: the image
+    reaches the output through the softmax and on no other way"""
+    m = timm.create_model(
+        'vit_tiny_patch16_224',
+        img_size=28,
+        patch_size=7,
+        in_chans=1,
+        num_classes=4,
+        embed_dim=8,
+        depth=1,
+        num_heads=1,
+        norm_layer=nn.Identity,
+    )
     with torch.no_grad():
-        for p in m.parameters(): p.zero_()
-        m.patch_embed.proj.weight[0] = 1/49                               # dimension 0: brightness of the patch
-        for i in range(16): m.pos_embed[0,1+i,1+2*(i//8)+i%4//2] = 1      # dimensions 1 to 4: its quarter
-        m.cls_token[...,5] = 1                                            # dimension 5: the class token
-        m.blocks[0].attn.qkv.weight[0,5] = m.blocks[0].attn.qkv.weight[8,0] = 12*c      # a query that asks for brightness
-        for i in range(1,5): m.blocks[0].attn.qkv.weight[16+i,i] = m.blocks[0].attn.proj.weight[i,i] = 1
-        for i in range(4): m.head.weight[i,1+i] = 5
-    return Normalized(m, mean=[0.], std=[1.]).eval()
+        for p in m.parameters():
+            p.zero_()
+        m.patch_embed.proj.weight[0] = 1 / 49  # dimension 0: brightness of the patch
+        for i in range(16):
+            m.pos_embed[0, 1 + i, 1 + 2 * (i // 8) + i % 4 // 2] = 1  # dimensions 1 to 4: its quarter
+        m.cls_token[..., 5] = 1  # dimension 5: the class token
+        # a query that asks for brightness
+        m.blocks[0].attn.qkv.weight[0, 5] = m.blocks[0].attn.qkv.weight[8, 0] = 12 * c
+        for i in range(1, 5):
+            m.blocks[0].attn.qkv.weight[16 + i, i] = m.blocks[0].attn.proj.weight[i, i] = 1
+        for i in range(4):
+            m.head.weight[i, 1 + i] = 5
+    return Normalized(m, mean=[0.0], std=[1.0]).eval()
+
 
 def planted_images(
-    n:int=64, # Images
-    contrast:float=.08, # By how much one patch is brighter than the others
-    seed:int=0, # Of labels and noise
-)->tuple: # images [n,1,28,28], labels [n]
+    n: int = 64,  # Images
+    contrast: float = 0.08,  # By how much one patch is brighter than the others
+    seed: int = 0,  # Of labels and noise
+) -> tuple:  # images [n,1,28,28], labels [n]
     "Grey images, one of their 16 patches a little brighter; the label is its quarter"
     g = torch.Generator().manual_seed(seed)
-    r,c = torch.randint(4, (2,n), generator=g)
-    x = .4+.02*torch.rand(n, 1, 28, 28, generator=g)
-    for o,i,j in zip(x,r,c): o[:, 7*i:7*i+7, 7*j:7*j+7] += contrast
-    return x,2*(r//2)+c//2
+    r, c = torch.randint(4, (2, n), generator=g)
+    x = 0.4 + 0.02 * torch.rand(n, 1, 28, 28, generator=g)
+    for o, i, j in zip(x, r, c):
+        o[:, 7 * i : 7 * i + 7, 7 * j : 7 * j + 7] += contrast
+    return x, 2 * (r // 2) + c // 2
 
 # %% ../nbs/06_aas.ipynb #ebff8815
-def _rows(model, m): return model.for_rows(m) if hasattr(model,'for_rows') else model
+def _rows(model, m):
+    return model.for_rows(m) if hasattr(model, 'for_rows') else model
+
 
 class ScaledModel(Wrapper):
     "`model` with other attention: what goes into the softmax of each block is multiplied by its scale"
-    def __init__(self,
-        model:nn.Module, # A timm transformer, maybe inside `Normalized`; any model, where `s` is 1
-        s=1., # A number, one per block [L], or one per image and block [B,L]
-        logits=1., # What the output is multiplied by: a number, or one per image [B]
+
+    def __init__(
+        self,
+        model: nn.Module,  # A timm transformer, maybe inside `Normalized`; any model, where `s` is 1
+        s=1.0,  # A number, one per block [L], or one per image and block [B,L]
+        logits=1.0,  # What the output is multiplied by: a number, or one per image [B]
     ):
         super().__init__(model)
-        for k,v in dict(scales=s, logits=logits).items(): self.register_buffer(k, v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float32))
+        for k, v in dict(scales=s, logits=logits).items():
+            self.register_buffer(k, v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float32))
+
     @property
     def plain(self):
         "Is the attention as it is? Any model will do then"
-        return not self.scales.ndim and self.scales.item()==1
-    def for_rows(self,
-        m:Tensor, # Which images: positions, or a mask [B]
-    )->'ScaledModel': # With their scales alone
+        return not self.scales.ndim and self.scales.item() == 1
+
+    def for_rows(
+        self,
+        m: Tensor,  # Which images: positions, or a mask [B]
+    ) -> 'ScaledModel':  # With their scales alone
         "The model for some images of the batch"
-        s,t = [o[m] if o.ndim==n else o for o,n in ((self.scales,2),(self.logits,1))]
+        s, t = [o[m] if o.ndim == n else o for o, n in ((self.scales, 2), (self.logits, 1))]
         return type(self)(_rows(self.model, m), s, t)
-    def forward(self,
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-    )->Tensor: # Logits [B,classes]; or what the model returns, where that is a tuple
+
+    def forward(
+        self,
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+    ) -> Tensor:  # Logits [B,classes]; or what the model returns, where that is a tuple
         "Run the model under the scales"
         s = self.scales
-        if s.ndim==2 and len(s)!=len(x): raise ValueError(f'scales for {len(s)} images met a batch of {len(x)}: give the images that the scales were found on')
-        with nullcontext() if self.plain else attn_scale(self.model, s.T[...,None] if s.ndim==2 else s): z = self.model(x)
-        return z if isinstance(z, tuple) else z*per_image(self.logits, z).to(z) if self.logits.ndim else z*self.logits.to(z)
-    def extra_repr(self): return '' if self.plain else f's={[round(o,4) for o in self.scales.flatten().tolist()]}' if self.scales.ndim<2 else f's={list(self.scales.shape)}'
+        if s.ndim == 2 and len(s) != len(x):
+            raise ValueError(
+                f'scales for {len(s)} images met a batch of {len(x)}: give the images that the scales were found on'
+            )
+        with nullcontext() if self.plain else attn_scale(self.model, s.T[..., None] if s.ndim == 2 else s):
+            z = self.model(x)
+        return (
+            z
+            if isinstance(z, tuple)
+            else z * per_image(self.logits, z).to(z)
+            if self.logits.ndim
+            else z * self.logits.to(z)
+        )
+
+    def extra_repr(self):
+        return (
+            ''
+            if self.plain
+            else (
+                f's={[round(o, 4) for o in self.scales.flatten().tolist()]}'
+                if self.scales.ndim < 2
+                else f's={list(self.scales.shape)}'
+            )
+        )
 
 # %% ../nbs/06_aas.ipynb #05e325ee
 @dataclass(frozen=True, repr=False)
 class Around(Value):
     "Base of the attacks that run another attack under changed conditions; eps, norm, restarts, ... are the inner one's"
-    attack:Attack # Any attack
+
+    attack: Attack  # Any attack
 
     def __post_init__(self):
         check_attack(self.attack)
-        if isinstance(self.attack, Transfer): raise TypeError(f'Transfer attacks its surrogate, so {type(self).__name__} around it would change nothing: Transfer(surrogate, {type(self).__name__}(...))')
+        if isinstance(self.attack, Transfer):
+            raise TypeError(
+                f'Transfer attacks its surrogate, so {type(self).__name__} around it would change nothing:'
+                f' Transfer(surrogate, {type(self).__name__}(...))'
+            )
+
     @property
     def eps(self):
         "Radius of the attack inside, pixel units"
-        return getattr(self.attack,'eps',None)
+        return getattr(self.attack, 'eps', None)
+
     @property
     def norm(self):
         "Norm of the attack inside"
-        return getattr(self.attack,'norm',None)
+        return getattr(self.attack, 'norm', None)
+
     @property
     def budget(self):
         "How much the attack inside may change, as tables write it"
         return self.attack.budget
+
     @property
     def blackbox(self):
         "Does the attack inside do without gradients?"
-        return getattr(self.attack,'blackbox',False)
+        return getattr(self.attack, 'blackbox', False)
+
     @property
     def reference(self):
         "Is the attack inside the reference package as a whole?"
-        return getattr(self.attack,'reference',False)
+        return getattr(self.attack, 'reference', False)
+
     @property
     def attacks(self):
         "The attack inside, as a tuple"
         return (self.attack,)
+
     @property
     def members(self):
         "Function `classes -> attacks`: those of the attack inside, each wrapped"
         inner = self.attack.members
         return lambda classes: [replace(self, attack=a) for a in inner(classes)]
+
     @property
-    def name(self): return f'{super().name}_{getattr(self.attack,"name","attack")}'
+    def name(self):
+        return f'{super().name}_{getattr(self.attack, "name", "attack")}'
 
 # %% ../nbs/06_aas.ipynb #6188e63e
 @patch
-def but(self:Around, **kw): # Fields to change: its own, else those of the attack inside
+def but(self: Around, **kw):  # Fields to change: its own, else those of the attack inside
     "A copy with some fields changed"
-    own = {k:v for k,v in kw.items() if k in {f.name for f in fields(self)}}
-    inner = {k:v for k,v in kw.items() if k not in own}
-    if inner and not hasattr(self.attack, 'but'): raise TypeError(f'{self.attack!r} has no fields to change: {inner}')
-    if inner: own['attack'] = own.get('attack', self.attack).but(**inner)
+    own = {k: v for k, v in kw.items() if k in {f.name for f in fields(self)}}
+    inner = {k: v for k, v in kw.items() if k not in own}
+    if inner and not hasattr(self.attack, 'but'):
+        raise TypeError(f'{self.attack!r} has no fields to change: {inner}')
+    if inner:
+        own['attack'] = own.get('attack', self.attack).but(**inner)
     return replace(self, **own)
 
+
 @patch
-def at_eps(self:Around,
-    eps:float, # Radius in pixel units of [0,1]
-)->Around: # Around the attack for that radius
+def at_eps(
+    self: Around,
+    eps: float,  # Radius in pixel units of [0,1]
+) -> Around:  # Around the attack for that radius
     "A copy for another radius: the attack inside scales its own steps with it"
     if not hasattr(self.attack, 'at_eps'):
         raise TypeError(f'{self.attack!r} has no radius to change: give an attack with at_eps(eps), such as PGD')
     return replace(self, attack=self.attack.at_eps(eps))
 
+
 @patch
-def restart(self:Around,
-    n:int, # Number of independent runs of the attack inside
-)->Around: # Costs `n` times as much
+def restart(
+    self: Around,
+    n: int,  # Number of independent runs of the attack inside
+) -> Around:  # Costs `n` times as much
     "A copy with `n` restarts"
     return self.but(restarts=n)
 
+
 @patch
-def eot(self:Around,
-    n:int, # Gradients to average in the attack inside
-)->Around: # Each step costs `n` times as much
+def eot(
+    self: Around,
+    n: int,  # Gradients to average in the attack inside
+) -> Around:  # Each step costs `n` times as much
     "A copy whose gradients are the mean of `n` draws of a random model"
     return self.but(draws=n)
 
 # %% ../nbs/06_aas.ipynb #d38a7100
 class _Double(Wrapper):
     "`model`, computed in float64 with float64 copies of its weights"
+
     def __init__(self, model):
         super().__init__(model)
-        self.state = [{k:v.detach().double() if v.is_floating_point() else v for k,v in (*model.named_parameters(), *model.named_buffers())}]
-    def for_rows(self, m): return type(self)(_rows(self.model, m))
-    def forward(self, x): return functional_call(self.model, self.state[0], (x.double(),))
+        self.state = [
+            {
+                k: v.detach().double() if v.is_floating_point() else v
+                for k, v in (*model.named_parameters(), *model.named_buffers())
+            }
+        ]
+
+    def for_rows(self, m):
+        return type(self)(_rows(self.model, m))
+
+    def forward(self, x):
+        return functional_call(self.model, self.state[0], (x.double(),))
+
 
 @dataclass(frozen=True, repr=False)
 class Float64(Around):
     "`attack`, computed in float64: the control for everything that is said to be due to rounding"
-    def __call__(self,
-        model:nn.Module, # Takes images [B,C,H,W] in [0,1], returns logits [B,classes]
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-        y:Tensor=None, # Labels [B]
-        *, seed=0, # An int, or an int64 tensor [B] with one seed per image
-        **kw # For the attack: target, targeted
-    )->Tensor: # Adversarial images: shape, dtype and type of `x`, detached
+
+    def __call__(
+        self,
+        model: nn.Module,  # Takes images [B,C,H,W] in [0,1], returns logits [B,classes]
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+        y: Tensor = None,  # Labels [B]
+        *,
+        seed=0,  # An int, or an int64 tensor [B] with one seed per image
+        **kw,  # For the attack: target, targeted
+    ) -> Tensor:  # Adversarial images: shape, dtype and type of `x`, detached
         "The adversarial images, from the same random start as in float32"
         check_call(model, kw.get('target'), kw.get('targeted', False))
         x0 = check_images(x, model)
-        if hasattr(self,'members') and not self.reference and self.eps!=0: return WorstCase(self.members(_classes(model, x0)))(model, x, y, seed=seed, **kw)
-        own = seed if self.blackbox or self.reference else image_seed(x0, seed)      # those draw for a whole batch
+        if hasattr(self, 'members') and not self.reference and self.eps != 0:
+            return WorstCase(self.members(_classes(model, x0)))(model, x, y, seed=seed, **kw)
+        own = seed if self.blackbox or self.reference else image_seed(x0, seed)  # those draw for a whole batch
         return land(x0, self.attack(_Double(model), x0.double(), y, seed=own, **kw)).as_subclass(type(x))
 
 # %% ../nbs/06_aas.ipynb #c812bc98
 @dataclass(frozen=True, repr=False)
 class _ByScale(Around):
     "Runs the inner attack on a `ScaledModel`; the model itself stays the victim"
+
     def __call__(self, model, x, y=None, *, target=None, targeted=False, seed=0):
         "The adversarial images"
         check_call(model, target, targeted)
         kw = dict(target=target, targeted=True) if targeted else {}
-        if hasattr(self,'members') and not self.reference and self.eps!=0: return WorstCase(self.members(_classes(model, x)))(model, x, y, seed=seed, **kw)
-        if self.eps==0: return self.attack(model, x, y, seed=seed, **kw)
+        if hasattr(self, 'members') and not self.reference and self.eps != 0:
+            return WorstCase(self.members(_classes(model, x)))(model, x, y, seed=seed, **kw)
+        if self.eps == 0:
+            return self.attack(model, x, y, seed=seed, **kw)
         return self.craft(self.scaled(model, x, y, target=target, seed=seed), x, y, seed, **kw)
 
+
 def _classes(model, x):
-    with attack_mode(model), torch.no_grad(): return check_logits(model(check_images(x[:1], model)), x[:1], torch.zeros(1)).shape[1]
+    with attack_mode(model), torch.no_grad():
+        return check_logits(model(check_images(x[:1], model)), x[:1], torch.zeros(1)).shape[1]
+
 
 def _whole(attack):
     "Does it show the model the images of the batch in order, and say which ones it leaves out?"
-    return _whole(attack.attack) if isinstance(attack, Around) else isinstance(attack, (Attack,PatchAttack)) and not isinstance(attack, (Square,FAB))
+    return (
+        _whole(attack.attack)
+        if isinstance(attack, Around)
+        else isinstance(attack, (Attack, PatchAttack)) and not isinstance(attack, (Square, FAB))
+    )
+
 
 @patch
-def craft(self:_ByScale, victim, x, y, seed, **kw):
-    "The inner attack on the scaled model; where each image has scales of its own and the attack mixes images, image by image"
-    if victim.scales.ndim<2 or _whole(self.attack): return self.attack(victim, x, y, seed=seed, **kw)
-    one = lambda o,i: o[i:i+1] if isinstance(o, Tensor) else o
+def craft(self: _ByScale, victim, x, y, seed, **kw):
+    """The inner attack on the scaled model; where each image has scales of its own and the attack mixes images, image
+    by image"""
+    if victim.scales.ndim < 2 or _whole(self.attack):
+        return self.attack(victim, x, y, seed=seed, **kw)
+    one = lambda o, i: o[i : i + 1] if isinstance(o, Tensor) else o
     y = y if y is None else check_labels(y, x)
-    return torch.cat([self.attack(victim.for_rows([i]), x[i:i+1], one(y,i), seed=one(seed,i), **{k:one(v,i) for k,v in kw.items()}) for i in range_of(x)])
+    return torch.cat(
+        [
+            self.attack(
+                victim.for_rows([i]),
+                x[i : i + 1],
+                one(y, i),
+                seed=one(seed, i),
+                **{k: one(v, i) for k, v in kw.items()},
+            )
+            for i in range_of(x)
+        ]
+    )
 
 # %% ../nbs/06_aas.ipynb #b8e74d2b
 def _tuple(s):
     "Numbers that print short and the same everywhere"
-    if isinstance(s, str): raise TypeError
-    return float(f'{float(s):.6g}') if isinstance(s, (Number,Tensor)) and not (isinstance(s,Tensor) and s.ndim) else tuple(_tuple(o) for o in s)
+    if isinstance(s, str):
+        raise TypeError
+    return (
+        float(f'{float(s):.6g}')
+        if isinstance(s, (Number, Tensor)) and not (isinstance(s, Tensor) and s.ndim)
+        else tuple(_tuple(o) for o in s)
+    )
+
 
 @dataclass(frozen=True, repr=False)
 class Scaled(_ByScale):
     "`attack` on the model with given scales: what the paper calls +Scale"
-    s:float = 1. # A number, or one per block
-    logits:float = field(default=1., kw_only=True) # What the logits are multiplied by, for the attack
+
+    s: float = 1.0  # A number, or one per block
+    logits: float = field(default=1.0, kw_only=True)  # What the logits are multiplied by, for the attack
+
     def __post_init__(self):
         super().__post_init__()
-        for k in ('s','logits'):
-            try: self._set(**{k:_tuple(getattr(self,k))})
-            except (TypeError, ValueError): raise TypeError(f'{k} must be a number{", or one per block" if k=="s" else ""}, got {getattr(self,k)!r}') from None
-        if not all(math.isfinite(o) and o>=0 for o in L(self.s)+[self.logits]): raise ValueError(f'scales are finite numbers >= 0, got {self.s} and {self.logits}')
-    def scaled(self,
-        model:nn.Module, # A timm transformer, maybe inside `Normalized`
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-        y:Tensor=None, # Labels [B]
-        *, target:Tensor=None, # Labels [B] to reach; None: away from `y`
-        seed=0, # An int, or an int64 tensor [B] with one seed per image
-    )->ScaledModel: # With the scales given
+        for k in ('s', 'logits'):
+            try:
+                self._set(**{k: _tuple(getattr(self, k))})
+            except (TypeError, ValueError):
+                raise TypeError(
+                    f'{k} must be a number{", or one per block" if k == "s" else ""}, got {getattr(self, k)!r}'
+                ) from None
+        if not all(math.isfinite(o) and o >= 0 for o in L(self.s) + [self.logits]):
+            raise ValueError(f'scales are finite numbers >= 0, got {self.s} and {self.logits}')
+
+    def scaled(
+        self,
+        model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+        y: Tensor = None,  # Labels [B]
+        *,
+        target: Tensor = None,  # Labels [B] to reach; None: away from `y`
+        seed=0,  # An int, or an int64 tensor [B] with one seed per image
+    ) -> ScaledModel:  # With the scales given
         "The model that is attacked"
         return ScaledModel(model, self.s, self.logits)
 
 # %% ../nbs/06_aas.ipynb #e8b52c97
 def eq3(
-    f:list, # Features [B,N,D] of each block, with scales S'
-    f0:list, # The same with scales S
-)->Tensor: # [B]
-    "The paper's distance (its equation 3): sum over blocks of `||f'-f||/(||f'||*||f||)`, each image's tokens as one vector"
+    f: list,  # Features [B,N,D] of each block, with scales S'
+    f0: list,  # The same with scales S
+) -> Tensor:  # [B]
+    """The paper's distance (its equation 3): sum over blocks of `||f'-f||/(||f'||*||f||)`, each image's tokens as one
+    vector"""
     size = lambda o: torch.linalg.vector_norm(o.flatten(1), dim=1)
-    return sum(size(a-b)/(size(a)*size(b)) for a,b in zip(f,f0))
+    return sum(size(a - b) / (size(a) * size(b)) for a, b in zip(f, f0))
+
 
 def lpips_feats(
-    f:list, # Features [B,N,D] of each block, with scales S'
-    f0:list, # The same with scales S
-)->Tensor: # [B]
-    "What LPIPS does with features: each token brought to length 1 by the package's own function, squared difference, mean over tokens, sum over blocks"
-    try: from lpips import normalize_tensor
-    except ImportError as e: raise ImportError('this distance needs lpips: pip install lpips') from e
-    unit = lambda o: normalize_tensor(o.flatten(1,-2).transpose(1,2))
-    return sum((unit(a)-unit(b)).pow(2).sum(1).mean(1) for a,b in zip(f,f0))
+    f: list,  # Features [B,N,D] of each block, with scales S'
+    f0: list,  # The same with scales S
+) -> Tensor:  # [B]
+    """What LPIPS does with features: each token brought to length 1 by the package's own function, squared difference,
+    mean over tokens, sum over blocks"""
+    try:
+        from lpips import normalize_tensor
+    except ImportError as e:
+        raise ImportError('this distance needs lpips: pip install lpips') from e
+    unit = lambda o: normalize_tensor(o.flatten(1, -2).transpose(1, 2))
+    return sum((unit(a) - unit(b)).pow(2).sum(1).mean(1) for a, b in zip(f, f0))
+
+
 eq3.features = lpips_feats.features = True
 
 # %% ../nbs/06_aas.ipynb #040ed386
 def gama(
-    z:Tensor, # Logits [B,C] with scales S'
-    y:Tensor, # Labels [B]
-    z0:Tensor, # Logits [B,C] with scales S
-    weight:float=50., # Of the squared difference
-    sign:int=1, # -1: towards `y`, by a targeted attack
-)->Tensor: # [B]
-    "The loss of GAMA's first step: the margin of the probabilities, + `weight` times their squared distance from before"
-    return sign*margin(z.softmax(1), y)+weight*(z.softmax(1)-z0.softmax(1)).pow(2).sum(1)
+    z: Tensor,  # Logits [B,C] with scales S'
+    y: Tensor,  # Labels [B]
+    z0: Tensor,  # Logits [B,C] with scales S
+    weight: float = 50.0,  # Of the squared difference
+    sign: int = 1,  # -1: towards `y`, by a targeted attack
+) -> Tensor:  # [B]
+    """The loss of GAMA's first step: the margin of the probabilities, + `weight` times their squared distance from
+    before"""
+    return sign * margin(z.softmax(1), y) + weight * (z.softmax(1) - z0.softmax(1)).pow(2).sum(1)
+
+
 gama.both = True
 
 # %% ../nbs/06_aas.ipynb #dcf9673a
 @dataclass(frozen=True, repr=False)
 class AAS(_ByScale):
-    "Adaptive Attention Scaling (Jain & Dutta, 2024): find scales by gradient ascent, then run `attack` on the scaled model"
-    climb:Callable = field(default=eq3, kw_only=True) # What the scales climb: `eq3`, `lpips_feats`, or a loss of logits and labels
-    ascent:int = field(default=10, kw_only=True) # Steps of the ascent; each costs a forward and a backward
-    sigma:float = field(default=.01, kw_only=True) # Standard deviation of the start
-    reflect:bool = field(default=True, kw_only=True) # Start below the model's scales, never above
-    step:str = field(default='norm', kw_only=True) # `'norm'`: all steps have length `eta`; `'raw'`: the gradient times `eta`
-    eta:float = field(default=.02, kw_only=True) # Step length
-    per:str = field(default='image', kw_only=True) # `'image'` or `'batch'`: what shares a set of scales
-    blocks:tuple = field(default=None, kw_only=True) # Which of `vit_blocks` are scaled; None: all
-    temperature:bool = field(default=False, kw_only=True) # Scale the logits too?
-    log:bool = field(default=False, kw_only=True) # Step in -log s instead of s?
-    guard:float = field(default=None, kw_only=True) # Largest share of clean predictions (of the image, of the batch) that scales may change; None: any
+    """Adaptive Attention Scaling (Jain & Dutta, 2024): find scales by gradient ascent, then run `attack` on the scaled
+    model"""
+
+    # What the scales climb: `eq3`, `lpips_feats`, or a loss of logits and labels
+    climb: Callable = field(default=eq3, kw_only=True)
+    ascent: int = field(default=10, kw_only=True)  # Steps of the ascent; each costs a forward and a backward
+    sigma: float = field(default=0.01, kw_only=True)  # Standard deviation of the start
+    reflect: bool = field(default=True, kw_only=True)  # Start below the model's scales, never above
+    # `'norm'`: all steps have length `eta`; `'raw'`: the gradient times `eta`
+    step: str = field(default='norm', kw_only=True)
+    eta: float = field(default=0.02, kw_only=True)  # Step length
+    per: str = field(default='image', kw_only=True)  # `'image'` or `'batch'`: what shares a set of scales
+    blocks: tuple = field(default=None, kw_only=True)  # Which of `vit_blocks` are scaled; None: all
+    temperature: bool = field(default=False, kw_only=True)  # Scale the logits too?
+    log: bool = field(default=False, kw_only=True)  # Step in -log s instead of s?
+    # Largest share of clean predictions (of the image, of the batch) that scales may change; None: any
+    guard: float = field(default=None, kw_only=True)
 
     def __post_init__(self):
-        super().__post_init__(); self._whole(ascent=0)
-        for k,ok in dict(step=('norm','raw'), per=('image','batch')).items():
-            if getattr(self,k) not in ok: raise ValueError(f'{k} must be one of {list(ok)}, got {getattr(self,k)!r}')
-        for k in ('sigma','eta'):
-            if not (isinstance(getattr(self,k), Real) and 0<=getattr(self,k)<math.inf): raise ValueError(f'{k} must be a number >= 0, got {getattr(self,k)!r}')
-        if not callable(self.climb): raise TypeError(f'climb must be eq3, lpips_feats, or a loss such as ce, got {self.climb!r}')
-        if self.guard is not None and not 0<=self.guard<1: raise ValueError(f'guard is a share, from 0 up to 1, got {self.guard!r}')
-        if self.blocks is not None: self._set(blocks=tuple(int(b) for b in L(self.blocks)))
+        super().__post_init__()
+        self._whole(ascent=0)
+        for k, ok in dict(step=('norm', 'raw'), per=('image', 'batch')).items():
+            if getattr(self, k) not in ok:
+                raise ValueError(f'{k} must be one of {list(ok)}, got {getattr(self, k)!r}')
+        for k in ('sigma', 'eta'):
+            if not (isinstance(getattr(self, k), Real) and 0 <= getattr(self, k) < math.inf):
+                raise ValueError(f'{k} must be a number >= 0, got {getattr(self, k)!r}')
+        if not callable(self.climb):
+            raise TypeError(f'climb must be eq3, lpips_feats, or a loss such as ce, got {self.climb!r}')
+        if self.guard is not None and not 0 <= self.guard < 1:
+            raise ValueError(f'guard is a share, from 0 up to 1, got {self.guard!r}')
+        if self.blocks is not None:
+            self._set(blocks=tuple(int(b) for b in L(self.blocks)))
+
     @property
     def loss(self):
         "What the scales climb, under the name that other attacks give it"
         return self.climb
+
     @property
     def name(self):
-        climb = [] if self.climb is eq3 else [getattr(self.climb,'__name__','climb')]
-        return '_'.join([super().name, *climb, *(['batch'] if self.per=='batch' else [])])
+        climb = [] if self.climb is eq3 else [getattr(self.climb, '__name__', 'climb')]
+        return '_'.join([super().name, *climb, *(['batch'] if self.per == 'batch' else [])])
 
 # %% ../nbs/06_aas.ipynb #ca7769a9
 _least = 1e-7
 
-@patch
-def start(self:AAS,
-    own:Tensor, # The model's own scales [m]
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    seed, # An int, or an int64 tensor [B] with one seed per image
-)->Tensor: # [B,m], or [1,m] for the whole batch
-    "The first scales: the model's own, and noise that depends on the images alone"
-    seeds = image_seed(x, seed)
-    if self.per=='batch': seeds = mix64(seeds.sum()[None])
-    d = self.sigma*torch.special.ndtri(uniform(seeds, own.new_zeros(len(seeds), len(own)), 23))
-    if self.reflect: d = -d.abs()
-    return torch.where(self.scope(own), own*d.exp() if self.log else own+d, own).clamp(min=_least).minimum(own.clamp(min=1.))
 
 @patch
-def scope(self:AAS,
-    own:Tensor, # The model's own scales [m]
-)->Tensor: # [m] bool
+def start(
+    self: AAS,
+    own: Tensor,  # The model's own scales [m]
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    seed,  # An int, or an int64 tensor [B] with one seed per image
+) -> Tensor:  # [B,m], or [1,m] for the whole batch
+    "The first scales: the model's own, and noise that depends on the images alone"
+    seeds = image_seed(x, seed)
+    if self.per == 'batch':
+        seeds = mix64(seeds.sum()[None])
+    d = self.sigma * torch.special.ndtri(uniform(seeds, own.new_zeros(len(seeds), len(own)), 23))
+    if self.reflect:
+        d = -d.abs()
+    return (
+        torch.where(self.scope(own), own * d.exp() if self.log else own + d, own)
+        .clamp(min=_least)
+        .minimum(own.clamp(min=1.0))
+    )
+
+
+@patch
+def scope(
+    self: AAS,
+    own: Tensor,  # The model's own scales [m]
+) -> Tensor:  # [m] bool
     "Which scales move"
-    n = len(own)-self.temperature
-    if self.blocks is None: return torch.ones_like(own, dtype=torch.bool)
-    if bad := [b for b in self.blocks if not -n<=b<n]: raise ValueError(f'the model has {n} blocks (see vit_blocks), there is no block {bad[0]}')
-    on = torch.zeros_like(own, dtype=torch.bool); on[[b%n for b in self.blocks]+([n] if self.temperature else [])] = True
+    n = len(own) - self.temperature
+    if self.blocks is None:
+        return torch.ones_like(own, dtype=torch.bool)
+    if bad := [b for b in self.blocks if not -n <= b < n]:
+        raise ValueError(f'the model has {n} blocks (see vit_blocks), there is no block {bad[0]}')
+    on = torch.zeros_like(own, dtype=torch.bool)
+    on[[b % n for b in self.blocks] + ([n] if self.temperature else [])] = True
     return on
 
 # %% ../nbs/06_aas.ipynb #9a29794e
 @patch
-def move(self:AAS,
-    own:Tensor, # The model's own scales [m]
-    s:Tensor, # Scales [B,m], or [1,m] for the whole batch
-    g:Tensor, # Gradient to them, of the same shape
-)->Tensor: # The next scales, as `s`
-    "One step uphill; where the gradient is zero to the last bit, which saturated attention makes it, the scales are halved"
-    on = self.scope(own); g = torch.where(on, g.nan_to_num(0,0,0), 0.)
-    if self.log: g = g*s
+def move(
+    self: AAS,
+    own: Tensor,  # The model's own scales [m]
+    s: Tensor,  # Scales [B,m], or [1,m] for the whole batch
+    g: Tensor,  # Gradient to them, of the same shape
+) -> Tensor:  # The next scales, as `s`
+    """One step uphill; where the gradient is zero to the last bit, which saturated attention makes it, the scales are
+    halved"""
+    on = self.scope(own)
+    g = torch.where(on, g.nan_to_num(0, 0, 0), 0.0)
+    if self.log:
+        g = g * s
     top = g.abs().amax(1, keepdim=True)
-    if self.step=='norm': g = (u:=g/top.clamp(min=torch.finfo(g.dtype).tiny))/torch.linalg.vector_norm(u, dim=1, keepdim=True).clamp(min=1.)
-    up = s*(self.eta*g).exp() if self.log else s+self.eta*g
-    if self.step=='norm': up = torch.where((top==0)&on, s/2, up)
-    return up.clamp(min=_least).minimum(own.clamp(min=1.))
+    if self.step == 'norm':
+        g = (u := g / top.clamp(min=torch.finfo(g.dtype).tiny)) / torch.linalg.vector_norm(
+            u, dim=1, keepdim=True
+        ).clamp(min=1.0)
+    up = s * (self.eta * g).exp() if self.log else s + self.eta * g
+    if self.step == 'norm':
+        up = torch.where((top == 0) & on, s / 2, up)
+    return up.clamp(min=_least).minimum(own.clamp(min=1.0))
 
 # %% ../nbs/06_aas.ipynb #e6350b6d
 @patch
-def gain(self:AAS,
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    y:Tensor, # Labels [B]
-    target:Tensor, # Labels [B] to reach; None: away from `y`
-    own:Tensor, # The model's own scales [m]
-)->tuple: # The function `s -> [B]`; logits [B,classes]
+def gain(
+    self: AAS,
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    y: Tensor,  # Labels [B]
+    target: Tensor,  # Labels [B] to reach; None: away from `y`
+    own: Tensor,  # The model's own scales [m]
+) -> tuple:  # The function `s -> [B]`; logits [B,classes]
     "`s -> [B]`, what the scales climb; and the logits with the scales `own`, to which the climb refers"
-    base,m = self.base(model),len(own)-self.temperature
+    base, m = self.base(model), len(own) - self.temperature
+
     def see(s):
-        s = (s[0] if len(s)==1 and self.per=='batch' else s)/base
-        f,z = block_outputs(ScaledModel(model, s[...,:m], s[...,m] if self.temperature else 1.), x.clone(), logits=True)
-        return f+[z[:,None]] if self.temperature else f,z
-    with torch.no_grad(): f0,z0 = see(own)
-    if getattr(self.climb,'features',False): return lambda s: self.climb(see(s)[0], f0),z0
-    if getattr(self.climb,'clean',False): return lambda s: self.climb(check_logits(see(s)[1], x), z0),z0
-    t,sign,loss = (y,1,self.climb) if target is None else (target,-1,getattr(self.climb,'targeted',self.climb))
+        s = (s[0] if len(s) == 1 and self.per == 'batch' else s) / base
+        f, z = block_outputs(
+            ScaledModel(model, s[..., :m], s[..., m] if self.temperature else 1.0), x.clone(), logits=True
+        )
+        return f + [z[:, None]] if self.temperature else f, z
+
+    with torch.no_grad():
+        f0, z0 = see(own)
+    if getattr(self.climb, 'features', False):
+        return lambda s: self.climb(see(s)[0], f0), z0
+    if getattr(self.climb, 'clean', False):
+        return lambda s: self.climb(check_logits(see(s)[1], x), z0), z0
+    t, sign, loss = (y, 1, self.climb) if target is None else (target, -1, getattr(self.climb, 'targeted', self.climb))
     t = t if t is None else check_labels(t, x)
-    if getattr(loss,'both',False): return lambda s: loss(check_logits(see(s)[1], x), t, z0, **(dict(sign=-1) if sign<0 else {})),z0
-    return lambda s: sign*loss(check_logits(see(s)[1], x), t),z0
+    if getattr(loss, 'both', False):
+        return lambda s: loss(check_logits(see(s)[1], x), t, z0, **(dict(sign=-1) if sign < 0 else {})), z0
+    return lambda s: sign * loss(check_logits(see(s)[1], x), t), z0
+
 
 @patch
-def base(self:AAS,
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-)->Tensor: # [m], one per block, the logits' last
+def base(
+    self: AAS,
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+) -> Tensor:  # [m], one per block, the logits' last
     "The scales that are part of the model, and with `temperature` a 1 for the logits"
     s = scales_of(model)
     return torch.cat([s, s.new_ones(1)]) if self.temperature else s
 
 # %% ../nbs/06_aas.ipynb #33dd1081
 @patch
-def scales(self:AAS,
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    y=None, # Labels [B], for a `climb` that needs them
-    *, target=None, # Labels to reach
-    seed=0, # An int, or an int64 tensor [B]
-    own=None, # Scales [m] to start from; None: the model's own
-)->Tensor: # [B,m], or [m] with `per='batch'`; in float32 whatever mixed precision is on
+def scales(
+    self: AAS,
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    y=None,  # Labels [B], for a `climb` that needs them
+    *,
+    target=None,  # Labels to reach
+    seed=0,  # An int, or an int64 tensor [B]
+    own=None,  # Scales [m] to start from; None: the model's own
+) -> Tensor:  # [B,m], or [m] with `per='batch'`; in float32 whatever mixed precision is on
     "The ascent: the scales that the model is attacked with"
     with attack_mode(model), torch.autocast(x.device.type, enabled=False):
-        x = check_images(x, model).requires_grad_()                       # so that `Counted` sees the backwards
+        x = check_images(x, model).requires_grad_()  # so that `Counted` sees the backwards
         own = self.base(model) if own is None else own
-        gain,z0 = self.gain(model, x, y, target, own)
+        gain, z0 = self.gain(model, x, y, target, own)
         s = self.start(own, x.detach(), seed)
         for _ in range(self.ascent):
             v = gain(s.requires_grad_())
-            g = torch.autograd.grad(v.mean() if self.per=='batch' else v.sum(), (s,x), allow_unused=True)[0]
+            g = torch.autograd.grad(v.mean() if self.per == 'batch' else v.sum(), (s, x), allow_unused=True)[0]
             s = self.move(own, s.detach(), g)
         s = self.guarded(model, x.detach(), s, own, z0)
-    return s[0] if self.per=='batch' else s
+    return s[0] if self.per == 'batch' else s
+
 
 @patch
-def guarded(self:AAS,
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    s:Tensor, # Scales [B,m], or [1,m] for the whole batch
-    own:Tensor, # The model's own scales [m]
-    z0:Tensor, # Clean logits with the scales `own` [B,classes]
-)->Tensor: # As `s`
+def guarded(
+    self: AAS,
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    s: Tensor,  # Scales [B,m], or [1,m] for the whole batch
+    own: Tensor,  # The model's own scales [m]
+    z0: Tensor,  # Clean logits with the scales `own` [B,classes]
+) -> Tensor:  # As `s`
     "Give up the scales of images, or of a batch, whose clean predictions they change"
-    if self.guard is None: return s
-    m,f = len(own)-self.temperature,(s[0] if self.per=='batch' else s)/self.base(model)
-    with torch.no_grad(): flips = (outputs(ScaledModel(model, f[...,:m]), x).argmax(1)!=z0.argmax(1)).float()
-    return torch.where((flips.mean()[None] if self.per=='batch' else flips)[:,None]>self.guard, own, s)
+    if self.guard is None:
+        return s
+    m, f = len(own) - self.temperature, (s[0] if self.per == 'batch' else s) / self.base(model)
+    with torch.no_grad():
+        flips = (outputs(ScaledModel(model, f[..., :m]), x).argmax(1) != z0.argmax(1)).float()
+    return torch.where((flips.mean()[None] if self.per == 'batch' else flips)[:, None] > self.guard, own, s)
 
 # %% ../nbs/06_aas.ipynb #33dd108a
 @patch
-def scaled(self:AAS,
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    y:Tensor=None, # Labels [B]
-    *, target:Tensor=None, # Labels [B] to reach; None: away from `y`
-    seed=0, # An int, or an int64 tensor [B] with one seed per image
-)->ScaledModel: # With scales for each image, or one set for the batch
+def scaled(
+    self: AAS,
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    y: Tensor = None,  # Labels [B]
+    *,
+    target: Tensor = None,  # Labels [B] to reach; None: away from `y`
+    seed=0,  # An int, or an int64 tensor [B] with one seed per image
+) -> ScaledModel:  # With scales for each image, or one set for the batch
     "The model that is attacked"
-    s = self.scales(model, x, y, target=target, seed=seed)/self.base(model)
-    return ScaledModel(model, s[...,:-1], s[...,-1]) if self.temperature else ScaledModel(model, s)
+    s = self.scales(model, x, y, target=target, seed=seed) / self.base(model)
+    return ScaledModel(model, s[..., :-1], s[..., -1]) if self.temperature else ScaledModel(model, s)
 
 # %% ../nbs/06_aas.ipynb #bbbc748e
 @patch
-def universal(self:AAS,
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-    data, # A DataLoader or (images, labels), see `eval_batches`
-    n:int=1, # Mini-batches (M in the paper)
-    bs:int=64, # Their size, where `data` are tensors
-    seed:int=0, # Of the starts
-)->Scaled: # The inner attack with these scales
-    """One set of scales for all data: each mini-batch starts where the one before has ended; of data sorted by class, they
+def universal(
+    self: AAS,
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+    data,  # A DataLoader or (images, labels), see `eval_batches`
+    n: int = 1,  # Mini-batches (M in the paper)
+    bs: int = 64,  # Their size, where `data` are tensors
+    seed: int = 0,  # Of the starts
+) -> Scaled:  # The inner attack with these scales
+    """One set of scales for all data: each mini-batch starts where the one before has ended; of data sorted by class,
+    they
     are drawn from all of it"""
-    s,ys,base,size = None,[],self.base(model),getattr(data,'bs',None) or getattr(data,'batch_size',None) or bs
-    for i,(_,x,y) in zip(range(n), eval_batches(fair(data, n*size)[0], bs=bs, device=base.device)):
-        s = self.but(per='batch').scales(model, x, y, seed=seed+i, own=s); ys.append(y.cpu())
-    if says := few_classes(torch.cat(ys), _classes(model, x), _names(data)): warnings.warn(says)
-    s = (s/base).tolist()
+    s, ys, base, size = None, [], self.base(model), getattr(data, 'bs', None) or getattr(data, 'batch_size', None) or bs
+    for i, (_, x, y) in zip(range(n), eval_batches(fair(data, n * size)[0], bs=bs, device=base.device)):
+        s = self.but(per='batch').scales(model, x, y, seed=seed + i, own=s)
+        ys.append(y.cpu())
+    if says := few_classes(torch.cat(ys), _classes(model, x), _names(data)):
+        warnings.warn(says)
+    s = (s / base).tolist()
     return Scaled(self.attack, s[:-1], logits=s[-1]) if self.temperature else Scaled(self.attack, s)
 
 # %% ../nbs/06_aas.ipynb #60fc0e50
 def attn_gaps(
-    model:nn.Module, # A timm transformer, maybe inside `Normalized` or `ScaledModel`
-    x:Tensor, # Images [B,C,H,W]
-)->list: # Per block [B,n]: one number for each head and row of its attention
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized` or `ScaledModel`
+    x: Tensor,  # Images [B,C,H,W]
+) -> list:  # Per block [B,n]: one number for each head and row of its attention
     "The gap between the two largest numbers of each row that goes into a softmax"
-    with attack_mode(model), torch.no_grad(): maps = attn_maps(model, check_images(x, model), pre_softmax=True)
-    return [(t[...,0]-t[...,1]).flatten(1) for t in (o.topk(2, -1).values for o in maps)]
+    with attack_mode(model), torch.no_grad():
+        maps = attn_maps(model, check_images(x, model), pre_softmax=True)
+    return [(t[..., 0] - t[..., 1]).flatten(1) for t in (o.topk(2, -1).values for o in maps)]
+
 
 @dataclass(frozen=True, repr=False)
 class GapScaled(_ByScale):
     "The control for AAS: scale each image's blocks just so much that no gap exceeds `limit`"
-    limit:float = field(default=15., kw_only=True) # In float32 a probability is exactly 1 from a gap of 17 on
-    def scaled(self,
-        model:nn.Module, # A timm transformer, maybe inside `Normalized`
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-        y:Tensor=None, # Labels [B]
-        *, target:Tensor=None, # Labels [B] to reach; None: away from `y`
-        seed=0, # An int, or an int64 tensor [B] with one seed per image
-    )->ScaledModel: # With scales for each image
+
+    limit: float = field(default=15.0, kw_only=True)  # In float32 a probability is exactly 1 from a gap of 17 on
+
+    def scaled(
+        self,
+        model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+        y: Tensor = None,  # Labels [B]
+        *,
+        target: Tensor = None,  # Labels [B] to reach; None: away from `y`
+        seed=0,  # An int, or an int64 tensor [B] with one seed per image
+    ) -> ScaledModel:  # With scales for each image
         "The model that is attacked"
-        return ScaledModel(model, torch.stack([(self.limit/g.amax(1)).clamp(max=1) for g in attn_gaps(model, x)], 1))
+        return ScaledModel(model, torch.stack([(self.limit / g.amax(1)).clamp(max=1) for g in attn_gaps(model, x)], 1))
 
 # %% ../nbs/06_aas.ipynb #92239b12
 def _each(attack, model, x):
-    "The attack once for each member of an ensemble inside it: what fools the scaled model first must not end the search"
+    """The attack once for each member of an ensemble inside it: what fools the scaled model first must not end the
+    search"""
     a = attack.attack
-    if not hasattr(a,'members') or getattr(a,'reference',False): return [attack]
+    if not hasattr(a, 'members') or getattr(a, 'reference', False):
+        return [attack]
     return [replace(attack, attack=o) for o in a.members(_classes(model, x))]
 
 # %% ../nbs/06_aas.ipynb #028870f8
 def two_models(
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    y:Tensor, # Labels [B]
-    attack, # `AAS`, `Scaled` or `GapScaled`
-    seed:int=0, # Of the attack
-    x_plain:Tensor=None, # What the inner attack makes of the images with the model as it is; None: compute it
-    victim:nn.Module=None, # The scaled model, if it is known already
-)->dict: # Name -> [B] bool: right or wrong
-    "Who is right about what: the model and the scaled model, on clean images, on images made with the one and with the other"
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    y: Tensor,  # Labels [B]
+    attack,  # `AAS`, `Scaled` or `GapScaled`
+    seed: int = 0,  # Of the attack
+    x_plain: Tensor = None,  # What the inner attack makes of the images with the model as it is; None: compute it
+    victim: nn.Module = None,  # The scaled model, if it is known already
+) -> dict:  # Name -> [B] bool: right or wrong
+    """Who is right about what: the model and the scaled model, on clean images, on images made with the one and with
+    the other"""
     victim = attack.scaled(model, x, y, seed=seed) if victim is None else victim
     x_plain = attack.attack(model, x, y, seed=seed) if x_plain is None else x_plain
-    c,cs = predict(model, x)==y,predict(victim, x)==y
-    plain,moved,held,i = c&(predict(model, x_plain)==y),c.clone(),cs.clone(),(c|cs).nonzero()[:,0]      # the others are wrong without any attack
+    c, cs = predict(model, x) == y, predict(victim, x) == y
+    # the others are wrong without any attack
+    plain, moved, held, i = c & (predict(model, x_plain) == y), c.clone(), cs.clone(), (c | cs).nonzero()[:, 0]
     for a in _each(attack, model, x) if i.numel() else []:
         x_scaled = a.craft(victim.for_rows(i), x[i], y[i], seed)
-        moved[i] &= predict(model, x_scaled)==y[i]
-        held[i] &= predict(victim.for_rows(i), x_scaled)==y[i]
-    return dict(clean=c, clean_scaled=cs, plain=plain, on_scaled=held, transferred=moved, worst=plain&moved)
+        moved[i] &= predict(model, x_scaled) == y[i]
+        held[i] &= predict(victim.for_rows(i), x_scaled) == y[i]
+    return dict(clean=c, clean_scaled=cs, plain=plain, on_scaled=held, transferred=moved, worst=plain & moved)
 
 # %% ../nbs/06_aas.ipynb #143ddfdd
 def scale_report(
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-    data, # A DataLoader or (images, labels), see `eval_batches`
-    attacks, # `AAS`, `Scaled`, `GapScaled` attacks, or a dict that names them
-    n:int=None, # Images from the start of the data; None: all
-    bs:int=128, # Batch size, where `data` are tensors
-    seed:int=0, # Of the attacks
-    twice:bool=True, # Add what the inner attack does on the model with a second random start: the control at equal cost (FGSM draws nothing, so there it is `plain` again)
-)->pd.DataFrame: # A row per attack, % of all images; `.attrs`: n and seed
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+    data,  # A DataLoader or (images, labels), see `eval_batches`
+    attacks,  # `AAS`, `Scaled`, `GapScaled` attacks, or a dict that names them
+    n: int = None,  # Images from the start of the data; None: all
+    bs: int = 128,  # Batch size, where `data` are tensors
+    seed: int = 0,  # Of the attacks
+    # Add what the inner attack does on the model with a second random start: the control at equal cost (FGSM draws
+    # nothing, so there it is `plain` again)
+    twice: bool = True,
+) -> pd.DataFrame:  # A row per attack, % of all images; `.attrs`: n and seed
     "The numbers of `two_models` over a dataset, misclassified images counted as wrong"
     named = _by_name(attacks)
-    got,ys,dev = defaultdict(lambda: defaultdict(list)),[],next(model.parameters()).device
-    for _,x,y in eval_batches(data, n, bs, dev):
-        plain,victims = {},{}; ys.append(y.cpu())
-        for k,a in named.items():
-            p,s = a.attack,_scales_key(a)
-            if p not in plain: plain[p] = [_where_right(a.attack, model, x, y, seed+i) for i in range(1+twice)]
-            if s not in victims: victims[s] = a.scaled(model, x, y, seed=seed)
+    got, ys, dev = defaultdict(lambda: defaultdict(list)), [], next(model.parameters()).device
+    for _, x, y in eval_batches(data, n, bs, dev):
+        plain, victims = {}, {}
+        ys.append(y.cpu())
+        for k, a in named.items():
+            p, s = a.attack, _scales_key(a)
+            if p not in plain:
+                plain[p] = [_where_right(a.attack, model, x, y, seed + i) for i in range(1 + twice)]
+            if s not in victims:
+                victims[s] = a.scaled(model, x, y, seed=seed)
             v = two_models(model, x, y, a, seed, plain[p][0], victims[s])
-            if twice: v['twice'] = v['plain']&(predict(model, plain[p][1])==y)
-            for c,o in v.items(): got[k][c].append(o.cpu())
-    unnamed = n is not None and not _names(data)            # of named classes, `eval_batches` has spoken
-    if unnamed and (says := few_classes(torch.cat(ys), _classes(model, x))): warnings.warn(says)
+            if twice:
+                v['twice'] = v['plain'] & (predict(model, plain[p][1]) == y)
+            for c, o in v.items():
+                got[k][c].append(o.cpu())
+    unnamed = n is not None and not _names(data)  # of named classes, `eval_batches` has spoken
+    if unnamed and (says := few_classes(torch.cat(ys), _classes(model, x))):
+        warnings.warn(says)
     return _percent(got, seed)
+
 
 def _by_name(attacks):
     "Attacks by what they print; raises ValueError where two that differ print alike"
-    if isinstance(attacks, dict): return attacks
+    if isinstance(attacks, dict):
+        return attacks
     res = {}
     for a in L(attacks):
-        if res.setdefault(repr(a), a)==a: continue
+        if res.setdefault(repr(a), a) == a:
+            continue
         raise ValueError(f'two attacks that differ print as {a!r}: name them, {{"one":..., "two":...}}')
     return res
 
+
 def _scales_key(attack):
     "What the scales of `attack` depend on: not on the attack inside, unless a subclass says otherwise"
-    return replace(attack, attack=FGSM()) if type(attack) in (AAS,Scaled,GapScaled) else attack
+    return replace(attack, attack=FGSM()) if type(attack) in (AAS, Scaled, GapScaled) else attack
+
 
 def _where_right(attack, model, x, y, seed):
     "The attack, on those images that are right without it"
-    x_adv,i = x.clone(),(predict(model, x)==y).nonzero()[:,0]
-    if len(i): x_adv[i] = attack(model, x[i], y[i], seed=seed)
+    x_adv, i = x.clone(), (predict(model, x) == y).nonzero()[:, 0]
+    if len(i):
+        x_adv[i] = attack(model, x[i], y[i], seed=seed)
     return x_adv
 
+
 def _percent(got, seed):
-    res = pd.DataFrame({k:{c:100*torch.cat(o).float().mean().item() for c,o in v.items()} for k,v in got.items()}).T
-    cols = ['clean','clean_scaled','plain','twice','on_scaled','transferred','worst']
+    res = pd.DataFrame(
+        {k: {c: 100 * torch.cat(o).float().mean().item() for c, o in v.items()} for k, v in got.items()}
+    ).T
+    cols = ['clean', 'clean_scaled', 'plain', 'twice', 'on_scaled', 'transferred', 'worst']
     res = res[[c for c in cols if c in res]]
     res.attrs = dict(n=len(torch.cat(next(iter(got.values()))['clean'])), seed=seed)
     return res
 
 # %% ../nbs/06_aas.ipynb #b05bdfe6
 class AASTrain(AdvCallback):
-    """AAS-AT: every `period` epochs one ascent moves the attention scales of the model that trains, and they stay with it;
+    """AAS-AT: every `period` epochs one ascent moves the attention scales of the model that trains, and they stay with
+    it;
     goes with AdvTrain, TRADES, MART, ...; a second copy is refused"""
-    order = AdvTrain.order-.5                    # behind MixUp, ahead of the attack
-    rows,left,held,trained = (),0,0,0
-    def __init__(self,
-        period:int=10, # Epochs from one ascent to the next (lambda in the paper); they count from 1 over the Learner's life
-        aas:AAS=AAS(FGSM(), per='batch'), # The ascent; the attack inside it is not run
-        batches:int=1, # Mini-batches of such an epoch that move the scales, from its first on; None: all
-        hold:bool=False, # Leave the weights alone on these batches (the paper's either/or)? If not, they are trained on as usual
+
+    order = AdvTrain.order - 0.5  # behind MixUp, ahead of the attack
+    rows, left, held, trained = (), 0, 0, 0
+
+    def __init__(
+        self,
+        # Epochs from one ascent to the next (lambda in the paper); they count from 1 over the Learner's life
+        period: int = 10,
+        aas: AAS = AAS(FGSM(), per='batch'),  # The ascent; the attack inside it is not run
+        batches: int = 1,  # Mini-batches of such an epoch that move the scales, from its first on; None: all
+        # Leave the weights alone on these batches (the paper's either/or)? If not, they are trained on as usual
+        hold: bool = False,
     ):
-        if not isinstance(aas, AAS) or aas.temperature: raise TypeError(f'aas= takes the settings of the ascent, AAS(FGSM(), eta=...), without temperature, got {aas!r}')
-        for k,v in dict(period=period, batches=1 if batches is None else batches).items():
-            if v!=int(v) or v<1: raise ValueError(f'{k} must be a whole number >= 1, got {v}')
-        self.period,self.aas,self.batches,self.hold,self.rows = int(period),aas.but(per='batch'),batches,hold,[]
+        if not isinstance(aas, AAS) or aas.temperature:
+            raise TypeError(
+                f'aas= takes the settings of the ascent, AAS(FGSM(), eta=...), without temperature, got {aas!r}'
+            )
+        for k, v in dict(period=period, batches=1 if batches is None else batches).items():
+            if v != int(v) or v < 1:
+                raise ValueError(f'{k} must be a whole number >= 1, got {v}')
+        self.period, self.aas, self.batches, self.hold, self.rows = int(period), aas.but(per='batch'), batches, hold, []
+
     def after_create(self):
         "Give the model its scales at once, so that the optimiser sees them as parts of it"
         self.before_fit()
+
     def before_fit(self):
         "Give the model its scales, if it has none"
-        if not hasattr(unwrap(self.victim),'attn_scales'): add_scales(self.victim)
+        if not hasattr(unwrap(self.victim), 'attn_scales'):
+            add_scales(self.victim)
+
     def before_train(self):
         "Say how many batches of this epoch move the scales; none while a learning rate is searched"
         super().before_train()
-        due = not hasattr(self.learn,'lr_finder') and (self.epochs.now+1)%self.period==0
+        due = not hasattr(self.learn, 'lr_finder') and (self.epochs.now + 1) % self.period == 0
         self.left = 0 if not due else math.inf if self.batches is None else self.batches
         self.held = self.trained = 0
-    def __repr__(self): return f'AASTrain(period={self.period}, batches={self.batches}'+(', hold=True' if self.hold else '')+(f', {self.aas!r}' if self.aas!=AAS(FGSM(), per='batch') else '')+')'
+
+    def __repr__(self):
+        return (
+            f'AASTrain(period={self.period}, batches={self.batches}'
+            + (', hold=True' if self.hold else '')
+            + (f', {self.aas!r}' if self.aas != AAS(FGSM(), per='batch') else '')
+            + ')'
+        )
 
 # %% ../nbs/06_aas.ipynb #b05bdfe7
 @patch
-def before_batch(self:AASTrain):
+def before_batch(self: AASTrain):
     "Move the scales on this batch, if it is one of those"
-    if not self.left or len(self.xb)!=1: self.trained += 1; return
+    if not self.left or len(self.xb) != 1:
+        self.trained += 1
+        return
     self.left -= 1
-    y = self.yb[0] if len(self.yb)==1 else None
+    y = self.yb[0] if len(self.yb) == 1 else None
     add_scales(self.victim, self.aas.scales(self.victim, self.x, y, seed=self.epoch_seed))
-    self.rows.append(dict(epoch=self.epochs.now+1, **{f's{i}':v for i,v in enumerate(scales_of(self.victim).tolist())}))
-    if self.hold: self.keep_out()
+    self.rows.append(
+        dict(epoch=self.epochs.now + 1, **{f's{i}': v for i, v in enumerate(scales_of(self.victim).tolist())})
+    )
+    if self.hold:
+        self.keep_out()
+
 
 @patch
-def keep_out(self:AASTrain):
+def keep_out(self: AASTrain):
     "End this batch before it is trained on; without labels the Recorder takes no loss from it"
     self.held += 1
     self.learn.yb = ()
     raise CancelBatchException()
 
+
 @patch
-def after_epoch(self:AASTrain):
+def after_epoch(self: AASTrain):
     "An epoch whose batches were all held has no training loss: the table shows nan"
-    log = self.recorder.log if hasattr(self.learn,'recorder') else []
-    if self.held and not self.trained and len(log)>1: log[1] = math.nan
+    log = self.recorder.log if hasattr(self.learn, 'recorder') else []
+    if self.held and not self.trained and len(log) > 1:
+        log[1] = math.nan
+
 
 @patch(as_prop=True)
-def df(self:AASTrain):
+def df(self: AASTrain):
     "The scales after each ascent of the Learner's life"
     return pd.DataFrame(self.rows)

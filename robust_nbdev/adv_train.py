@@ -24,721 +24,971 @@ from timm.utils import ModelEmaV3
 # %% ../nbs/01a_adv_train.ipynb #b7964037
 class warmup:
     "A schedule that rises linearly from 0 to `eps` during the first `pct` of training, then stays"
-    def __init__(self,
-        eps:float, # Final radius in pixel units of [0,1]; or the final value of anything else
-        pct:float=.1, # Share of the training during which it rises; 0: no warm-up
-        epochs:int=None, # The fit's number of epochs, to rise once per epoch; None: with every batch
+
+    def __init__(
+        self,
+        eps: float,  # Final radius in pixel units of [0,1]; or the final value of anything else
+        pct: float = 0.1,  # Share of the training during which it rises; 0: no warm-up
+        epochs: int = None,  # The fit's number of epochs, to rise once per epoch; None: with every batch
     ):
-        if not 0<=pct<=1: raise ValueError(f'pct is a share of the training, between 0 and 1, got {pct}')
-        if epochs is not None and not epochs>=1: raise ValueError(f'epochs is the length of the fit, at least 1, got {epochs}')
-        self.eps,self.pct,self.epochs = (eps if isinstance(eps, Ball) else L2(eps)).eps,pct,epochs
-    def __call__(self,
-        pct:float, # Share of the training that is done, 0 to 1
-    )->float: # The value then
+        if not 0 <= pct <= 1:
+            raise ValueError(f'pct is a share of the training, between 0 and 1, got {pct}')
+        if epochs is not None and not epochs >= 1:
+            raise ValueError(f'epochs is the length of the fit, at least 1, got {epochs}')
+        self.eps, self.pct, self.epochs = (eps if isinstance(eps, Ball) else L2(eps)).eps, pct, epochs
+
+    def __call__(
+        self,
+        pct: float,  # Share of the training that is done, 0 to 1
+    ) -> float:  # The value then
         "The value at a point of the training"
-        if self.epochs: pct = math.floor(pct*self.epochs+1e-6)/self.epochs
-        return self.eps*min(1., pct/self.pct) if self.pct else self.eps
-    def __repr__(self): return f'warmup({eps_str(self.eps)}, pct={self.pct:g}'+(f', epochs={self.epochs}' if self.epochs else '')+')'
+        if self.epochs:
+            pct = math.floor(pct * self.epochs + 1e-6) / self.epochs
+        return self.eps * min(1.0, pct / self.pct) if self.pct else self.eps
+
+    def __repr__(self):
+        return (
+            f'warmup({eps_str(self.eps)}, pct={self.pct:g}' + (f', epochs={self.epochs}' if self.epochs else '') + ')'
+        )
 
 # %% ../nbs/01a_adv_train.ipynb #65bc63ff
 class switch:
     "A schedule that is `before` during the first `pct` of training, then `value`"
-    def __init__(self,
-        value:float, # What it becomes
-        pct:float, # When, as a share of the training
-        before:float=0., # What it is until then
+
+    def __init__(
+        self,
+        value: float,  # What it becomes
+        pct: float,  # When, as a share of the training
+        before: float = 0.0,  # What it is until then
     ):
-        if not 0<=pct<=1: raise ValueError(f'pct is a share of the training, between 0 and 1, got {pct}')
+        if not 0 <= pct <= 1:
+            raise ValueError(f'pct is a share of the training, between 0 and 1, got {pct}')
         store_attr()
-    def __call__(self,
-        pct:float, # Share of the training that is done, 0 to 1
-    )->float: # The value then
+
+    def __call__(
+        self,
+        pct: float,  # Share of the training that is done, 0 to 1
+    ) -> float:  # The value then
         "The value at a point of the training"
-        return self.value if pct>=self.pct-1e-9 else self.before
-    def __repr__(self): return f'switch({self.value:g}, pct={self.pct:g}, before={self.before:g})'
+        return self.value if pct >= self.pct - 1e-9 else self.before
+
+    def __repr__(self):
+        return f'switch({self.value:g}, pct={self.pct:g}, before={self.before:g})'
 
 # %% ../nbs/01a_adv_train.ipynb #d8e08c2b
 class AdvTrain(AdvCallback):
     "Train on the images that `attack` makes of each batch"
-    summed,joint,compares = None,False,False                     # does the step need the clean images too? the attack's own loss?
-    clean_images,clean_loss,extra,options,_stateattrs = 0.,0.,None,('clean_images','clean_loss'),('extra',)
-    def __init__(self,
-        attack:Attack, # Any attack; where it has no loss of its own, it climbs the Learner's loss
-        eps=None, # A number, or a schedule `pct -> eps` such as `warmup`; None: the attack's own
-        clean_images:float=0., # Share of the images that stay clean
-        clean_loss=0., # Share of the loss that is taken on the clean images, a number or a schedule
-        **fields, # Other fields of the attack that follow a number or a schedule, such as `alpha`
+
+    # does the step need the clean images too? the attack's own loss?
+    summed, joint, compares = None, False, False
+    clean_images, clean_loss, extra, options, _stateattrs = 0.0, 0.0, None, ('clean_images', 'clean_loss'), ('extra',)
+
+    def __init__(
+        self,
+        attack: Attack,  # Any attack; where it has no loss of its own, it climbs the Learner's loss
+        eps=None,  # A number, or a schedule `pct -> eps` such as `warmup`; None: the attack's own
+        clean_images: float = 0.0,  # Share of the images that stay clean
+        clean_loss=0.0,  # Share of the loss that is taken on the clean images, a number or a schedule
+        **fields,  # Other fields of the attack that follow a number or a schedule, such as `alpha`
     ):
         self.begin(attack, eps, fields)
-        if not 0<=clean_images<=1: raise ValueError(f'clean_images is a share, between 0 and 1, got {clean_images}')
-        self.clean_images,self.clean_loss,self.joint = clean_images,clean_loss,callable(clean_loss) or clean_loss>0
+        if not 0 <= clean_images <= 1:
+            raise ValueError(f'clean_images is a share, between 0 and 1, got {clean_images}')
+        self.clean_images, self.clean_loss, self.joint = (
+            clean_images,
+            clean_loss,
+            callable(clean_loss) or clean_loss > 0,
+        )
 
     def __repr__(self):
-        show = lambda k,v: v if callable(v) else eps_str(v) if k in ('eps','alpha') else f'{v:g}'
-        kw = {**{k:v for k in self.options if callable(v:=getattr(self,k)) or v}, **self.fields}
-        return f'{type(self).__name__}({self.attack!r}'+''.join(f', {k}={show(k,v)}' for k,v in kw.items())+')'
+        show = lambda k, v: v if callable(v) else eps_str(v) if k in ('eps', 'alpha') else f'{v:g}'
+        kw = {**{k: v for k in self.options if callable(v := getattr(self, k)) or v}, **self.fields}
+        return f'{type(self).__name__}({self.attack!r}' + ''.join(f', {k}={show(k, v)}' for k, v in kw.items()) + ')'
 
 # %% ../nbs/01a_adv_train.ipynb #8d247cef
 @patch
-def whole_loss(self:AdvTrain,
-    z, # Output for the batch, logits [B,C] as a rule; whatever the Learner's loss takes
-)->Tensor: # One number
+def whole_loss(
+    self: AdvTrain,
+    z,  # Output for the batch, logits [B,C] as a rule; whatever the Learner's loss takes
+) -> Tensor:  # One number
     "The Learner's loss of this batch, as the Learner takes it: weighted, mixed, summed, without what it ignores"
-    return self.learn.loss_func(z, *[o.as_subclass(Tensor) if isinstance(o,Tensor) else o for o in self.yb])
+    return self.learn.loss_func(z, *[o.as_subclass(Tensor) if isinstance(o, Tensor) else o for o in self.yb])
+
 
 @patch
-def reduced(self:AdvTrain,
-    v:Tensor, # [B]
-    z=None, # Output for the images of the batch; None: the Learner's, `pred`, of a joint batch its first half
-)->Tensor: # One number
+def reduced(
+    self: AdvTrain,
+    v: Tensor,  # [B]
+    z=None,  # Output for the images of the batch; None: the Learner's, `pred`, of a joint batch its first half
+) -> Tensor:  # One number
     "The mean over the images; their sum, where the Learner's loss sums, which is asked once per epoch"
     if self.summed is None:
         n = find_bs(self.yb)
         self.summed = is_summed(self.base_loss, apply(lambda o: o[:n], self.pred) if z is None else z, self.yb)
     return v.sum() if self.summed else v.mean()
 
+
 @patch
-def learn_loss(self:AdvTrain,
-    z, # Output for the images, logits [B,C] as a rule
-    _=None, # Not used: attacks hand over what they think are the labels
-    rows:Tensor=None, # Positions in the batch of the images that `z` belongs to; None: all
-)->Tensor: # [B], or one number
+def learn_loss(
+    self: AdvTrain,
+    z,  # Output for the images, logits [B,C] as a rule
+    _=None,  # Not used: attacks hand over what they think are the labels
+    rows: Tensor = None,  # Positions in the batch of the images that `z` belongs to; None: all
+) -> Tensor:  # [B], or one number
     "The Learner's loss: where it has a `reduction`, a number per image, which `reduced` makes `whole_loss`; else that"
     n = find_bs(self.yb)
-    if rows is not None: z = apply(lambda o: o.new_zeros(n, *o.shape[1:]).index_copy(0, rows, o), z)
+    if rows is not None:
+        z = apply(lambda o: o.new_zeros(n, *o.shape[1:]).index_copy(0, rows, o), z)
     whole = self.whole_loss(z)
-    if not hasattr(self.base_loss, 'reduction'): return whole
-    with NoneReduce(self.base_loss): v = self.whole_loss(z)
-    if v.numel()%n: return whole
+    if not hasattr(self.base_loss, 'reduction'):
+        return whole
+    with NoneReduce(self.base_loss):
+        v = self.whole_loss(z)
+    if v.numel() % n:
+        return whole
     v = v.view(n, -1).mean(1)
-    scale = (whole/self.reduced(v, z)).detach().as_subclass(Tensor)
+    scale = (whole / self.reduced(v, z)).detach().as_subclass(Tensor)
     same = torch.isclose(scale, torch.ones_like(scale), rtol=1e-4) | ~scale.isfinite()
-    v = v*scale.masked_fill(same, 1)
+    v = v * scale.masked_fill(same, 1)
     return v if rows is None else v[rows]
 
+
 @patch(as_prop=True)
-def inner(self:AdvTrain):
+def inner(self: AdvTrain):
     "What the attack climbs where it has no loss of its own"
     return self.learn_loss
 
+
 @patch(as_prop=True)
-def base_loss(self:AdvTrain):
+def base_loss(self: AdvTrain):
     "The Learner's loss function, without what `MixUp` or `CutMix` puts around it"
-    return getattr(getattr(self.learn.loss_func,'__self__',None), 'old_lf', self.learn.loss_func)
+    return getattr(getattr(self.learn.loss_func, '__self__', None), 'old_lf', self.learn.loss_func)
 
 # %% ../nbs/01a_adv_train.ipynb #5ed5e454
 def is_summed(
-    loss_func, # A loss of the Learner's kind: function, module, `partial`, or what `MixUp` puts around one
-    z, # Output for a batch, logits [B,C] as a rule; images of logits [B,C,H,W]; tuples of them
-    ys, # The batch's targets, a tuple
-)->bool: # True for a sum; False for a mean, and where each image is a mean over its pixels
-    """Does a loss sum? Told by number: a batch whose images (and pixels) stand there twice has twice (four times) the sum.
+    loss_func,  # A loss of the Learner's kind: function, module, `partial`, or what `MixUp` puts around one
+    z,  # Output for a batch, logits [B,C] as a rule; images of logits [B,C,H,W]; tuples of them
+    ys,  # The batch's targets, a tuple
+) -> bool:  # True for a sum; False for a mean, and where each image is a mean over its pixels
+    """Does a loss sum? Told by number: a batch whose images (and pixels) stand there twice has twice (four times) the
+    sum.
     Where the number says nothing, the loss's `reduction` counts"""
-    lf = getattr(getattr(loss_func,'__self__',None), 'old_lf', loss_func)
-    said = getattr(lf,'reduction', getattr(lf,'keywords',{}).get('reduction'))=='sum'
-    dense = all(any(isinstance(o, Tensor) and o.ndim>n for o in L(v)) for v,n in ((z,3),(list(ys),2)))
-    def plain(o): return o.detach().as_subclass(Tensor).clone() if isinstance(o, Tensor) else o
+    lf = getattr(getattr(loss_func, '__self__', None), 'old_lf', loss_func)
+    said = getattr(lf, 'reduction', getattr(lf, 'keywords', {}).get('reduction')) == 'sum'
+    dense = all(any(isinstance(o, Tensor) and o.ndim > n for o in L(v)) for v, n in ((z, 3), (list(ys), 2)))
+
+    def plain(o):
+        return o.detach().as_subclass(Tensor).clone() if isinstance(o, Tensor) else o
+
     def double(o):
-        if not isinstance(o, Tensor) or not o.ndim: return o
-        o = torch.cat([plain(o)]*2)
-        return torch.cat([o]*2, -1) if dense and o.ndim>2 else o
+        if not isinstance(o, Tensor) or not o.ndim:
+            return o
+        o = torch.cat([plain(o)] * 2)
+        return torch.cat([o] * 2, -1) if dense and o.ndim > 2 else o
+
     try:
-        with torch.no_grad(): one,more = [float(lf(*apply(f, [z,*ys]))) for f in (plain,double)]
-    except (RuntimeError, ValueError, TypeError, IndexError): return said
-    if not math.isfinite(one) or not math.isfinite(more) or abs(one)<1e-6: return said
-    return more/one>(3 if dense else 1.5)
+        with torch.no_grad():
+            one, more = [float(lf(*apply(f, [z, *ys]))) for f in (plain, double)]
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return said
+    if not math.isfinite(one) or not math.isfinite(more) or abs(one) < 1e-6:
+        return said
+    return more / one > (3 if dense else 1.5)
 
 # %% ../nbs/01a_adv_train.ipynb #c8aae660
 def with_fields(
-    attack, # An attack with `but`
-    kw:dict, # Field -> value
-)->object: # The same kind of attack
+    attack,  # An attack with `but`
+    kw: dict,  # Field -> value
+) -> object:  # The same kind of attack
     "A copy with other fields: a new `eps` takes a given step length along, unless there is a new `alpha` too"
-    if 'eps' not in kw or 'alpha' in kw or not isinstance(attack, Value): return attack.but(**kw)
-    rest = {k:v for k,v in kw.items() if k!='eps'}
+    if 'eps' not in kw or 'alpha' in kw or not isinstance(attack, Value):
+        return attack.but(**kw)
+    rest = {k: v for k, v in kw.items() if k != 'eps'}
     return (attack.but(**rest) if rest else attack).at_eps(kw['eps'])
 
+
 @patch
-def begin(self:AdvTrain,
-    attack, # Any attack
-    eps, # A number, a `Ball` or a schedule `pct -> eps`; None: the attack's own
-    fields:dict, # Its other fields that follow a number or a schedule
+def begin(
+    self: AdvTrain,
+    attack,  # Any attack
+    eps,  # A number, a `Ball` or a schedule `pct -> eps`; None: the attack's own
+    fields: dict,  # Its other fields that follow a number or a schedule
 ):
     "Check the attack, and what is to change in it during the training"
     check_attack(attack)
     if isinstance(eps, Ball):
-        if threat(attack)[0]!=type(eps).__name__:
-            raise ValueError(f'eps={eps!r} is a radius in another norm than that of {attack!r}: give the attack that norm')
+        if threat(attack)[0] != type(eps).__name__:
+            raise ValueError(
+                f'eps={eps!r} is a radius in another norm than that of {attack!r}: give the attack that norm'
+            )
         eps = eps.eps
-    if eps is not None: fields = {'eps':eps, **fields}
+    if eps is not None:
+        fields = {'eps': eps, **fields}
     name = next(iter(fields), None)
     if fields and not hasattr(attack, 'but'):
         raise TypeError(f'{name}= needs an attack whose {name} can be changed, attack.but(...), got {attack!r}')
-    if fields: with_fields(attack, {k:v(1.) if callable(v) else v for k,v in fields.items()})
-    if self.compares and isinstance(attack, Attack) and attack.loss is None and attack.takes_loss: attack.but(loss=kl)
-    self.attack,self.eps,self.fields,self.instead,self.extra = attack,fields.get('eps'),fields,None,None
+    if fields:
+        with_fields(attack, {k: v(1.0) if callable(v) else v for k, v in fields.items()})
+    if self.compares and isinstance(attack, Attack) and attack.loss is None and attack.takes_loss:
+        attack.but(loss=kl)
+    self.attack, self.eps, self.fields, self.instead, self.extra = attack, fields.get('eps'), fields, None, None
+
 
 @patch
-def at(self:AdvTrain,
-    v, # A number, or a schedule `pct -> value`
-)->float: # The number
+def at(
+    self: AdvTrain,
+    v,  # A number, or a schedule `pct -> value`
+) -> float:  # The number
     "A number, or what a schedule says at this point of the training"
     return v(self.pct_train) if callable(v) else v
 
-@patch
-def scheduled(self:AdvTrain)->Attack: # The attack itself, where nothing is scheduled
-    "The attack with the radius, step length, ... of this point of the training"
-    a = self.instead or self.attack
-    kw = {k:self.at(v) for k,v in self.fields.items() if k=='eps' or a is self.attack}
-    return with_fields(a, kw) if kw else a
 
 @patch
-def current(self:AdvTrain,
-    rows:Tensor=None, # Positions in the batch; None: all
-)->Attack: # Ready to be called
+def scheduled(self: AdvTrain) -> Attack:  # The attack itself, where nothing is scheduled
+    "The attack with the radius, step length, ... of this point of the training"
+    a = self.instead or self.attack
+    kw = {k: self.at(v) for k, v in self.fields.items() if k == 'eps' or a is self.attack}
+    return with_fields(a, kw) if kw else a
+
+
+@patch
+def current(
+    self: AdvTrain,
+    rows: Tensor = None,  # Positions in the batch; None: all
+) -> Attack:  # Ready to be called
     "`scheduled`, with the loss that it climbs: its own, else `inner`, on all images or the given `rows`"
     a = self.scheduled()
-    if not isinstance(a, Attack) or a.loss is not None or not a.takes_loss: return a
+    if not isinstance(a, Attack) or a.loss is not None or not a.takes_loss:
+        return a
     return a.but(loss=self.inner if rows is None else partial(self.inner, rows=rows))
 
 # %% ../nbs/01a_adv_train.ipynb #58c75f82
 @patch
-def only_one(self:AdvTrain):
+def only_one(self: AdvTrain):
     "Raises ValueError if another callback of this family attacks the training images too: `TRADES`, `MART`, ..."
     refuse_second(self, AdvTrain)
 
+
 @patch
-def before_train(self:AdvTrain):
+def before_train(self: AdvTrain):
     "Refuse normalised images; a new fit begins with the given attack, whatever `CatchOverfit` had put in its place"
     check_dls(self.dl)
     still(self.learn.model)
     self.summed = None
-    if self.epoch==0: self.instead = None
+    if self.epoch == 0:
+        self.instead = None
+
 
 @patch(as_prop=True)
-def seed(self:AdvTrain):
+def seed(self: AdvTrain):
     "Of the random starts in this epoch of the Learner's life; each image's own pixels do the rest"
     return self.epoch_seed
 
+
 @patch(as_prop=True)
-def wants_labels(self:AdvTrain):
+def wants_labels(self: AdvTrain):
     "Does the attack need the batch's labels, or does its loss have them already?"
     a = self.instead or self.attack
     return not isinstance(a, Attack) or a.loss is not None or not a.takes_loss
 
+
 @patch
-def before_batch(self:AdvTrain):
+def before_batch(self: AdvTrain):
     "Swap the batch's images"
     x = self.x
-    if self.clean_images and len(self.xb)==1: self.attack_some()
-    else: self.attack_batch(self.current(), seed=self.seed, labels=self.wants_labels)
-    if self.joint: self.learn.xb = (torch.cat([x, self.x]),)
+    if self.clean_images and len(self.xb) == 1:
+        self.attack_some()
+    else:
+        self.attack_batch(self.current(), seed=self.seed, labels=self.wants_labels)
+    if self.joint:
+        self.learn.xb = (torch.cat([x, self.x]),)
 
 # %% ../nbs/01a_adv_train.ipynb #b96f4015
 @patch
-def attack_some(self:AdvTrain):
-    "Attack each image with probability 1-`clean_images`: a coin that its own pixels toss, so that the batch does not matter"
-    coin = uniform(image_seed(self.x.as_subclass(Tensor), self.seed), self.x.as_subclass(Tensor).flatten(1)[:,:1], 7)[:,0]
-    i = (coin>=self.clean_images).nonzero()[:,0]
-    if not len(i): return
-    y = self.yb[0][i] if len(self.yb)==1 and self.wants_labels else None
-    with self.amp(): x_adv = self.current(i)(self.victim, self.x[i], y, seed=self.seed)
+def attack_some(self: AdvTrain):
+    """Attack each image with probability 1-`clean_images`: a coin that its own pixels toss, so that the batch does not
+    matter"""
+    coin = uniform(image_seed(self.x.as_subclass(Tensor), self.seed), self.x.as_subclass(Tensor).flatten(1)[:, :1], 7)[
+        :, 0
+    ]
+    i = (coin >= self.clean_images).nonzero()[:, 0]
+    if not len(i):
+        return
+    y = self.yb[0][i] if len(self.yb) == 1 and self.wants_labels else None
+    with self.amp():
+        x_adv = self.current(i)(self.victim, self.x[i], y, seed=self.seed)
     self.learn.xb = (self.x.index_copy(0, i, x_adv),)
 
 # %% ../nbs/01a_adv_train.ipynb #857a8bec
 @patch
-def terms(self:AdvTrain,
-    z, # Output for the clean images, logits [B,C] as a rule
-    z_adv, # Output for the adversarial images
-)->tuple: # Output for the Learner's loss; one number, or [B], added to that loss
+def terms(
+    self: AdvTrain,
+    z,  # Output for the clean images, logits [B,C] as a rule
+    z_adv,  # Output for the adversarial images
+) -> tuple:  # Output for the Learner's loss; one number, or [B], added to that loss
     "What the Learner's loss gets, and what is added to it; of values per image the mean (or sum, as that loss)"
-    return z_adv,self.at(self.clean_loss)*(self.whole_loss(z)-self.whole_loss(z_adv))
+    return z_adv, self.at(self.clean_loss) * (self.whole_loss(z) - self.whole_loss(z_adv))
+
 
 @patch
-def after_pred(self:AdvTrain):
+def after_pred(self: AdvTrain):
     "Split the outputs of a joint batch"
-    if not self.joint: return
+    if not self.joint:
+        return
     z = check_logits(self.pred, self.x)
-    self.learn.pred,self.extra = self.terms(*[apply(lambda o: o.chunk(2)[i], z) for i in (0,1)])
+    self.learn.pred, self.extra = self.terms(*[apply(lambda o: o.chunk(2)[i], z) for i in (0, 1)])
+
 
 @patch
-def after_loss(self:AdvTrain):
+def after_loss(self: AdvTrain):
     "Add the second term to the loss, and to what the table shows"
-    if self.extra is None: return
-    v,self.extra = self.extra,None
-    self.learn.loss_grad = self.loss_grad+(self.reduced(v) if v.ndim else v)
+    if self.extra is None:
+        return
+    v, self.extra = self.extra, None
+    self.learn.loss_grad = self.loss_grad + (self.reduced(v) if v.ndim else v)
     self.learn.loss = self.loss_grad.detach().clone()
 
 # %% ../nbs/01a_adv_train.ipynb #cfbc2faa
 class TRADES(AdvTrain):
     "Zhang et al. (2019): the loss on clean images, + `beta` times KL(clean output || adversarial), of all images"
-    joint,compares,options,inner = True,True,('beta',),staticmethod(kl)
-    def __init__(self,
-        attack:Attack, # Any attack; where it has no loss of its own, it climbs the KL
-        beta=6., # Weight of the KL, a number or a schedule
-        eps=None, # A number, or a schedule; None: the attack's own
-        **fields, # Other fields of the attack that follow a number or a schedule
+
+    joint, compares, options, inner = True, True, ('beta',), staticmethod(kl)
+
+    def __init__(
+        self,
+        attack: Attack,  # Any attack; where it has no loss of its own, it climbs the KL
+        beta=6.0,  # Weight of the KL, a number or a schedule
+        eps=None,  # A number, or a schedule; None: the attack's own
+        **fields,  # Other fields of the attack that follow a number or a schedule
     ):
         self.begin(attack, eps, fields)
         self.beta = beta
-    def terms(self, z, z_adv): return z,self.at(self.beta)*kl(z_adv, z)
+
+    def terms(self, z, z_adv):
+        return z, self.at(self.beta) * kl(z_adv, z)
 
 # %% ../nbs/01a_adv_train.ipynb #710d8aeb
 @dataclass(frozen=True, repr=False)
 class NearPGD(PGD):
     "PGD from x and normal noise of deviation `noise`, the start of the authors' codes of TRADES and MART"
-    noise:float = field(default=.001, kw_only=True) # Standard deviation of the start, in pixel units at any `eps`
+
+    noise: float = field(default=0.001, kw_only=True)  # Standard deviation of the start, in pixel units at any `eps`
+
     def start(self, obj, x, seed):
         u = uniform(image_seed(x) if seed is None else seed, x)
-        return dict(d=self.ball.project(x, self.noise*torch.special.ndtri(u)))
+        return dict(d=self.ball.project(x, self.noise * torch.special.ndtri(u)))
 
 # %% ../nbs/01a_adv_train.ipynb #51b49eb8
 class MART(AdvTrain):
     "Wang et al. (2020): boosted cross-entropy on adversarial images, + `beta` times KL, less on sure ones"
-    joint,options = True,('beta',)
-    def __init__(self,
-        attack:Attack, # Any attack; where it has no loss of its own, it climbs the Learner's loss
-        beta=5., # Weight of the KL, a number or a schedule
-        eps=None, # A number, or a schedule; None: the attack's own
-        **fields, # Other fields of the attack that follow a number or a schedule
+
+    joint, options = True, ('beta',)
+
+    def __init__(
+        self,
+        attack: Attack,  # Any attack; where it has no loss of its own, it climbs the Learner's loss
+        beta=5.0,  # Weight of the KL, a number or a schedule
+        eps=None,  # A number, or a schedule; None: the attack's own
+        **fields,  # Other fields of the attack that follow a number or a schedule
     ):
         self.begin(attack, eps, fields)
         self.beta = beta
+
     def terms(self, z, z_adv):
-        t,p = self.soft_labels(z),z.softmax(1)
-        wrong = z_adv.softmax(1).masked_fill(t>1/t.shape[1]-1e-4, 0).amax(1)
-        v = -(1.0001-wrong).log()+self.at(self.beta)*kl(z_adv, z)*(1.0000001-(p*t).sum(1))
-        return z_adv,self.reduced(v[t.sum(1)>.5]) if (t.sum(1)<.5).any() else v
+        t, p = self.soft_labels(z), z.softmax(1)
+        wrong = z_adv.softmax(1).masked_fill(t > 1 / t.shape[1] - 1e-4, 0).amax(1)
+        v = -(1.0001 - wrong).log() + self.at(self.beta) * kl(z_adv, z) * (1.0000001 - (p * t).sum(1))
+        return z_adv, self.reduced(v[t.sum(1) > 0.5]) if (t.sum(1) < 0.5).any() else v
 
 # %% ../nbs/01a_adv_train.ipynb #1e9d5227
 @patch
-def soft_labels(self:AdvTrain,
-    z:Tensor, # Output for the clean images, logits [B,C] as a rule
-)->Tensor: # [B,C], each row sums to 1; to 0 for an image that the loss leaves out
+def soft_labels(
+    self: AdvTrain,
+    z: Tensor,  # Output for the clean images, logits [B,C] as a rule
+) -> Tensor:  # [B,C], each row sums to 1; to 0 for an image that the loss leaves out
     "The label that a cross-entropy sees, as probabilities: mixed and smoothed ones included, class weights taken out"
     z = torch.zeros_like(z, dtype=torch.promote_types(z.dtype, torch.float32)).requires_grad_()
-    g, = torch.autograd.grad(self.whole_loss(z).as_subclass(Tensor), z, create_graph=True)
-    h = torch.autograd.grad(g[:,0].sum(), z)[0][:,:1] if g.requires_grad else torch.zeros_like(g[:,:1])
+    (g,) = torch.autograd.grad(self.whole_loss(z).as_subclass(Tensor), z, create_graph=True)
+    h = torch.autograd.grad(g[:, 0].sum(), z)[0][:, :1] if g.requires_grad else torch.zeros_like(g[:, :1])
     n = z.shape[1]
-    w = h*n**2/(n-1)                       # an image's weight in the loss: the curvature knows no label
-    out = w<=1e-4*w.max()
-    t = (1/n-g.detach()/w.masked_fill(out, 1)).masked_fill(out, 0)
-    if (out.all() and g.any()) or (t.sum(1)-(~out[:,0]).to(t)).abs().max()>1e-3 or t.min()<-1e-3:
-        raise ValueError(f'{type(self).__name__} needs a loss that is a cross-entropy, such as CrossEntropyLossFlat, '
-            f'got {self.base_loss!r}')
+    w = h * n**2 / (n - 1)  # an image's weight in the loss: the curvature knows no label
+    out = w <= 1e-4 * w.max()
+    t = (1 / n - g.detach() / w.masked_fill(out, 1)).masked_fill(out, 0)
+    if (out.all() and g.any()) or (t.sum(1) - (~out[:, 0]).to(t)).abs().max() > 1e-3 or t.min() < -1e-3:
+        raise ValueError(
+            f'{type(self).__name__} needs a loss that is a cross-entropy, such as CrossEntropyLossFlat, '
+            f'got {self.base_loss!r}'
+        )
     return t.detach()
 
 # %% ../nbs/01a_adv_train.ipynb #77d49d23
 @dataclass(frozen=True, repr=False)
 class BernoulliFGSM(PGD):
-    "One step of length `eps` from a point whose every pixel lies eps/2 above or below the image's, and back into the ball"
-    steps:int = field(default=1, init=False, repr=False)
-    rand:bool = field(default=True, init=False, repr=False)
+    """One step of length `eps` from a point whose every pixel lies eps/2 above or below the image's, and back into the
+    ball"""
+
+    steps: int = field(default=1, init=False, repr=False)
+    rand: bool = field(default=True, init=False, repr=False)
+
     @property
-    def name(self): return super().name.replace('bernoullifgsm1','bernoulli_fgsm')
+    def name(self):
+        return super().name.replace('bernoullifgsm1', 'bernoulli_fgsm')
+
     @property
-    def step_size(self): return self.eps if self.alpha is None else self.alpha
+    def step_size(self):
+        return self.eps if self.alpha is None else self.alpha
+
     def start(self, obj, x, seed):
-        return dict(d=to_length(self.ball, x, self.ball.rand(x, seed).sign(), self.eps/2))
+        return dict(d=to_length(self.ball, x, self.ball.rand(x, seed).sign(), self.eps / 2))
 
 # %% ../nbs/01a_adv_train.ipynb #3f266751
 class GAT(AdvTrain):
-    "Sriramanan et al. (2020): the loss on clean images, + `beta` times ||p(x)-p(x_adv)||^2; every second step the same difference guides the attack"
-    joint,compares,options = True,True,('beta',)
-    def __init__(self,
-        attack:Attack, # One step, in the paper: `BernoulliFGSM(8/255)`
-        beta=10., # Weight of the squared difference (lambda in the paper), a number or a schedule
-        eps=None, # A number, or a schedule; None: the attack's own
-        **fields, # Other fields of the attack that follow a number or a schedule
+    """Sriramanan et al. (2020): the loss on clean images, + `beta` times ||p(x)-p(x_adv)||^2; every second step the
+    same difference guides the attack"""
+
+    joint, compares, options = True, True, ('beta',)
+
+    def __init__(
+        self,
+        attack: Attack,  # One step, in the paper: `BernoulliFGSM(8/255)`
+        beta=10.0,  # Weight of the squared difference (lambda in the paper), a number or a schedule
+        eps=None,  # A number, or a schedule; None: the attack's own
+        **fields,  # Other fields of the attack that follow a number or a schedule
     ):
         self.begin(attack, eps, fields)
-        self.beta,self.n = beta,0
+        self.beta, self.n = beta, 0
+
     def before_train(self):
         "Count on from the epochs of the Learner's life, so that several fits are like one"
         super().before_train()
-        self.n = max(self.epochs.now, 0)*len(self.dl)
+        self.n = max(self.epochs.now, 0) * len(self.dl)
+
     def after_step(self):
         "Count the steps: every second one is guided"
         self.n += 1
-    def far(self,
-        z, # Logits [B,C]
-        z0:Tensor, # Logits of the clean images [B,C]
-    )->Tensor: # [B]
+
+    def far(
+        self,
+        z,  # Logits [B,C]
+        z0: Tensor,  # Logits of the clean images [B,C]
+    ) -> Tensor:  # [B]
         "`beta` times the squared distance of the probabilities"
-        return self.at(self.beta)*(z.softmax(1)-z0.softmax(1)).pow(2).sum(1)
-    def guided(self,
-        z, # Logits of the perturbed images [B,C]
-        z0:Tensor, # Logits of the clean images [B,C]
-    )->Tensor: # [B], or one number
+        return self.at(self.beta) * (z.softmax(1) - z0.softmax(1)).pow(2).sum(1)
+
+    def guided(
+        self,
+        z,  # Logits of the perturbed images [B,C]
+        z0: Tensor,  # Logits of the clean images [B,C]
+    ) -> Tensor:  # [B], or one number
         "What the attack climbs: the loss, and the distance from the clean prediction"
-        return self.learn_loss(z)+self.far(z, z0)
+        return self.learn_loss(z) + self.far(z, z0)
+
     guided.clean = True
+
     @property
-    def inner(self): return self.guided if self.n%2 else self.learn_loss
-    def terms(self, z, z_adv): return z,self.far(z_adv, z)
+    def inner(self):
+        return self.guided if self.n % 2 else self.learn_loss
+
+    def terms(self, z, z_adv):
+        return z, self.far(z_adv, z)
 
 # %% ../nbs/01a_adv_train.ipynb #60715756
 @dataclass(frozen=True, repr=False)
 class NFGSM(PGD):
-    "Noisy FGSM (de Jorge et al., 2022): noise from a ball `k` times as large, then one step of `eps`, not put back into the ball: for training only"
-    steps:int = field(default=1, init=False, repr=False)
-    rand:bool = field(default=True, init=False, repr=False)
-    k:float = field(default=2., kw_only=True) # Radius of the noise, in units of `eps`
+    """Noisy FGSM (de Jorge et al., 2022): noise from a ball `k` times as large, then one step of `eps`, not put back
+    into the ball: for training only"""
+
+    steps: int = field(default=1, init=False, repr=False)
+    rand: bool = field(default=True, init=False, repr=False)
+    k: float = field(default=2.0, kw_only=True)  # Radius of the noise, in units of `eps`
+
     @property
-    def name(self): return super().name.replace('nfgsm1','nfgsm')
+    def name(self):
+        return super().name.replace('nfgsm1', 'nfgsm')
+
     @property
-    def step_size(self): return self.eps if self.alpha is None else self.alpha
-    def start(self, obj, x, seed): return dict(d=(x+self.k*self.ball.rand(x, image_seed(x) if seed is None else seed)).clamp(0,1)-x)
-    def update(self, x, s, g, v, i): return {**s, 'd':(x+s['d']+self.step_size*self.ball.step(g)).clamp(0,1)-x}
+    def step_size(self):
+        return self.eps if self.alpha is None else self.alpha
+
+    def start(self, obj, x, seed):
+        return dict(d=(x + self.k * self.ball.rand(x, image_seed(x) if seed is None else seed)).clamp(0, 1) - x)
+
+    def update(self, x, s, g, v, i):
+        return {**s, 'd': (x + s['d'] + self.step_size * self.ball.step(g)).clamp(0, 1) - x}
 
 # %% ../nbs/01a_adv_train.ipynb #73881874
 class CatchOverfit(AdvCallback):
     """After each epoch, compare the training attack with a stronger one on clean training images; warn when the model
     resists only the first. Each fit has a table of its own, and begins with the given attack again"""
-    order,_stateattrs,batch,mixed = AdvTrain.order-1.5,('batch',),None,False      # before MixUp
-    def __init__(self,
-        strong:Attack=PGD(steps=5), # Compared with the training attack, at the same eps
-        gap:float=.2, # Difference of the two accuracies that is a warning
-        then=None, # What to do besides: an attack to go on with, such as `PGD(steps=2)`, or `'stop'`
-        n:int=128, # Images, from the epoch's first batch
+
+    order, _stateattrs, batch, mixed = AdvTrain.order - 1.5, ('batch',), None, False  # before MixUp
+
+    def __init__(
+        self,
+        strong: Attack = PGD(steps=5),  # Compared with the training attack, at the same eps
+        gap: float = 0.2,  # Difference of the two accuracies that is a warning
+        then=None,  # What to do besides: an attack to go on with, such as `PGD(steps=2)`, or `'stop'`
+        n: int = 128,  # Images, from the epoch's first batch
     ):
-        if then is not None and then!='stop': check_attack(then)
-        store_attr(); self.rows = []
+        if then is not None and then != 'stop':
+            check_attack(then)
+        store_attr()
+        self.rows = []
+
     def __repr__(self):
         then = f', then={self.then!r}' if self.then is not None else ''
         return f'CatchOverfit({self.strong!r}, gap={self.gap:g}{then})'
+
     @property
     def watched(self):
         "The AdvTrain whose attack is checked"
         return first(c for c in self.learn.cbs if isinstance(c, AdvTrain))
+
     def before_train(self):
         "Find the attack to watch; forget the images of the last epoch"
         super().before_train()
-        if getattr(getattr(self.watched,'attack',None),'eps',None) is None:
-            raise TypeError('CatchOverfit compares the attack of AdvTrain, TRADES, ... with a stronger one '
-                'at the same eps: there is none here that has an eps')
-        self.rows,self.batch,self.mixed = [] if self.epoch==0 else self.rows,None,False
+        if getattr(getattr(self.watched, 'attack', None), 'eps', None) is None:
+            raise TypeError(
+                'CatchOverfit compares the attack of AdvTrain, TRADES, ... with a stronger one '
+                'at the same eps: there is none here that has an eps'
+            )
+        self.rows, self.batch, self.mixed = [] if self.epoch == 0 else self.rows, None, False
+
     def before_batch(self):
         "Keep labelled images of the epoch's first batch; go on while all are of one class, as in unshuffled data"
-        if self.mixed: return
-        x,y = _labelled(self.x.as_subclass(Tensor), self.yb[0])
-        if not len(x): return
-        if self.batch is not None: x,y = [torch.cat([o[:self.n//2],p]) for o,p in zip(self.batch, (x,y))]
-        new = x[:self.n].clone(),y[:self.n]
-        self.mixed = len(new[1].unique(dim=0))>1
-        if self.batch is None or self.mixed: self.batch = new
+        if self.mixed:
+            return
+        x, y = _labelled(self.x.as_subclass(Tensor), self.yb[0])
+        if not len(x):
+            return
+        if self.batch is not None:
+            x, y = [torch.cat([o[: self.n // 2], p]) for o, p in zip(self.batch, (x, y))]
+        new = x[: self.n].clone(), y[: self.n]
+        self.mixed = len(new[1].unique(dim=0)) > 1
+        if self.batch is None or self.mixed:
+            self.batch = new
+
     def after_train(self):
         "Attack them twice, note both accuracies, and act if they are far apart"
-        if self.batch is None: return
+        if self.batch is None:
+            return
         weak = self.watched.scheduled()
-        strong,before = like(self.strong, weak),self.right(self.batch[0])
+        strong, before = like(self.strong, weak), self.right(self.batch[0])
         row = dict(epoch=self.epoch, attack=repr(weak), weak=self.acc(weak, before), strong=self.acc(strong, before))
-        self.rows.append(row); self.batch = None
-        if weak.eps>0 and row['weak']-row['strong']>self.gap: self.caught(weak, row)
+        self.rows.append(row)
+        self.batch = None
+        if weak.eps > 0 and row['weak'] - row['strong'] > self.gap:
+            self.caught(weak, row)
+
 
 def _labelled(x, y):
     "Images and checked labels, without those whose label is negative, which losses ignore"
     y = y.as_subclass(Tensor)
-    if y.is_floating_point() or y.numel()!=len(x): return x,check_labels(y, x)
-    i = y.flatten()>=0
-    return x[i],check_labels(y.flatten()[i], x[i]) if i.any() else y[:0]
+    if y.is_floating_point() or y.numel() != len(x):
+        return x, check_labels(y, x)
+    i = y.flatten() >= 0
+    return x[i], check_labels(y.flatten()[i], x[i]) if i.any() else y[:0]
+
 
 def like(
-    attack:Attack, # With or without a step length of its own
-    other:Attack, # Gives radius and norm
-)->Attack: # As `attack`
+    attack: Attack,  # With or without a step length of its own
+    other: Attack,  # Gives radius and norm
+) -> Attack:  # As `attack`
     "The attack in the ball of another one; its step, if it was given, scaled along"
-    if attack.norm==other.norm: return attack.at_eps(other.eps)
-    if getattr(attack,'alpha',None) is not None:
+    if attack.norm == other.norm:
+        return attack.at_eps(other.eps)
+    if getattr(attack, 'alpha', None) is not None:
         raise ValueError(f'{attack!r} has a step for another norm than {other!r}: leave alpha out')
     return attack.but(eps=other.eps, norm=other.norm)
 
 # %% ../nbs/01a_adv_train.ipynb #6dc5a9a8
 @patch
-def right(self:CatchOverfit,
-    x:Tensor, # The kept images, or what an attack made of them
-)->Tensor: # [B] bool
+def right(
+    self: CatchOverfit,
+    x: Tensor,  # The kept images, or what an attack made of them
+) -> Tensor:  # [B] bool
     "Which of them the model gets right"
     y = self.batch[1]
-    with self.amp(), attack_mode(self.victim) as m, torch.no_grad(): z = outputs(m, x)
-    return z.argmax(1)==(y if y.ndim==1 else y.argmax(1))
+    with self.amp(), attack_mode(self.victim) as m, torch.no_grad():
+        z = outputs(m, x)
+    return z.argmax(1) == (y if y.ndim == 1 else y.argmax(1))
+
 
 @patch
-def acc(self:CatchOverfit,
-    attack:Attack, # Is called with seed 0
-    before:Tensor, # [B] bool: which images the model gets right without an attack
-)->float: # 0 to 1
+def acc(
+    self: CatchOverfit,
+    attack: Attack,  # Is called with seed 0
+    before: Tensor,  # [B] bool: which images the model gets right without an attack
+) -> float:  # 0 to 1
     "Share of the kept images that are right before and after `attack`, those of all processes"
-    with self.amp(): x_adv = attack(self.victim, *self.batch, seed=0)
+    with self.amp():
+        x_adv = attack(self.victim, *self.batch, seed=0)
     return maybe_gather((before & self.right(x_adv)).float()).mean().item()
 
+
 @patch
-def caught(self:CatchOverfit,
-    weak:Attack, # The training attack
-    row:dict, # Of `df`
+def caught(
+    self: CatchOverfit,
+    weak: Attack,  # The training attack
+    row: dict,  # Of `df`
 ):
     "Warn, and do what `then` says"
-    seen = (f'epoch {row["epoch"]}: {row["weak"]:.0%} right under {weak}, the training attack, '
-        f'but {row["strong"]:.0%} under {self.strong.name}: catastrophic overfitting')
+    seen = (
+        f'epoch {row["epoch"]}: {row["weak"]:.0%} right under {weak}, the training attack, '
+        f'but {row["strong"]:.0%} under {self.strong.name}: catastrophic overfitting'
+    )
     if not rank_distrib():
-        warnings.warn(f'{seen}. Train with NFGSM or PGD(steps=2), or with a smaller eps or alpha; '
-            'the epochs before it are sound')
-    if isinstance(self.then, str): raise CancelFitException()
-    if self.then is not None: self.watched.instead = like(self.then, weak)
+        warnings.warn(
+            f'{seen}. Train with NFGSM or PGD(steps=2), or with a smaller eps or alpha; the epochs before it are sound'
+        )
+    if isinstance(self.then, str):
+        raise CancelFitException()
+    if self.then is not None:
+        self.watched.instead = like(self.then, weak)
+
 
 @patch
-def state_dict(self:CatchOverfit)->dict: # For `torch.save`
+def state_dict(self: CatchOverfit) -> dict:  # For `torch.save`
     "The table, and the radius at which `then` took the attack's place (None: it did not)"
-    now = getattr(self.watched,'instead',None)
+    now = getattr(self.watched, 'instead', None)
     return dict(rows=list(self.rows), eps=now and now.eps)
 
+
 @patch
-def load_state_dict(self:CatchOverfit,
-    state:dict, # Of `state_dict`
+def load_state_dict(
+    self: CatchOverfit,
+    state: dict,  # Of `state_dict`
 ):
     "Go on where another fit stopped, `fit(n, start_epoch=k)`: with its table, and with `then` if it had come to that"
     self.rows = list(state['rows'])
-    if state['eps'] is None or self.watched is None or self.then in (None,'stop'): return
+    if state['eps'] is None or self.watched is None or self.then in (None, 'stop'):
+        return
     self.watched.instead = like(self.then, with_fields(self.watched.attack, dict(eps=state['eps'])))
 
+
 @patch(as_prop=True)
-def df(self:CatchOverfit):
+def df(self: CatchOverfit):
     "The two accuracies of each epoch"
-    return pd.DataFrame(self.rows, columns=['epoch','attack','weak','strong'])
+    return pd.DataFrame(self.rows, columns=['epoch', 'attack', 'weak', 'strong'])
 
 # %% ../nbs/01a_adv_train.ipynb #8416d7c3
 class Replay(GetAttr):
     "A DataLoader that gives each of its batches `n` times in a row"
+
     _default = 'dl'
-    def __init__(self,
-        dl, # A DataLoader
-        n:int, # How many times
-    ): self.dl,self.n = dl,n
+
+    def __init__(
+        self,
+        dl,  # A DataLoader
+        n: int,  # How many times
+    ):
+        self.dl, self.n = dl, n
+
     @property
-    def __class__(self): return type(self.dl)      # so that `DistributedTrainer` knows its own loader
-    def __len__(self): return len(self.dl)*self.n
+    def __class__(self):
+        return type(self.dl)  # so that `DistributedTrainer` knows its own loader
+
+    def __len__(self):
+        return len(self.dl) * self.n
+
     def __iter__(self):
         for b in self.dl:
-            for _ in range(self.n): yield b
+            for _ in range(self.n):
+                yield b
 
 # %% ../nbs/01a_adv_train.ipynb #8b7a14d9
 class FreeAT(AdvTrain):
     """Shafahi et al. (2019): each batch is trained `replay` times, and the gradient that trains the weights also moves
     the images, from zero at the beginning of each epoch"""
-    _stateattrs,delta,probe = ('extra','delta','probe'),None,None
-    def __init__(self,
-        attack:Attack, # Gives the ball and the step: `FGSM(8/255)` in the paper
-        replay:int=4, # Steps in a row on each batch
-        eps=None, # A number, or a schedule; None: the attack's own
-        **fields, # Other fields of the attack that follow a number or a schedule
+
+    _stateattrs, delta, probe = ('extra', 'delta', 'probe'), None, None
+
+    def __init__(
+        self,
+        attack: Attack,  # Gives the ball and the step: `FGSM(8/255)` in the paper
+        replay: int = 4,  # Steps in a row on each batch
+        eps=None,  # A number, or a schedule; None: the attack's own
+        **fields,  # Other fields of the attack that follow a number or a schedule
     ):
         self.begin(attack, eps, fields)
-        if getattr(type(attack),'update',None) is not PGD.update or attack.loss is not None:
-            raise TypeError('FreeAT climbs the loss that is trained, with the step of FGSM(8/255) '
-                f'or PGD(8/255, alpha=...), got {attack!r}')
-        if replay!=int(replay) or replay<1: raise ValueError(f'replay must be a whole number >= 1, got {replay}')
+        if getattr(type(attack), 'update', None) is not PGD.update or attack.loss is not None:
+            raise TypeError(
+                'FreeAT climbs the loss that is trained, with the step of FGSM(8/255) '
+                f'or PGD(8/255, alpha=...), got {attack!r}'
+            )
+        if replay != int(replay) or replay < 1:
+            raise ValueError(f'replay must be a whole number >= 1, got {replay}')
         self.replay = int(replay)
 
     def before_train(self):
         super().before_train()
         self.delta = None
         self.learn.dl = Replay(self.learn.dl, self.replay)
+
     def before_batch(self):
         x = check_images(self.x, self.victim)
-        d = self.delta if self.delta is not None and self.delta.shape[1:]==x.shape[1:] else x[:0]
-        d = torch.cat([d[:len(x)], torch.zeros_like(x[len(d):])])
+        d = self.delta if self.delta is not None and self.delta.shape[1:] == x.shape[1:] else x[:0]
+        d = torch.cat([d[: len(x)], torch.zeros_like(x[len(d) :])])
         self.delta = self.scheduled().ball.project(x, d)
-        self.probe = (x+self.delta).as_subclass(type(self.x)).requires_grad_()
-        self.learn.xb = (self.probe.clone(),)          # a model may change its input
+        self.probe = (x + self.delta).as_subclass(type(self.x)).requires_grad_()
+        self.learn.xb = (self.probe.clone(),)  # a model may change its input
+
     def after_backward(self):
         "A step of the attack, with the gradient that the weights' backward gave"
-        probe,self.probe = self.probe,None
-        if probe is None or probe.grad is None: return
-        x = probe.detach().as_subclass(Tensor)-self.delta
-        self.delta = self.scheduled().update(x, {'d':self.delta}, probe.grad.as_subclass(Tensor), None, None)['d']
+        probe, self.probe = self.probe, None
+        if probe is None or probe.grad is None:
+            return
+        x = probe.detach().as_subclass(Tensor) - self.delta
+        self.delta = self.scheduled().update(x, {'d': self.delta}, probe.grad.as_subclass(Tensor), None, None)['d']
 
 # %% ../nbs/01a_adv_train.ipynb #46be2af9
 def _hush(m, mod, args, o):
     "Scale the gradient that flows back through an attention branch, image by image (windows of Swin: with their image)"
-    if o.requires_grad: o.register_hook(lambda g: g*m.repeat_interleave(len(g)//len(m)).view(-1, *[1]*(g.ndim-1)).to(g))
+    if o.requires_grad:
+        o.register_hook(lambda g: g * m.repeat_interleave(len(g) // len(m)).view(-1, *[1] * (g.ndim - 1)).to(g))
+
 
 @contextmanager
 def hush_attn(
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-    keep:Tensor, # [B,L]: what the gradient through each block's attention is multiplied by, for each image
-)->Iterator: # Yields `model`
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+    keep: Tensor,  # [B,L]: what the gradient through each block's attention is multiplied by, for each image
+) -> Iterator:  # Yields `model`
     "Inside, less gradient flows through the attention branches; the output is as ever"
     blocks = vit_blocks(model)
-    if not all(hasattr(b,'attn') for b in blocks): raise TypeError(f'{type(blocks[0]).__name__} has no attention branch `attn` of its own')
+    if not all(hasattr(b, 'attn') for b in blocks):
+        raise TypeError(f'{type(blocks[0]).__name__} has no attention branch `attn` of its own')
     with uncompiled(model), ExitStack() as hooks:
-        for b,m in zip(blocks, keep.unbind(1)): hooks.callback(b.attn.register_forward_hook(partial(_hush, m)).remove)
+        for b, m in zip(blocks, keep.unbind(1)):
+            hooks.callback(b.attn.register_forward_hook(partial(_hush, m)).remove)
         yield model
 
 # %% ../nbs/01a_adv_train.ipynb #2d848cf0
 @dataclass(frozen=True, repr=False)
 class ARDPRM(PGD):
     "PGD with attention random dropping and perturbation random masking (Mo et al., 2022), for training transformers"
-    ard:float = field(default=1., kw_only=True) # Probability with which a block's attention keeps its gradient; 1: no dropping
-    prm:float = field(default=1., kw_only=True) # Share of the patches that keep their perturbation before each step; 1: no masking
+
+    # Probability with which a block's attention keeps its gradient; 1: no dropping
+    ard: float = field(default=1.0, kw_only=True)
+    # Share of the patches that keep their perturbation before each step; 1: no masking
+    prm: float = field(default=1.0, kw_only=True)
+
     def __post_init__(self):
         super().__post_init__()
-        for k in ('ard','prm'):
-            if not 0<=getattr(self,k)<=1: raise ValueError(f'{k} is a share, between 0 and 1, got {getattr(self,k)!r}')
+        for k in ('ard', 'prm'):
+            if not 0 <= getattr(self, k) <= 1:
+                raise ValueError(f'{k} is a share, between 0 and 1, got {getattr(self, k)!r}')
+
     def start(self, obj, x, seed):
-        s = {**super().start(obj, x, seed), 'seed':image_seed(x) if seed is None else seed}
-        if self.prm>=1: return s
-        vit_blocks(obj.model)                                        # raises for what is no transformer
+        s = {**super().start(obj, x, seed), 'seed': image_seed(x) if seed is None else seed}
+        if self.prm >= 1:
+            return s
+        vit_blocks(obj.model)  # raises for what is no transformer
         s['grid'] = x.new_zeros(len(x), *patch_grid(obj.model, x))
-        return {**s, 'd':s['d']*self.mask(x, s, 0)}
-    def mask(self,
-        x:Tensor, # Clean images [B,C,H,W] in [0,1]
-        s:dict, # The state: the change `d` [B,C,H,W] and what else the attack remembers
-        i:int, # The step, from 0
-    )->Tensor: # [B,1,H,W]
+        return {**s, 'd': s['d'] * self.mask(x, s, 0)}
+
+    def mask(
+        self,
+        x: Tensor,  # Clean images [B,C,H,W] in [0,1]
+        s: dict,  # The state: the change `d` [B,C,H,W] and what else the attack remembers
+        i: int,  # The step, from 0
+    ) -> Tensor:  # [B,1,H,W]
         "1 where a patch keeps its perturbation before step `i`, 0 elsewhere"
-        u = uniform(mix64(s['seed']+i+1), s['grid']).flatten(1)
-        keep = u.argsort(1).argsort(1)<round(self.prm*u.shape[1])
-        return F.interpolate(keep.view_as(s['grid'])[:,None].to(x), size=x.shape[-2:])
+        u = uniform(mix64(s['seed'] + i + 1), s['grid']).flatten(1)
+        keep = u.argsort(1).argsort(1) < round(self.prm * u.shape[1])
+        return F.interpolate(keep.view_as(s['grid'])[:, None].to(x), size=x.shape[-2:])
+
     def update(self, x, s, g, v, i):
         new = super().update(x, s, g, v, i)
-        return new if self.prm>=1 else {**new, 'd':torch.where(per_image(i+1<self.steps, x), new['d']*self.mask(x, s, i+1), new['d'])}
+        return (
+            new
+            if self.prm >= 1
+            else {
+                **new,
+                'd': torch.where(per_image(i + 1 < self.steps, x), new['d'] * self.mask(x, s, i + 1), new['d']),
+            }
+        )
+
     def climb(self, obj, x, s, i):
-        if self.ard>=1: return super().climb(obj, x, s, i)
-        keep = uniform(mix64(s['seed']+i+1), x.new_zeros(len(x), len(vit_blocks(obj.model))), 1)<self.ard
-        with hush_attn(obj.model, keep): return super().climb(obj, x, s, i)
+        if self.ard >= 1:
+            return super().climb(obj, x, s, i)
+        keep = uniform(mix64(s['seed'] + i + 1), x.new_zeros(len(x), len(vit_blocks(obj.model))), 1) < self.ard
+        with hush_attn(obj.model, keep):
+            return super().climb(obj, x, s, i)
 
 # %% ../nbs/01a_adv_train.ipynb #fe0a0325
 class AWP(AdvCallback):
-    "Wu et al. (2020): take each gradient at weights that were moved uphill, every matrix by `gamma` times its norm; works with every method above"
-    order,_stateattrs,zero,images = AdvTrain.order+1,('zero','images'),None,None
-    def __init__(self,
-        gamma=.005, # Length of the move relative to the weight; a number or a schedule, such as `switch(.005, pct=.05)`
+    """Wu et al. (2020): take each gradient at weights that were moved uphill, every matrix by `gamma` times its norm;
+    works with every method above"""
+
+    order, _stateattrs, zero, images = AdvTrain.order + 1, ('zero', 'images'), None, None
+
+    def __init__(
+        self,
+        # Length of the move relative to the weight; a number or a schedule, such as `switch(.005, pct=.05)`
+        gamma=0.005,
     ):
-        if not callable(gamma) and not gamma>=0: raise ValueError(f'gamma must be a number >= 0 or a schedule, got {gamma!r}')
+        if not callable(gamma) and not gamma >= 0:
+            raise ValueError(f'gamma must be a number >= 0 or a schedule, got {gamma!r}')
         self.gamma = gamma
-    def __repr__(self): return f'AWP({self.gamma if callable(self.gamma) else format(self.gamma, "g")})'
-    def now(self)->float: # Share of each weight's norm
+
+    def __repr__(self):
+        return f'AWP({self.gamma if callable(self.gamma) else format(self.gamma, "g")})'
+
+    def now(self) -> float:  # Share of each weight's norm
         "The size of the move at this point of the training"
         return self.gamma(self.pct_train) if callable(self.gamma) else self.gamma
 
     def before_batch(self):
         "Keep the images for the second pass: a model may change its input"
-        self.images = {o.data_ptr():o.clone() for o in self.xb} if self.now()>0 else None
+        self.images = {o.data_ptr(): o.clone() for o in self.xb} if self.now() > 0 else None
 
     def after_loss(self):
         "Add a zero to the loss: the gradient to it tells by what the callbacks after this one multiply the loss"
-        self.zero = self.loss_grad.new_zeros(()).requires_grad_() if self.now()>0 else None
-        if self.zero is not None: self.learn.loss_grad = self.loss_grad+self.zero
+        self.zero = self.loss_grad.new_zeros(()).requires_grad_() if self.now() > 0 else None
+        if self.zero is not None:
+            self.learn.loss_grad = self.loss_grad + self.zero
 
     def before_backward(self):
         "Move the weights uphill, take the gradient there, move them back"
-        if self.zero is None: return
-        (c,moves),kept = self.uphill(),(self.pred,self.loss)
+        if self.zero is None:
+            return
+        (c, moves), kept = self.uphill(), (self.pred, self.loss)
         with self.moved(moves):
-            self.learn.loss_grad = self.batch_loss()*c
+            self.learn.loss_grad = self.batch_loss() * c
             for cb in self.learn.cbs.sorted('order'):
-                if cb.order>self.order: cb('before_backward')
+                if cb.order > self.order:
+                    cb('before_backward')
             self.learn._backward()
-        self.learn.pred,self.learn.loss = kept
+        self.learn.pred, self.learn.loss = kept
         raise CancelBackwardException()
 
 # %% ../nbs/01a_adv_train.ipynb #fffe87bc
 @patch
-def uphill(self:AWP)->tuple: # A number; list of pairs of weight and change
+def uphill(self: AWP) -> tuple:  # A number; list of pairs of weight and change
     "What later callbacks multiply the loss by; each weight matrix with its move"
-    ps = [p for n,p in self.victim.named_parameters() if p.requires_grad and p.ndim>1 and 'weight' in n]
-    zero,self.zero = self.zero,None
-    c, = torch.autograd.grad(self.loss_grad, zero, retain_graph=True)
-    scale = self.learn.scaler.get_scale() if any(isinstance(o, MixedPrecision) for o in self.learn.cbs) else 1.
-    gs = torch.autograd.grad(self.loss_grad*scale, ps, allow_unused=True) if ps else []
-    gs = [(p, g.nan_to_num(0,0,0)) for p,g in zip(ps, gs) if g is not None]
-    return c,[(p, g*(self.now()*p.detach().norm()/(g.norm()+1e-20))) for p,g in gs]
+    ps = [p for n, p in self.victim.named_parameters() if p.requires_grad and p.ndim > 1 and 'weight' in n]
+    zero, self.zero = self.zero, None
+    (c,) = torch.autograd.grad(self.loss_grad, zero, retain_graph=True)
+    scale = self.learn.scaler.get_scale() if any(isinstance(o, MixedPrecision) for o in self.learn.cbs) else 1.0
+    gs = torch.autograd.grad(self.loss_grad * scale, ps, allow_unused=True) if ps else []
+    gs = [(p, g.nan_to_num(0, 0, 0)) for p, g in zip(ps, gs) if g is not None]
+    return c, [(p, g * (self.now() * p.detach().norm() / (g.norm() + 1e-20))) for p, g in gs]
 
 # %% ../nbs/01a_adv_train.ipynb #bad888f7
 @patch
 @contextmanager
-def moved(self:AWP, moves:list): # Pairs of weight and change
+def moved(self: AWP, moves: list):  # Pairs of weight and change
     "Inside, the weights are moved; afterwards weights and buffers are as before, to the bit"
-    kept = [(o, o.detach().clone()) for o in (*[p for p,_ in moves], *self.victim.buffers())]
+    kept = [(o, o.detach().clone()) for o in (*[p for p, _ in moves], *self.victim.buffers())]
     try:
         with torch.no_grad():
-            for p,v in moves: p.add_(v)
+            for p, v in moves:
+                p.add_(v)
         yield
     finally:
         with torch.no_grad():
-            for o,k in kept: o.copy_(k)
+            for o, k in kept:
+                o.copy_(k)
 
 # %% ../nbs/01a_adv_train.ipynb #3a699acf
 @patch
-def batch_loss(self:AWP)->Tensor: # One number
+def batch_loss(self: AWP) -> Tensor:  # One number
     "The loss of this batch at the weights as they are, with the terms of all other `AdvCallback`s"
     cbs = [c for c in self.learn.cbs.sorted('order') if isinstance(c, AdvCallback) and c is not self]
-    images,self.images = self.images,None
+    images, self.images = self.images, None
     with self.amp():
         self.learn.pred = self.learn.model(*[images.get(o.data_ptr(), o).as_subclass(type(o)) for o in self.xb])
-        for c in cbs: c('after_pred')
+        for c in cbs:
+            c('after_pred')
         self.learn.pred = check_logits(self.pred, self.x)
         self.learn.loss_grad = self.learn.loss_func(self.pred, *self.yb)
-        for c in cbs: c('after_loss')
+        for c in cbs:
+            c('after_loss')
     return self.loss_grad
 
 # %% ../nbs/01a_adv_train.ipynb #4ea27204
 class EMA(AdvCallback):
     """Keep an exponential moving average of the weights, `learn.ema.avg`, from the beginning of each fit: four `fit(1)`
     make four averages, `fit(4, start_epoch=k)` goes on with the one at hand"""
-    order,run_valid,_stateattrs = 70,True,('avg','seen')      # after everything that may skip a step
-    avg,n,off,skip,seen = None,0,False,False,None
-    def __init__(self,
-        decay:float=.999, # Share of the average that each step keeps
-        use_warmup:bool=True, # Keep less in the first steps?
-        **kwargs, # For timm's `ModelEmaV3`
-    ): self.decay,self.kwargs = decay,dict(use_warmup=use_warmup, **kwargs)
+
+    order, run_valid, _stateattrs = 70, True, ('avg', 'seen')  # after everything that may skip a step
+    avg, n, off, skip, seen = None, 0, False, False, None
+
+    def __init__(
+        self,
+        decay: float = 0.999,  # Share of the average that each step keeps
+        use_warmup: bool = True,  # Keep less in the first steps?
+        **kwargs,  # For timm's `ModelEmaV3`
+    ):
+        self.decay, self.kwargs = decay, dict(use_warmup=use_warmup, **kwargs)
+
     def start(self):
         "Begin an average with the weights as they are"
-        self.avg,self.n = ModelEmaV3(self.victim, self.decay, **self.kwargs).requires_grad_(False),0
+        self.avg, self.n = ModelEmaV3(self.victim, self.decay, **self.kwargs).requires_grad_(False), 0
+
     def before_train(self):
         "Start an average, unless it goes on"
         self.off = hasattr(self.learn, 'lr_finder')
-        if self.off or (self.epoch>0 and self.avg is not None): return
-        if self.epoch>0:
-            warnings.warn(f'the fit starts at epoch {self.epoch} and there is no average to go on with, '
-                'so it begins anew: load the old one, learn.ema.load_state_dict(...), or save and resume with SaveRun')
+        if self.off or (self.epoch > 0 and self.avg is not None):
+            return
+        if self.epoch > 0:
+            warnings.warn(
+                f'the fit starts at epoch {self.epoch} and there is no average to go on with, '
+                'so it begins anew: load the old one, learn.ema.load_state_dict(...), or save and resume with SaveRun'
+            )
         self.start()
+
     def before_batch(self):
         "In validation, keep the images for `OnAverage`: a model may change its input"
         if not self.training and any(isinstance(m, OnAverage) for m in self.learn.metrics):
             self.seen = tuple(o.clone() if isinstance(o, Tensor) else o for o in self.learn.xb)
+
     def after_batch(self):
         "Let them go"
         self.seen = None
+
     def after_cancel_step(self):
         "Note that the optimiser has skipped this step"
         self.skip = True
+
     def after_step(self):
         "Take the new weights into the average"
-        if not (self.off or self.skip): self.n += 1; self.avg.update(self.victim, self.n)
+        if not (self.off or self.skip):
+            self.n += 1
+            self.avg.update(self.victim, self.n)
         self.skip = False
-    def __repr__(self): return f'EMA({self.decay:g})'
+
+    def __repr__(self):
+        return f'EMA({self.decay:g})'
 
 # %% ../nbs/01a_adv_train.ipynb #4d8d0f10
 @patch
 @contextmanager
-def averaged(self:EMA)->Iterator: # Yields the Learner
-    "Inside, the Learner's model has the averaged weights: validate, report, save or export it; afterwards it has its own again, to the bit"
-    if self.avg is None: raise ValueError('there is no average yet: fit first')
-    own = {k:v.clone() for k,v in self.victim.state_dict().items()}
-    try: self.victim.load_state_dict(self.avg.module.state_dict()); yield self.learn
-    finally: self.victim.load_state_dict(own)
+def averaged(self: EMA) -> Iterator:  # Yields the Learner
+    """Inside, the Learner's model has the averaged weights: validate, report, save or export it; afterwards it has its
+    own again, to the bit"""
+    if self.avg is None:
+        raise ValueError('there is no average yet: fit first')
+    own = {k: v.clone() for k, v in self.victim.state_dict().items()}
+    try:
+        self.victim.load_state_dict(self.avg.module.state_dict())
+        yield self.learn
+    finally:
+        self.victim.load_state_dict(own)
+
 
 @patch
-def state_dict(self:EMA)->dict: # For `torch.save`: the averaged weights, and the number of steps in them
+def state_dict(self: EMA) -> dict:  # For `torch.save`: the averaged weights, and the number of steps in them
     "What an interrupted fit needs to go on with its average"
-    if self.avg is None: raise ValueError('there is no average yet: fit first')
+    if self.avg is None:
+        raise ValueError('there is no average yet: fit first')
     return dict(average=self.avg.module.state_dict(), steps=self.n)
 
+
 @patch
-def load_state_dict(self:EMA,
-    state:dict, # Of `state_dict`
+def load_state_dict(
+    self: EMA,
+    state: dict,  # Of `state_dict`
 ):
     "Take an average up again; the next fit goes on with it if it starts at a later epoch, `fit(n, start_epoch=k)`"
     self.start()
@@ -748,172 +998,240 @@ def load_state_dict(self:EMA,
 # %% ../nbs/01a_adv_train.ipynb #5bd5f14e
 class _AsIf(GetAttr):
     "The Learner, as if `model` were its own"
+
     _default = 'learn'
-    def __init__(self, learn, model): self.learn,self.model = learn,model
+
+    def __init__(self, learn, model):
+        self.learn, self.model = learn, model
+
     @property
-    def xb(self): return self.learn.ema.seen or self.learn.xb
+    def xb(self):
+        return self.learn.ema.seen or self.learn.xb
+
     @property
-    def x(self): return self.xb[0]
+    def x(self):
+        return self.xb[0]
+
     @property
     def pred(self):
-        with torch.no_grad(): return self.model(*[o.clone() if isinstance(o, Tensor) else o for o in self.xb])
+        with torch.no_grad():
+            return self.model(*[o.clone() if isinstance(o, Tensor) else o for o in self.xb])
+
     @property
-    def loss(self): return self.learn.loss_func(self.pred, *self.learn.yb)
+    def loss(self):
+        return self.learn.loss_func(self.pred, *self.learn.yb)
+
 
 class OnAverage(Metric):
     "A metric of the averaged model, as one more column, `ema_...`"
-    def __init__(self,
-        metric, # A metric, or a function of predictions and labels
-    ): self.metric = metric if isinstance(metric, Metric) else AvgMetric(metric)
-    def reset(self): self.metric.reset()
+
+    def __init__(
+        self,
+        metric,  # A metric, or a function of predictions and labels
+    ):
+        self.metric = metric if isinstance(metric, Metric) else AvgMetric(metric)
+
+    def reset(self):
+        self.metric.reset()
+
     def accumulate(self, learn):
         avg = learn.ema.avg
         self.metric.accumulate(_AsIf(learn, get_model(learn.model) if avg is None else avg.module))
+
     @property
     def value(self):
         "The metric's value"
         return self.metric.value
+
     @property
     def name(self):
         "`ema_` and the metric's name, which says as before whether more is better"
         return f'ema_{self.metric.name}'
 
+
 class SaveEMA(SaveModelCallback):
     """fastai's `SaveModelCallback`, which saves the averaged weights. A second one needs a file of its own,
     `fname=`; at the end of the fit the one that comes last loads its weights"""
+
     def before_train(self):
         "Refuse another callback that writes to the same file"
-        two = [c for c in self.learn.cbs if isinstance(c, SaveModelCallback) and c.fname==self.fname]
-        if len(two)<2: return
+        two = [c for c in self.learn.cbs if isinstance(c, SaveModelCallback) and c.fname == self.fname]
+        if len(two) < 2:
+            return
         raise ValueError(f'{len(two)} callbacks save to the same file {self.fname!r}: give each its own fname=')
+
     before_validate = before_train
+
     def _save(self, name):
-        with self.learn.ema.averaged(): super()._save(name)
+        with self.learn.ema.averaged():
+            super()._save(name)
 
 # %% ../nbs/01a_adv_train.ipynb #ca7fd2b0
-def _with_state(learn): return [c for c in learn.cbs if isinstance(c, AdvCallback) and hasattr(c, 'state_dict')]
+def _with_state(learn):
+    return [c for c in learn.cbs if isinstance(c, AdvCallback) and hasattr(c, 'state_dict')]
+
 
 def _numbers():
     "The states of torch's, CUDA's, Python's and numpy's random numbers, in what `torch.load` takes"
-    name,keys,*rest = np.random.get_state()
+    name, keys, *rest = np.random.get_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return dict(torch=torch.get_rng_state(), cuda=cuda, python=random.getstate(), numpy=(name,keys.tolist(),*rest))
+    return dict(torch=torch.get_rng_state(), cuda=cuda, python=random.getstate(), numpy=(name, keys.tolist(), *rest))
+
 
 def _draw_on(state):
     "Take up the random numbers of `_numbers`"
     torch.set_rng_state(state['torch'].cpu())
     n = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    for i,o in enumerate(state['cuda'][:n]): torch.cuda.set_rng_state(o.cpu(), i)
+    for i, o in enumerate(state['cuda'][:n]):
+        torch.cuda.set_rng_state(o.cpu(), i)
     random.setstate(state['python'])
-    name,keys,*rest = state['numpy']
-    np.random.set_state((name,np.array(keys, dtype=np.uint32),*rest))
+    name, keys, *rest = state['numpy']
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+
 
 def _states(learn, fname, about):
     "Epoch and `SaveRun.state` of each complete state of a run"
-    folder = learn.path/learn.model_dir
+    folder = learn.path / learn.model_dir
     for f in folder.glob('*.pth'):
-        epoch,beside = re.fullmatch(rf'{re.escape(fname)}_(\d+)', f.stem),folder/f'average_{f.name}'
-        if epoch is None or not beside.exists(): continue
+        epoch, beside = re.fullmatch(rf'{re.escape(fname)}_(\d+)', f.stem), folder / f'average_{f.name}'
+        if epoch is None or not beside.exists():
+            continue
         state = torch.load(beside, map_location=learn.dls.device, weights_only=True)
-        if state.get('about')==about: yield int(epoch[1]),state
+        if state.get('about') == about:
+            yield int(epoch[1]), state
+
 
 def _written(learn):
     "The library's callbacks in words, the same in every process"
     return sorted(re.sub(' at 0x[0-9a-f]+', '', repr(c)) for c in learn.cbs if isinstance(c, AdvCallback))
 
+
 class SaveRun(SaveModelCallback):
-    """After every few epochs and after the last, save what an interrupted fit needs to go on: weights, optimiser, random
+    """After every few epochs and after the last, save what an interrupted fit needs to go on: weights, optimiser,
+    random
     numbers, the epochs lived, and the state of each callback that has a `state_dict`, such as the average of `EMA`;
-    `learn.resume` loads the newest. A fit removes what an earlier one of the same name and `about` has saved of later
+    `learn.resume` loads the newest. A fit removes what an earlier one of the same name and `about` has saved of
+    later
     epochs. A second one needs a name of its own"""
-    def __init__(self,
-        fname:str='run', # The files are called `run_0.pth`, `average_run_0.pth`, `run_1.pth`, ...
-        every:int=1, # Epochs between two states
-        about:str='', # What decides the training: recipe, data, seed; states of something else are passed over
+
+    def __init__(
+        self,
+        fname: str = 'run',  # The files are called `run_0.pth`, `average_run_0.pth`, `run_1.pth`, ...
+        every: int = 1,  # Epochs between two states
+        about: str = '',  # What decides the training: recipe, data, seed; states of something else are passed over
     ):
         super().__init__(fname=fname, every_epoch=every, with_opt=True)
-        self.about,self.begun = about,False
+        self.about, self.begun = about, False
+
     before_train = before_validate = SaveEMA.before_train
+
     def before_fit(self):
         "No state of this fit is there yet"
         super().before_fit()
         self.begun = False
+
     def after_epoch(self):
         "Save, if it is time"
-        if self.epoch%self.every_epoch==0 or self.epoch==self.n_epoch-1: self._save(f'{self.fname}_{self.epoch}')
-    def state(self)->dict: # For `torch.save`
+        if self.epoch % self.every_epoch == 0 or self.epoch == self.n_epoch - 1:
+            self._save(f'{self.fname}_{self.epoch}')
+
+    def state(self) -> dict:  # For `torch.save`
         "What is kept beside weights and optimiser"
-        order,lived = getattr(self.dls.train,'rng',None),self.learn.__dict__.get('epochs_lived')
-        return dict(about=self.about, saved=time.time_ns(), epochs=self.n_epoch, cbs=_written(self.learn),
-            numbers=_numbers(), order=order and order.getstate(), lived=vars(lived) if lived else None,
-            callbacks={c.name:c.state_dict() for c in _with_state(self.learn)})
+        order, lived = getattr(self.dls.train, 'rng', None), self.learn.__dict__.get('epochs_lived')
+        return dict(
+            about=self.about,
+            saved=time.time_ns(),
+            epochs=self.n_epoch,
+            cbs=_written(self.learn),
+            numbers=_numbers(),
+            order=order and order.getstate(),
+            lived=vars(lived) if lived else None,
+            callbacks={c.name: c.state_dict() for c in _with_state(self.learn)},
+        )
+
     def _save(self, name):
-        beside = self.learn.path/self.learn.model_dir/f'average_{name}.pth'
+        beside = self.learn.path / self.learn.model_dir / f'average_{name}.pth'
         if not rank_distrib():
             beside.unlink(missing_ok=True)
-            if not self.begun: self.forget_later()
+            if not self.begun:
+                self.forget_later()
         super()._save(name)
-        if not rank_distrib(): torch.save(self.state(), beside)
+        if not rank_distrib():
+            torch.save(self.state(), beside)
         self.begun = True
+
     def forget_later(self):
         "Remove the states of an earlier run that belong to later epochs"
-        later = [e for e,_ in _states(self.learn, self.fname, self.about) if e>self.epoch]
-        for f in [f'{o}{self.fname}_{e}.pth' for e in later for o in ('average_','')]:
-            (self.learn.path/self.learn.model_dir/f).unlink(missing_ok=True)
+        later = [e for e, _ in _states(self.learn, self.fname, self.about) if e > self.epoch]
+        for f in [f'{o}{self.fname}_{e}.pth' for e in later for o in ('average_', '')]:
+            (self.learn.path / self.learn.model_dir / f).unlink(missing_ok=True)
 
 # %% ../nbs/01a_adv_train.ipynb #8e9279e8
 @patch
-def last_run(self:Learner,
-    fname:str='run', # As in `SaveRun`
-    about:str='', # As in `SaveRun`
-)->tuple: # (number of the epoch, what `SaveRun.state` kept); (-1, None) if there is nothing
+def last_run(
+    self: Learner,
+    fname: str = 'run',  # As in `SaveRun`
+    about: str = '',  # As in `SaveRun`
+) -> tuple:  # (number of the epoch, what `SaveRun.state` kept); (-1, None) if there is nothing
     "The complete state of a run that was saved last, whatever the number of its epoch"
-    return max(_states(self, fname, about), key=lambda o: (o[1].get('saved',0),o[0]), default=(-1,None))
+    return max(_states(self, fname, about), key=lambda o: (o[1].get('saved', 0), o[0]), default=(-1, None))
+
 
 @patch
-def resume(self:Learner,
-    fname:str='run', # As in `SaveRun`
-    about:str='', # As in `SaveRun`
-)->int: # Epochs that are done, for `fit(n, start_epoch=...)`; 0 if there is nothing to go on with
+def resume(
+    self: Learner,
+    fname: str = 'run',  # As in `SaveRun`
+    about: str = '',  # As in `SaveRun`
+) -> int:  # Epochs that are done, for `fit(n, start_epoch=...)`; 0 if there is nothing to go on with
     "Load the complete state of a run that was saved last; warn where, without `about`, it had other callbacks"
-    epoch,state = self.last_run(fname, about)
-    if state is None: return 0
-    was,now = state.get('cbs'),_written(self)
-    if not about and was!=now:
-        warnings.warn(f'the state was saved by a training with {was}, this Learner has {now}: is it the same training? '
+    epoch, state = self.last_run(fname, about)
+    if state is None:
+        return 0
+    was, now = state.get('cbs'), _written(self)
+    if not about and was != now:
+        warnings.warn(
+            f'the state was saved by a training with {was}, this Learner has {now}: is it the same training? '
             'If not, give SaveRun and resume an about=. If some are added by fit(cbs=), they get no state back: '
-            'give them to the Learner')
+            'give them to the Learner'
+        )
     self.load(f'{fname}_{epoch}', with_opt=True)
     for c in _with_state(self):
-        if c.name in state['callbacks']: c.load_state_dict(state['callbacks'][c.name])
-    if state['lived']: self.epochs_lived = Epochs(**state['lived'])
+        if c.name in state['callbacks']:
+            c.load_state_dict(state['callbacks'][c.name])
+    if state['lived']:
+        self.epochs_lived = Epochs(**state['lived'])
     _draw_on(state['numbers'])
-    if state['order']: self.dls.train.rng.setstate(state['order'])
-    return epoch+1
+    if state['order']:
+        self.dls.train.rng.setstate(state['order'])
+    return epoch + 1
 
 # %% ../nbs/01a_adv_train.ipynb #1c48206e
 def has_cb(
-    learn:Learner, # With its callbacks
-    kind:type, # Class of callbacks
-    cbs=None, # Callbacks, or classes of them, that will be added
-)->bool: # Is there one?
+    learn: Learner,  # With its callbacks
+    kind: type,  # Class of callbacks
+    cbs=None,  # Callbacks, or classes of them, that will be added
+) -> bool:  # Is there one?
     "Has a Learner a callback of this kind, or will it have one?"
     return any(issubclass(c if isinstance(c, type) else type(c), kind) for c in [*learn.cbs, *L(cbs)])
 
+
 @patch
-@delegates(Learner.fit_one_cycle, but=['n_epoch','lr_max','pct_start','moms','wd','cbs'])
-def fit_adv(self:Learner,
-    n_epoch:int, # Epochs
-    lr_max=None, # Highest learning rate, one per group or a slice; None: the Learner's
-    pct_start:float=.1, # Share of the training in which the learning rate rises
-    wd:float=.05, # Weight decay, of the parameters that timm lets decay
-    clip:float=1., # Largest norm of the gradient; None: no clipping
-    no_decay:bool=True, # Spare biases, norms, tokens and position embeddings from weight decay?
-    moms=(.9,.9,.9), # Momentum at the beginning, at the top and at the end
-    cbs=None, # More callbacks, for this fit
-    **kwargs
+@delegates(Learner.fit_one_cycle, but=['n_epoch', 'lr_max', 'pct_start', 'moms', 'wd', 'cbs'])
+def fit_adv(
+    self: Learner,
+    n_epoch: int,  # Epochs
+    lr_max=None,  # Highest learning rate, one per group or a slice; None: the Learner's
+    pct_start: float = 0.1,  # Share of the training in which the learning rate rises
+    wd: float = 0.05,  # Weight decay, of the parameters that timm lets decay
+    clip: float = 1.0,  # Largest norm of the gradient; None: no clipping
+    no_decay: bool = True,  # Spare biases, norms, tokens and position embeddings from weight decay?
+    moms=(0.9, 0.9, 0.9),  # Momentum at the beginning, at the top and at the end
+    cbs=None,  # More callbacks, for this fit
+    **kwargs,
 ):
-    "Train a transformer the usual way: AdamW, warm-up and cosine decay, no weight decay where timm has none, clipped gradients"
+    """Train a transformer the usual way: AdamW, warm-up and cosine decay, no weight decay where timm has none, clipped
+    gradients"""
     more = [NoDecay()] if no_decay and not has_cb(self, NoDecay, cbs) else []
-    if clip is not None and not has_cb(self, GradientClip, cbs): more.append(GradientClip(clip))
-    self.fit_one_cycle(n_epoch, lr_max, pct_start=pct_start, moms=moms, wd=wd, cbs=L(cbs)+more, **kwargs)
+    if clip is not None and not has_cb(self, GradientClip, cbs):
+        more.append(GradientClip(clip))
+    self.fit_one_cycle(n_epoch, lr_max, pct_start=pct_start, moms=moms, wd=wd, cbs=L(cbs) + more, **kwargs)

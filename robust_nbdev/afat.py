@@ -25,631 +25,873 @@ from .evaluate import _names
 
 # %% ../nbs/05_afat.ipynb #ba8d6498
 def n_occluded(
-    share:float, # Share of the patches, 0 to 1
-    n:int, # Number of patches
-)->int: # 0 to `n`
+    share: float,  # Share of the patches, 0 to 1
+    n: int,  # Number of patches
+) -> int:  # 0 to `n`
     "How many patches a share is: rounded, and at least one unless `share` is 0"
-    if not 0<=share<=1: raise ValueError(f'share is between 0 and 1, got {share}')
-    return min(max(round(share*n), 1), n) if share else 0
+    if not 0 <= share <= 1:
+        raise ValueError(f'share is between 0 and 1, got {share}')
+    return min(max(round(share * n), 1), n) if share else 0
+
 
 def patch_size(
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-    x:Tensor, # Images [B,C,H,W]
-)->tuple: # Height and width in pixels
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+    x: Tensor,  # Images [B,C,H,W]
+) -> tuple:  # Height and width in pixels
     "The size of the model's patches; raises ValueError where they do not tile the images"
-    size,grid = x.shape[-2:],patch_grid(model, x)
-    if any(s%g for s,g in zip(size, grid)): raise ValueError(f'images of {size[0]}x{size[1]} are not a multiple of the patches, {grid[0]}x{grid[1]} of them: resize the images')
-    return tuple(s//g for s,g in zip(size, grid))
+    size, grid = x.shape[-2:], patch_grid(model, x)
+    if any(s % g for s, g in zip(size, grid)):
+        raise ValueError(
+            f'images of {size[0]}x{size[1]} are not a multiple of the patches, {grid[0]}x{grid[1]} of them: resize the'
+            ' images'
+        )
+    return tuple(s // g for s, g in zip(size, grid))
+
 
 def _tiles(patch, x):
     "`patch`, if it tiles the images"
-    if any(s%p for s,p in zip(x.shape[-2:], patch)): raise ValueError('images of {}x{} are not a multiple of the patch, {}x{} pixels: give a patch= that divides them'.format(*x.shape[-2:], *patch))
+    if any(s % p for s, p in zip(x.shape[-2:], patch)):
+        raise ValueError(
+            'images of {}x{} are not a multiple of the patch, {}x{} pixels: give a patch= that divides them'.format(
+                *x.shape[-2:], *patch
+            )
+        )
     return patch
 
 # %% ../nbs/05_afat.ipynb #e7792024
 def occlude(
-    x:Tensor, # Images [B,C,H,W]
-    keep:Tensor, # 1 for a patch to keep, 0 for one to cover [B,N], row by row
-    patch:tuple, # Height and width of a patch in pixels
-    cover:Tensor, # What is put there: broadcasts to [B,C,H,W]
-)->Tensor: # [B,C,H,W]; gradients reach `keep`
+    x: Tensor,  # Images [B,C,H,W]
+    keep: Tensor,  # 1 for a patch to keep, 0 for one to cover [B,N], row by row
+    patch: tuple,  # Height and width of a patch in pixels
+    cover: Tensor,  # What is put there: broadcasts to [B,C,H,W]
+) -> Tensor:  # [B,C,H,W]; gradients reach `keep`
     "The images with some patches covered (equation 1)"
-    grid = [s//p for s,p in zip(x.shape[-2:], patch)]
+    grid = [s // p for s, p in zip(x.shape[-2:], patch)]
     m = keep.view(-1, 1, *grid).repeat_interleave(patch[0], 2).repeat_interleave(patch[1], 3)
-    return m*x+(1-m)*cover
+    return m * x + (1 - m) * cover
 
 # %% ../nbs/05_afat.ipynb #5b46bde6
 def patch_cover(
-    x:Tensor, # Images [B,C,H,W]
-    seed, # An int, mixed with each image's pixels; or an int64 tensor [B]
-    fill:str='noise', # `'noise'`: as the published code; `'uniform'`: all of [0,1]; `'drop'`: the mean colour
-    model=None, # Says what its normalisation is, if it has one
-)->Tensor: # [B,C,H,W] in [0,1]
+    x: Tensor,  # Images [B,C,H,W]
+    seed,  # An int, mixed with each image's pixels; or an int64 tensor [B]
+    fill: str = 'noise',  # `'noise'`: as the published code; `'uniform'`: all of [0,1]; `'drop'`: the mean colour
+    model=None,  # Says what its normalisation is, if it has one
+) -> Tensor:  # [B,C,H,W] in [0,1]
     "What covers an occluded patch"
-    if fill not in (fills := ('noise','uniform','drop')): raise ValueError(f'fill must be one of {list(fills)}, got {fill!r}')
-    if fill=='uniform': return uniform(image_seed(x, seed), x)
-    mean,std = _stats(model, x)
-    return (mean+(0 if fill=='drop' else std*uniform(image_seed(x, seed), x))).clamp(0,1).expand_as(x)
+    if fill not in (fills := ('noise', 'uniform', 'drop')):
+        raise ValueError(f'fill must be one of {list(fills)}, got {fill!r}')
+    if fill == 'uniform':
+        return uniform(image_seed(x, seed), x)
+    mean, std = _stats(model, x)
+    return (mean + (0 if fill == 'drop' else std * uniform(image_seed(x, seed), x))).clamp(0, 1).expand_as(x)
+
 
 def _stats(model, x):
     "Mean and deviation of the model's own normalisation, else 0 and 1"
     m = first(o for o in model.modules() if isinstance(o, Normalized)) if isinstance(model, nn.Module) else None
-    return (x.new_zeros(1),x.new_ones(1)) if m is None else (m.mean.to(x),m.std.to(x))
+    return (x.new_zeros(1), x.new_ones(1)) if m is None else (m.mean.to(x), m.std.to(x))
 
 # %% ../nbs/05_afat.ipynb #3192e54f
 def random_keep(
-    x:Tensor, # Images [B,C,H,W]
-    n:int, # Number of patches
-    k:int, # How many to occlude
-    seed=0, # An int, mixed with each image's pixels; or an int64 tensor [B]
-)->Tensor: # [B,N], 1 for a patch to keep
+    x: Tensor,  # Images [B,C,H,W]
+    n: int,  # Number of patches
+    k: int,  # How many to occlude
+    seed=0,  # An int, mixed with each image's pixels; or an int64 tensor [B]
+) -> Tensor:  # [B,N], 1 for a patch to keep
     "Random masks, one per image"
     return keep_mask(uniform(image_seed(x, seed), x.new_empty(len(x), n), 1), k)
 
+
 def keep_mask(
-    scores:Tensor, # [B,N]
-    k:int, # How many to occlude: exactly that many, the lowest
-    ste:str='identity', # Gradient of the step: `'identity'`, `'clip'` (to [-1,1], as the published code) or `'sign'`
-)->Tensor: # [B,N], 1 for a patch to keep, 0 for one to occlude
+    scores: Tensor,  # [B,N]
+    k: int,  # How many to occlude: exactly that many, the lowest
+    # Gradient of the step: `'identity'`, `'clip'` (to [-1,1], as the published code) or `'sign'`
+    ste: str = 'identity',
+) -> Tensor:  # [B,N], 1 for a patch to keep, 0 for one to occlude
     "The binariser, with a straight-through gradient"
-    if ste not in _STE: raise ValueError(f'ste must be one of {list(_STE)}, got {ste!r}')
+    if ste not in _STE:
+        raise ValueError(f'ste must be one of {list(_STE)}, got {ste!r}')
     return _Keep.apply(scores, k, ste)
 
-_STE = dict(identity=noop, clip=lambda g: g.clamp(-1,1), sign=torch.sign)
+
+_STE = dict(identity=noop, clip=lambda g: g.clamp(-1, 1), sign=torch.sign)
+
 
 class _Keep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, scores, k, ste): ctx.ste = ste; return torch.ones_like(scores).scatter_(1, scores.topk(k, largest=False).indices, 0)
+    def forward(ctx, scores, k, ste):
+        ctx.ste = ste
+        return torch.ones_like(scores).scatter_(1, scores.topk(k, largest=False).indices, 0)
+
     @staticmethod
-    def backward(ctx, g): return _STE[ctx.ste](g),None,None
+    def backward(ctx, g):
+        return _STE[ctx.ste](g), None, None
 
 # %% ../nbs/05_afat.ipynb #47fcbe04
 def attn_cos(
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-    x:Tensor, # Images [B,C,H,W]
-    x2:Tensor, # The same images, corrupted
-)->Tensor: # [B], 1: no change
-    "How alike the attention is: cosine between each query's row before and after, mean over rows, heads and patch blocks"
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+    x: Tensor,  # Images [B,C,H,W]
+    x2: Tensor,  # The same images, corrupted
+) -> Tensor:  # [B], 1: no change
+    """How alike the attention is: cosine between each query's row before and after, mean over rows, heads and patch
+    blocks"""
     n = len(patch_blocks(model))
-    with attack_mode(model), torch.no_grad(): a,b = [attn_maps(model, o.clone())[:n] for o in (x,x2)]
-    return torch.stack([F.cosine_similarity(o, p, dim=-1).flatten(1).mean(1) for o,p in zip(a,b)]).mean(0)
+    with attack_mode(model), torch.no_grad():
+        a, b = [attn_maps(model, o.clone())[:n] for o in (x, x2)]
+    return torch.stack([F.cosine_similarity(o, p, dim=-1).flatten(1).mean(1) for o, p in zip(a, b)]).mean(0)
+
 
 def patch_blocks(
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-)->list: # Blocks, in the order in which they run
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+) -> list:  # Blocks, in the order in which they run
     "The blocks that work on patches: all but the class attention blocks of XCiT, FAN and CaiT"
     m = unwrap(model)
-    return vit_blocks(model)[:len(m.blocks)] if isinstance(m, (Xcit,Cait)) else vit_blocks(model)
+    return vit_blocks(model)[: len(m.blocks)] if isinstance(m, (Xcit, Cait)) else vit_blocks(model)
 
 # %% ../nbs/05_afat.ipynb #10834af5
 class PatchOcclusion(nn.Module):
     "The corruption model: a convolution that sees each patch, GELU, a linear layer over all patches, the binariser"
-    def __init__(self,
-        grid:tuple, # Rows and columns of patches
-        patch:tuple, # Height and width of a patch in pixels
-        in_chans:int=3, # Channels
-        mean=0., # Taken from the images, a number or one per channel
-        std=1., # The images are divided by it
-        ste:str='identity', # Gradient of the binariser, see `keep_mask`
+
+    def __init__(
+        self,
+        grid: tuple,  # Rows and columns of patches
+        patch: tuple,  # Height and width of a patch in pixels
+        in_chans: int = 3,  # Channels
+        mean=0.0,  # Taken from the images, a number or one per channel
+        std=1.0,  # The images are divided by it
+        ste: str = 'identity',  # Gradient of the binariser, see `keep_mask`
     ):
         super().__init__()
         n = math.prod(grid)
-        self.grid,self.patch,self.ste = tuple(grid),tuple(patch),ste
-        self.conv,self.fc = nn.Conv2d(in_chans, 1, self.patch, stride=self.patch, bias=False),nn.Linear(n, n, bias=False)
-        for k,v in dict(mean=mean, std=std).items(): self.register_buffer(k, torch.as_tensor(v, dtype=torch.float32).reshape(-1,1,1))
+        self.grid, self.patch, self.ste = tuple(grid), tuple(patch), ste
+        self.conv, self.fc = (
+            nn.Conv2d(in_chans, 1, self.patch, stride=self.patch, bias=False),
+            nn.Linear(n, n, bias=False),
+        )
+        for k, v in dict(mean=mean, std=std).items():
+            self.register_buffer(k, torch.as_tensor(v, dtype=torch.float32).reshape(-1, 1, 1))
         _refuse_grey_levels(self.mean, self.std)
-    def scores(self,
-        x, # Images [B,C,H,W] in [0,1]; -> [B,N], low: to be occluded
-    )->Tensor: # [B,N], low: to be occluded
+
+    def scores(
+        self,
+        x,  # Images [B,C,H,W] in [0,1]; -> [B,N], low: to be occluded
+    ) -> Tensor:  # [B,N], low: to be occluded
         "A score for each patch"
-        size = tuple(g*p for g,p in zip(self.grid, self.patch))
-        if x.shape[1:]!=(self.conv.in_channels,*size): raise ValueError(f'this corruption model was made for images [B,{self.conv.in_channels},{size[0]},{size[1]}], got {list(x.shape)}: make a new one')
-        return self.fc(F.gelu(self.conv((x.float()-self.mean)/self.std)).flatten(1))
-    def forward(self,
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-        k:int, # How many patches to occlude
-    )->Tensor: # [B,N], 0 where a patch is occluded
+        size = tuple(g * p for g, p in zip(self.grid, self.patch))
+        if x.shape[1:] != (self.conv.in_channels, *size):
+            raise ValueError(
+                f'this corruption model was made for images [B,{self.conv.in_channels},{size[0]},{size[1]}], got'
+                f' {list(x.shape)}: make a new one'
+            )
+        return self.fc(F.gelu(self.conv((x.float() - self.mean) / self.std)).flatten(1))
+
+    def forward(
+        self,
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+        k: int,  # How many patches to occlude
+    ) -> Tensor:  # [B,N], 0 where a patch is occluded
         "The mask of each image"
-        return keep_mask(self.scores(x), k, self.ste)      # k: how many patches to occlude
-    def __repr__(self): return f'PatchOcclusion({self.grid[0]}x{self.grid[1]} patches of {self.patch[0]}x{self.patch[1]})'
+        return keep_mask(self.scores(x), k, self.ste)  # k: how many patches to occlude
+
+    def __repr__(self):
+        return f'PatchOcclusion({self.grid[0]}x{self.grid[1]} patches of {self.patch[0]}x{self.patch[1]})'
 
 # %% ../nbs/05_afat.ipynb #10834afa
 def occlusion_for(
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-    x:Tensor, # Images [B,C,H,W]
-    seed:int=0, # Of the weights; the global random state is left as it was
-    ste:str='identity', # See `keep_mask`
-    patch:tuple=None, # Height and width in pixels; None: the model's own patches
-)->PatchOcclusion: # On the device of `x`
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+    x: Tensor,  # Images [B,C,H,W]
+    seed: int = 0,  # Of the weights; the global random state is left as it was
+    ste: str = 'identity',  # See `keep_mask`
+    patch: tuple = None,  # Height and width in pixels; None: the model's own patches
+) -> PatchOcclusion:  # On the device of `x`
     "A fresh corruption model that fits a model and its images"
     size = _tiles(patch, x) if patch else patch_size(model, x)
-    mean,std = [o.flatten().tolist() for o in _stats(model, x)]
+    mean, std = [o.flatten().tolist() for o in _stats(model, x)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return PatchOcclusion([s//p for s,p in zip(x.shape[-2:], size)], size, x.shape[1], mean, std, ste).to(x.device)
+        return PatchOcclusion([s // p for s, p in zip(x.shape[-2:], size)], size, x.shape[1], mean, std, ste).to(
+            x.device
+        )
 
 # %% ../nbs/05_afat.ipynb #1a39c969
 def align_loss(
-    f:list, # Features of each block for the clean images
-    f2:list, # The same for the occluded ones
-    how:str='mean', # `'mean'` over all numbers of a block, as the published code; `'sum'` over those of an image, as the paper's formula
-)->Tensor: # A number
+    f: list,  # Features of each block for the clean images
+    f2: list,  # The same for the occluded ones
+    # `'mean'` over all numbers of a block, as the published code; `'sum'` over those of an image, as the paper's
+    # formula
+    how: str = 'mean',
+) -> Tensor:  # A number
     "The distance between two lists of features: per block, mean over blocks and images (equation 2)"
-    if how not in ('mean','sum'): raise ValueError(f"how must be 'mean' or 'sum', got {how!r}")
-    d = torch.stack([(a.float()-b.float()).pow(2).mean() for a,b in zip(f,f2)])
-    return (d if how=='mean' else d*tensor([o[0].numel() for o in f]).to(d)).mean()
+    if how not in ('mean', 'sum'):
+        raise ValueError(f"how must be 'mean' or 'sum', got {how!r}")
+    d = torch.stack([(a.float() - b.float()).pow(2).mean() for a, b in zip(f, f2)])
+    return (d if how == 'mean' else d * tensor([o[0].numel() for o in f]).to(d)).mean()
 
 # %% ../nbs/05_afat.ipynb #6c9751ff
 def ascend(
-    corruption:nn.Module, # Whose parameters have gradients
-    optim, # A torch optimiser that maximises
-    length:float=5., # The gradient is brought to this length; None: used as it is
+    corruption: nn.Module,  # Whose parameters have gradients
+    optim,  # A torch optimiser that maximises
+    length: float = 5.0,  # The gradient is brought to this length; None: used as it is
 ):
     "One step of the corruption model uphill; its gradients are cleared"
     gs = [p.grad for p in corruption.parameters() if p.grad is not None]
     size = torch.stack([g.norm() for g in gs]).norm() if gs else torch.zeros(())
-    if size.isfinite() and size>0:
-        for g in gs if length else []: g *= length/size
+    if size.isfinite() and size > 0:
+        for g in gs if length else []:
+            g *= length / size
         optim.step()
     optim.zero_grad()
 
+
 def corruption_optim(
-    corruption:nn.Module, # The corruption model
-    lr:float=1e-4, # Step length
-    mom:float=.9, # Nesterov momentum
-    wd:float=.05, # Weight decay
-)->torch.optim.SGD: # It raises what it is given
+    corruption: nn.Module,  # The corruption model
+    lr: float = 1e-4,  # Step length
+    mom: float = 0.9,  # Nesterov momentum
+    wd: float = 0.05,  # Weight decay
+) -> torch.optim.SGD:  # It raises what it is given
     "The authors' optimiser for the corruption model: SGD, uphill"
     return torch.optim.SGD(corruption.parameters(), lr, momentum=mom, nesterov=True, weight_decay=wd, maximize=True)
 
 # %% ../nbs/05_afat.ipynb #8c844468
 def fit_corruption(
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`; frozen, left as it was
-    data, # A DataLoader, or a tuple (images, labels)
-    corruption:nn.Module=None, # Goes on from here, with noise that it has not seen yet; None: a fresh one
-    share:float=.1, # Share of the patches to occlude
-    fill:str='noise', # See `patch_cover`
-    epochs:int=1, # Passes through `data`
-    lr:float=1e-3, # Step length
-    bs:int=64, # Batch size, where `data` are tensors
-    seed:int=0, # Of the weights and the noise
-)->tuple: # The corruption model, and the alignment loss of each step
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`; frozen, left as it was
+    data,  # A DataLoader, or a tuple (images, labels)
+    corruption: nn.Module = None,  # Goes on from here, with noise that it has not seen yet; None: a fresh one
+    share: float = 0.1,  # Share of the patches to occlude
+    fill: str = 'noise',  # See `patch_cover`
+    epochs: int = 1,  # Passes through `data`
+    lr: float = 1e-3,  # Step length
+    bs: int = 64,  # Batch size, where `data` are tensors
+    seed: int = 0,  # Of the weights and the noise
+) -> tuple:  # The corruption model, and the alignment loss of each step
     "Train a corruption model alone, against a classifier that does not move"
     _check_read(model)
-    seen,optim,dev,done = [],None,next(model.parameters()).device,getattr(corruption,'epochs',0)
-    for e,(_,x,_) in ((e,b) for e in range(done, done+epochs) for b in eval_batches(data, bs=bs, device=dev)):
+    seen, optim, dev, done = [], None, next(model.parameters()).device, getattr(corruption, 'epochs', 0)
+    for e, (_, x, _) in ((e, b) for e in range(done, done + epochs) for b in eval_batches(data, bs=bs, device=dev)):
         x = check_images(x, model)
-        if corruption is None: corruption = occlusion_for(model, x, seed)
+        if corruption is None:
+            corruption = occlusion_for(model, x, seed)
         optim = optim or corruption_optim(corruption, lr)
         keep = corruption(x.clone(), n_occluded(share, math.prod(corruption.grid)))
-        x2 = occlude(x, keep, corruption.patch, patch_cover(x, seed+e, fill, model))
-        with attack_mode(model): v = align_loss(*_halves(model, torch.cat([x,x2])))
-        v.backward(); seen.append(v.item()); ascend(corruption, optim)
-    if corruption is not None: corruption.epochs = done+epochs
-    return corruption,seen
+        x2 = occlude(x, keep, corruption.patch, patch_cover(x, seed + e, fill, model))
+        with attack_mode(model):
+            v = align_loss(*_halves(model, torch.cat([x, x2])))
+        v.backward()
+        seen.append(v.item())
+        ascend(corruption, optim)
+    if corruption is not None:
+        corruption.epochs = done + epochs
+    return corruption, seen
+
 
 def _check_read(model):
     "Refuse a model whose blocks run again in the backward, when nobody reads them"
-    if not any(getattr(o,'grad_checkpointing',False) for o in model.modules()): return
-    raise ValueError('gradient checkpointing runs blocks again in the backward, when nobody reads them: '
-        'model.set_grad_checkpointing(False) first')
+    if not any(getattr(o, 'grad_checkpointing', False) for o in model.modules()):
+        return
+    raise ValueError(
+        'gradient checkpointing runs blocks again in the backward, when nobody reads them: '
+        'model.set_grad_checkpointing(False) first'
+    )
+
 
 def _halves(model, x):
     "Features of the first and of the second half of a batch, patch blocks alone"
-    fs = block_outputs(model, x)[:len(patch_blocks(model))]
+    fs = block_outputs(model, x)[: len(patch_blocks(model))]
     return list(zip(*[o.chunk(2) for o in fs]))
 
 # %% ../nbs/05_afat.ipynb #e14b0622
 class AFAT(AdvCallback):
-    """Adversarial feature alignment: a corruption model occludes patches, the Learner's model keeps its features where they
+    """Adversarial feature alignment: a corruption model occludes patches, the Learner's model keeps its features where
+    they
     were; a second copy is refused"""
-    order = AdvTrain.order+.5                          # after AdvTrain has put its images in place, before anything that scales the loss
-    _stateattrs,optim = ('optim','leaf','kept','outs','undo','extra','clean','g'),None
+
+    # after AdvTrain has put its images in place, before anything that scales the loss
+    order = AdvTrain.order + 0.5
+    _stateattrs, optim = ('optim', 'leaf', 'kept', 'outs', 'undo', 'extra', 'clean', 'g'), None
     leaf = kept = outs = undo = extra = clean = g = None
-    def __init__(self,
-        occlude=.1, # Share of the patches (rho in the paper), a number or a schedule; 0: plain training, to the bit
-        lam=5e-3, # Weight of the alignment loss (lambda in the paper), a number or a schedule
-        select:str='adversarial', # Which patches: `'adversarial'`: ascent on the alignment loss; `'ce'`: on the cross-entropy of the occluded images; `'random'`
-        fill:str='noise', # See `patch_cover`
-        how:str='mean', # See `align_loss`
-        corruption_lr:float=1e-4, # Step length of the corruption model
-        ste:str=None, # See `keep_mask`; None: the given corruption model's own, `'identity'` for a fresh one
-        length:float=5., # The corruption model's gradient is brought to this length; None: used as it is
-        corruption:nn.Module=None, # A corruption model to go on with; None: a fresh one, made for the first batch
-        patch=None, # Side of a patch in pixels, or (height, width); None: the model's own
+
+    def __init__(
+        self,
+        occlude=0.1,  # Share of the patches (rho in the paper), a number or a schedule; 0: plain training, to the bit
+        lam=5e-3,  # Weight of the alignment loss (lambda in the paper), a number or a schedule
+        # Which patches: `'adversarial'`: ascent on the alignment loss; `'ce'`: on the cross-entropy of the occluded
+        # images; `'random'`
+        select: str = 'adversarial',
+        fill: str = 'noise',  # See `patch_cover`
+        how: str = 'mean',  # See `align_loss`
+        corruption_lr: float = 1e-4,  # Step length of the corruption model
+        ste: str = None,  # See `keep_mask`; None: the given corruption model's own, `'identity'` for a fresh one
+        length: float = 5.0,  # The corruption model's gradient is brought to this length; None: used as it is
+        corruption: nn.Module = None,  # A corruption model to go on with; None: a fresh one, made for the first batch
+        patch=None,  # Side of a patch in pixels, or (height, width); None: the model's own
     ):
-        for k,v,ok in (('select',select,('adversarial','ce','random')),('fill',fill,('noise','uniform','drop')),('how',how,('mean','sum')),('ste',ste,(None,*_STE))):
-            if v not in ok: raise ValueError(f'{k} must be one of {list(ok)}, got {v!r}')
-        for k,v in (('occlude',occlude),('lam',lam)):
-            if not callable(v) and not 0<=v<=(1 if k=='occlude' else math.inf): raise ValueError(f'{k} must be a number{" from 0 to 1" if k=="occlude" else " >= 0"} or a schedule, got {v!r}')
-        if isinstance(patch, int): patch = (patch,patch)
-        for k,v in (('ste',ste),('patch',patch and tuple(patch))):
-            if corruption is not None and v not in (None, own := getattr(corruption, k, None)): raise ValueError(f'{k}={v!r} is for a fresh corruption model, the given one has {k}={own!r}: leave {k} out, or make it with PatchOcclusion(..., {k}={v!r})')
-        store_attr(); self.rows,self.skip = [],False
+        for k, v, ok in (
+            ('select', select, ('adversarial', 'ce', 'random')),
+            ('fill', fill, ('noise', 'uniform', 'drop')),
+            ('how', how, ('mean', 'sum')),
+            ('ste', ste, (None, *_STE)),
+        ):
+            if v not in ok:
+                raise ValueError(f'{k} must be one of {list(ok)}, got {v!r}')
+        for k, v in (('occlude', occlude), ('lam', lam)):
+            if not callable(v) and not 0 <= v <= (1 if k == 'occlude' else math.inf):
+                raise ValueError(
+                    f'{k} must be a number{" from 0 to 1" if k == "occlude" else " >= 0"} or a schedule, got {v!r}'
+                )
+        if isinstance(patch, int):
+            patch = (patch, patch)
+        for k, v in (('ste', ste), ('patch', patch and tuple(patch))):
+            if corruption is not None and v not in (None, own := getattr(corruption, k, None)):
+                raise ValueError(
+                    f'{k}={v!r} is for a fresh corruption model, the given one has {k}={own!r}: leave {k} out, or make'
+                    f' it with PatchOcclusion(..., {k}={v!r})'
+                )
+        store_attr()
+        self.rows, self.skip = [], False
         self.ste = ste or getattr(corruption, 'ste', 'identity')
-    def __repr__(self): return f'AFAT(occlude={self.occlude!r}, lam={self.lam!r}, select={self.select!r}'+''.join(f', {k}={getattr(self,k)!r}' for k,v in dict(fill='noise', how='mean', ste='identity').items() if getattr(self,k)!=v)+')'
-    def at(self,
-        v, # A number, or a schedule `pct -> value`
-    )->float: # The number
+
+    def __repr__(self):
+        return (
+            f'AFAT(occlude={self.occlude!r}, lam={self.lam!r}, select={self.select!r}'
+            + ''.join(
+                f', {k}={getattr(self, k)!r}'
+                for k, v in dict(fill='noise', how='mean', ste='identity').items()
+                if getattr(self, k) != v
+            )
+            + ')'
+        )
+
+    def at(
+        self,
+        v,  # A number, or a schedule `pct -> value`
+    ) -> float:  # The number
         "The number that holds at this point of the training"
         return v(self.pct_train) if callable(v) else v
 
 # %% ../nbs/05_afat.ipynb #b67ac9ee
 @patch
-def before_fit(self:AFAT):
+def before_fit(self: AFAT):
     "Clear what an interrupted fit may have left"
     self.skip = False
-    if self.optim is not None: self.optim.zero_grad()
+    if self.optim is not None:
+        self.optim.zero_grad()
+
 
 @patch
-def before_epoch(self:AFAT):
+def before_epoch(self: AFAT):
     "Put `batches` around the batches of this epoch's training"
     self.learn.all_batches = partial(self.batches, self.learn)
 
+
 @patch
-def batches(self:AFAT,
-    learn:Learner, # Whose epoch it is
+def batches(
+    self: AFAT,
+    learn: Learner,  # Whose epoch it is
 ):
     "Run its batches, once; however they end, an interrupt included, nothing of AFAT stays on the model"
     learn.__dict__.pop('all_batches', None)
-    try: learn.all_batches()
-    finally: self.after_cancel_batch()
+    try:
+        learn.all_batches()
+    finally:
+        self.after_cancel_batch()
+
 
 @patch
-def after_cancel_epoch(self:AFAT):
+def after_cancel_epoch(self: AFAT):
     "Take back `before_epoch`"
     self.learn.__dict__.pop('all_batches', None)
 
 # %% ../nbs/05_afat.ipynb #b67ac9f1
 @patch
-def before_train(self:AFAT):
-    """Refuse what cannot be aligned: models whose blocks cannot be read, and callbacks that make a joint batch of their own;
+def before_train(self: AFAT):
+    """Refuse what cannot be aligned: models whose blocks cannot be read, and callbacks that make a joint batch of their
+    own;
     then put all that is frozen into evaluation mode"""
     check_dls(self.dl)
     joint = first(c for c in self.learn.cbs if isinstance(c, AdvTrain) and c.joint)
-    if joint is not None: raise ValueError(f'{joint!r} trains on a joint batch of clean and adversarial images, and so does AFAT: use AdvTrain(attack) with it, or one of the two')
-    if is_compiled(self.learn.model): raise ValueError('AFAT reads the blocks of the model with hooks, which compiled code does not see: train the model uncompiled, then torch.compile')
-    if isinstance(self.learn.model, nn.DataParallel) and len(self.learn.model.device_ids)>1:
-        raise ValueError('AFAT reads the blocks of one model, and DataParallel runs copies of it: '
-            'use one process per device, learn.distrib_ctx()')
+    if joint is not None:
+        raise ValueError(
+            f'{joint!r} trains on a joint batch of clean and adversarial images, and so does AFAT: use AdvTrain(attack)'
+            ' with it, or one of the two'
+        )
+    if is_compiled(self.learn.model):
+        raise ValueError(
+            'AFAT reads the blocks of the model with hooks, which compiled code does not see: train the model'
+            ' uncompiled, then torch.compile'
+        )
+    if isinstance(self.learn.model, nn.DataParallel) and len(self.learn.model.device_ids) > 1:
+        raise ValueError(
+            'AFAT reads the blocks of one model, and DataParallel runs copies of it: '
+            'use one process per device, learn.distrib_ctx()'
+        )
     _check_read(self.victim)
     patch_blocks(self.victim)
     still(self.learn.model)
-    self.total,self.n = 0.,0
+    self.total, self.n = 0.0, 0
 
 # %% ../nbs/05_afat.ipynb #b67ac9f3
 @patch
-def before_batch(self:AFAT):
+def before_batch(self: AFAT):
     "Add the occluded images to the batch"
     self.leaf = self.extra = None
     share = self.at(self.occlude)
-    if not share or not self.at(self.lam): return
-    if len(self.xb)!=1: raise ValueError(f'AFAT needs a model with one input tensor, this batch has {len(self.xb)}')
-    if self.yb and find_bs(self.xb)!=find_bs(self.yb): raise ValueError(f'this batch has {find_bs(self.xb)} images for {find_bs(self.yb)} labels: another callback makes a joint batch, and so does AFAT: use one of the two')
+    if not share or not self.at(self.lam):
+        return
+    if len(self.xb) != 1:
+        raise ValueError(f'AFAT needs a model with one input tensor, this batch has {len(self.xb)}')
+    if self.yb and find_bs(self.xb) != find_bs(self.yb):
+        raise ValueError(
+            f'this batch has {find_bs(self.xb)} images for {find_bs(self.yb)} labels: another callback makes a joint'
+            ' batch, and so does AFAT: use one of the two'
+        )
     x = self.x.as_subclass(Tensor)
     check_images(x, self.victim)
     self.clean = self.xb
     self.kept = self.choose(x, share)
-    self.leaf = self.kept.detach().requires_grad_(self.select!='random')
+    self.leaf = self.kept.detach().requires_grad_(self.select != 'random')
     cover = patch_cover(x, self.epoch_seed, self.fill, self.victim)
     self.learn.xb = (torch.cat([x, occlude(x, self.leaf, self.size(x), cover)]),)
     self.arm()
 
 # %% ../nbs/05_afat.ipynb #12a24607
 @patch
-def size(self:AFAT,
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-)->tuple: # Two ints
+def size(
+    self: AFAT,
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+) -> tuple:  # Two ints
     "Height and width of a patch in pixels"
-    return self.corruption.patch if self.corruption is not None else _tiles(self.patch, x) if self.patch else patch_size(self.victim, x)
+    return (
+        self.corruption.patch
+        if self.corruption is not None
+        else _tiles(self.patch, x)
+        if self.patch
+        else patch_size(self.victim, x)
+    )
+
 
 @patch
-def choose(self:AFAT,
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    share:float, # Share of the patches, 0 to 1
-)->Tensor: # [B,N], 0 where a patch is occluded
+def choose(
+    self: AFAT,
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    share: float,  # Share of the patches, 0 to 1
+) -> Tensor:  # [B,N], 0 where a patch is occluded
     "The mask of each image; the corruption model is made at its first call"
-    n = math.prod(s//p for s,p in zip(x.shape[-2:], self.size(x)))
-    if self.select=='random': return random_keep(x, n, n_occluded(share, n), self.epoch_seed)
-    if self.corruption is None: self.fresh(x)
+    n = math.prod(s // p for s, p in zip(x.shape[-2:], self.size(x)))
+    if self.select == 'random':
+        return random_keep(x, n, n_occluded(share, n), self.epoch_seed)
+    if self.corruption is None:
+        self.fresh(x)
     self.corruption.to(x.device)
-    if self.optim is None: self.optim = corruption_optim(self.corruption, self.corruption_lr)
-    as_it_is = attack_mode(self.corruption) if hasattr(self.learn,'lr_finder') else nullcontext()
-    with as_it_is: return self.corruption(x.clone(), n_occluded(share, n))
+    if self.optim is None:
+        self.optim = corruption_optim(self.corruption, self.corruption_lr)
+    as_it_is = attack_mode(self.corruption) if hasattr(self.learn, 'lr_finder') else nullcontext()
+    with as_it_is:
+        return self.corruption(x.clone(), n_occluded(share, n))
+
 
 @patch
-def fresh(self:AFAT,
-    x:Tensor, # Images [B,C,H,W] in [0,1]
+def fresh(
+    self: AFAT,
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
 ):
     "Make the corruption model; warn where a fit goes on that has had one"
     if any(isinstance(c, SkipToEpoch) for c in self.learn.cbs):
-        warnings.warn(f'AFAT goes on at epoch {self.epoch} with a fresh corruption model: '
-            'learn.load brings back the model alone; keep learn.afat.state_dict() beside it, and give it to learn.afat.load_state_dict before the fit')
-    self.corruption = occlusion_for(self.victim, x, torch.initial_seed()%2**62, self.ste, self.patch)
+        warnings.warn(
+            f'AFAT goes on at epoch {self.epoch} with a fresh corruption model: learn.load brings back the model alone;'
+            ' keep learn.afat.state_dict() beside it, and give it to learn.afat.load_state_dict before the fit'
+        )
+    self.corruption = occlusion_for(self.victim, x, torch.initial_seed() % 2**62, self.ste, self.patch)
 
 # %% ../nbs/05_afat.ipynb #9a669d98
 class _Hook:
     "A forward hook that hands the output to `f`; copies of the model get an idle one"
-    def __init__(self, f): self.f = f
-    def __call__(self, mod, args, o): self.f(o)
-    def __reduce__(self): return _idle_hook,()
 
-def _idle_hook(): return _idle
-def _idle(*args): "Does nothing"
+    def __init__(self, f):
+        self.f = f
+
+    def __call__(self, mod, args, o):
+        self.f(o)
+
+    def __reduce__(self):
+        return _idle_hook, ()
+
+
+def _idle_hook():
+    return _idle
+
+
+def _idle(*args):
+    "Does nothing"
+
 
 @patch
-def arm(self:AFAT):
+def arm(self: AFAT):
     "Read the patch blocks during the next forward of the model, and only then"
-    self.disarm(); m,outs = self.victim,{}
-    def note(i, o): outs[i] = own(o)                  # a model may go on in the memory of its block's output
-    def done(o): self.disarm(); self.outs = list(outs.values())
-    self.undo = [b.register_forward_hook(_Hook(partial(note, i))) for i,b in enumerate(patch_blocks(m))]
+    self.disarm()
+    m, outs = self.victim, {}
+
+    def note(i, o):
+        outs[i] = own(o)  # a model may go on in the memory of its block's output
+
+    def done(o):
+        self.disarm()
+        self.outs = list(outs.values())
+
+    self.undo = [b.register_forward_hook(_Hook(partial(note, i))) for i, b in enumerate(patch_blocks(m))]
     self.undo.append(m.register_forward_hook(_Hook(done)))
 
-@patch
-def disarm(self:AFAT):
-    "Take back `arm`"
-    for h in self.undo or (): h.remove()
-    self.undo = None
 
 @patch
-def after_cancel_batch(self:AFAT):
+def disarm(self: AFAT):
+    "Take back `arm`"
+    for h in self.undo or ():
+        h.remove()
+    self.undo = None
+
+
+@patch
+def after_cancel_batch(self: AFAT):
     "Nothing is left of a batch that another callback gave up"
-    self.disarm(); self.leaf = self.kept = self.outs = self.extra = self.clean = self.g = None
+    self.disarm()
+    self.leaf = self.kept = self.outs = self.extra = self.clean = self.g = None
 
 # %% ../nbs/05_afat.ipynb #4f80a4fb
 @patch
-def after_pred(self:AFAT):
+def after_pred(self: AFAT):
     "Split outputs and features of the joint batch"
-    if self.leaf is None: return
-    z,z2 = check_logits(self.pred, self.x).chunk(2)
-    outs,self.outs = self.outs,None
-    self.learn.pred,self.extra = z,align_loss(*zip(*[o.chunk(2) for o in outs]), self.how)
-    if self.select=='ce' and self.training: self.g, = torch.autograd.grad(self.learn.loss_func(z2, *self.yb), self.leaf, retain_graph=True)
+    if self.leaf is None:
+        return
+    z, z2 = check_logits(self.pred, self.x).chunk(2)
+    outs, self.outs = self.outs, None
+    self.learn.pred, self.extra = z, align_loss(*zip(*[o.chunk(2) for o in outs]), self.how)
+    if self.select == 'ce' and self.training:
+        (self.g,) = torch.autograd.grad(self.learn.loss_func(z2, *self.yb), self.leaf, retain_graph=True)
+
 
 @patch
-def after_loss(self:AFAT):
+def after_loss(self: AFAT):
     "Add the alignment loss, and to what the table shows"
-    if self.extra is None: return
-    v,self.extra = self.extra,None
-    self.total,self.n = self.total+v.detach(),self.n+1
-    if self.n==1: self.summed = is_summed(self.learn.loss_func, self.pred, self.yb)
+    if self.extra is None:
+        return
+    v, self.extra = self.extra, None
+    self.total, self.n = self.total + v.detach(), self.n + 1
+    if self.n == 1:
+        self.summed = is_summed(self.learn.loss_func, self.pred, self.yb)
     many = find_bs(self.yb) if self.summed else 1
-    self.learn.loss_grad = self.loss_grad+self.at(self.lam)*v*many
+    self.learn.loss_grad = self.loss_grad + self.at(self.lam) * v * many
     self.learn.loss = self.loss_grad.detach().clone()
-    if any(isinstance(c, AWP) for c in self.learn.cbs): self.arm()     # which runs the model a second time
+    if any(isinstance(c, AWP) for c in self.learn.cbs):
+        self.arm()  # which runs the model a second time
 
 # %% ../nbs/05_afat.ipynb #d45e367e
 @patch
-def after_backward(self:AFAT):
+def after_backward(self: AFAT):
     "Send the gradient of the masks into the corruption model"
     self.disarm()
-    if self.leaf is None: return
-    g = self.g if self.select=='ce' else self.leaf.grad
-    scaler = getattr(self.learn,'scaler',None) if self.select!='ce' else None
+    if self.leaf is None:
+        return
+    g = self.g if self.select == 'ce' else self.leaf.grad
+    scaler = getattr(self.learn, 'scaler', None) if self.select != 'ce' else None
     if g is not None and self.kept.requires_grad:
-        if scaler is not None: g = g/scaler.get_scale()
-        self.kept.backward(g.nan_to_num(0,0,0))
+        if scaler is not None:
+            g = g / scaler.get_scale()
+        self.kept.backward(g.nan_to_num(0, 0, 0))
     self.leaf = self.kept = self.g = None
-    self.learn.xb,self.clean = self.clean,None
+    self.learn.xb, self.clean = self.clean, None
+
 
 @patch
-def after_cancel_step(self:AFAT):
+def after_cancel_step(self: AFAT):
     "The loss scaler skips this step"
     self.skip = True
 
+
 @patch
-def after_step(self:AFAT):
+def after_step(self: AFAT):
     "The corruption model's step, uphill"
-    skip,self.skip = self.skip,False
-    if self.optim is None: return
-    if skip or hasattr(self.learn,'lr_finder'): self.optim.zero_grad()
-    else: self.together(); ascend(self.corruption, self.optim, self.length)
+    skip, self.skip = self.skip, False
+    if self.optim is None:
+        return
+    if skip or hasattr(self.learn, 'lr_finder'):
+        self.optim.zero_grad()
+    else:
+        self.together()
+        ascend(self.corruption, self.optim, self.length)
 
 # %% ../nbs/05_afat.ipynb #2d8d4ede
 @patch
-def together(self:AFAT):
+def together(self: AFAT):
     "The mean of the gradients of all processes"
-    if num_distrib()<2: return
+    if num_distrib() < 2:
+        return
     for p in self.corruption.parameters():
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-        torch.distributed.all_reduce(p.grad); p.grad /= num_distrib()
+        torch.distributed.all_reduce(p.grad)
+        p.grad /= num_distrib()
+
 
 @patch
-def after_train(self:AFAT):
+def after_train(self: AFAT):
     "Note the epoch's mean"
-    if self.n and not hasattr(self.learn,'lr_finder'):
-        self.rows.append(dict(epoch=self.epochs.now, align_loss=float(self.total)/self.n))
-    self.total,self.n = 0.,0
+    if self.n and not hasattr(self.learn, 'lr_finder'):
+        self.rows.append(dict(epoch=self.epochs.now, align_loss=float(self.total) / self.n))
+    self.total, self.n = 0.0, 0
+
 
 @patch(as_prop=True)
-def df(self:AFAT):
+def df(self: AFAT):
     "The alignment loss of each epoch of the Learner's life, counted from 0"
-    return pd.DataFrame(self.rows, columns=['epoch','align_loss'])
+    return pd.DataFrame(self.rows, columns=['epoch', 'align_loss'])
 
 # %% ../nbs/05_afat.ipynb #2d8d4edf
 @patch
-def state_dict(self:AFAT)->dict: # For `torch.save`
+def state_dict(self: AFAT) -> dict:  # For `torch.save`
     "The corruption model, its epochs in `fit_corruption`, its optimiser and the table: what `learn.save` does not keep"
-    c,o = self.corruption,self.optim
-    made = {k:getattr(c, k) for k in ('grid','patch','ste')} if isinstance(c, PatchOcclusion) else {}
-    return dict(made=made, corruption=c and c.state_dict(), optim=o and o.state_dict(), rows=self.rows,
-        epochs=getattr(c,'epochs',0))
+    c, o = self.corruption, self.optim
+    made = {k: getattr(c, k) for k in ('grid', 'patch', 'ste')} if isinstance(c, PatchOcclusion) else {}
+    return dict(
+        made=made,
+        corruption=c and c.state_dict(),
+        optim=o and o.state_dict(),
+        rows=self.rows,
+        epochs=getattr(c, 'epochs', 0),
+    )
+
 
 @patch
-def load_state_dict(self:AFAT,
-    state:dict, # From `state_dict`
+def load_state_dict(
+    self: AFAT,
+    state: dict,  # From `state_dict`
 ):
     "Go on with the corruption model of another run"
-    own,self.rows = state['corruption'],list(state['rows'])
-    if own is None: return
+    own, self.rows = state['corruption'], list(state['rows'])
+    if own is None:
+        return
     if self.corruption is None:
-        c,stats = own['conv.weight'].shape[1],{k:own[k] for k in ('mean','std')}
+        c, stats = own['conv.weight'].shape[1], {k: own[k] for k in ('mean', 'std')}
         self.corruption = PatchOcclusion(**state['made'], in_chans=c, **stats)
     self.corruption.load_state_dict(own)
     self.corruption.epochs = state.get('epochs', 0)
     self.optim = corruption_optim(self.corruption, self.corruption_lr)
-    if state['optim'] is not None: self.optim.load_state_dict(state['optim'])
+    if state['optim'] is not None:
+        self.optim.load_state_dict(state['optim'])
 
 # %% ../nbs/05_afat.ipynb #ed03625c
 @dataclass(frozen=True, repr=False)
 class Occlusion(PatchAttack):
-    "Cover a share of each image's patches: random ones, or those that a corruption model chooses; goes wherever an attack goes"
-    share:float = field(default=.1, kw_only=True) # Share of the patches, see `n_occluded`
-    by:nn.Module = field(default=None, kw_only=True) # A corruption model; None: random patches
-    fill:str = field(default='noise', kw_only=True) # See `patch_cover`
-    _most,_choices = dict(share=1),dict(fill=('noise','uniform','drop'))
+    """Cover a share of each image's patches: random ones, or those that a corruption model chooses; goes wherever an
+    attack goes"""
+
+    share: float = field(default=0.1, kw_only=True)  # Share of the patches, see `n_occluded`
+    by: nn.Module = field(default=None, kw_only=True)  # A corruption model; None: random patches
+    fill: str = field(default='noise', kw_only=True)  # See `patch_cover`
+    _most, _choices = dict(share=1), dict(fill=('noise', 'uniform', 'drop'))
+
     @property
-    def name(self): return 'occlusion' if self.by is None else 'learned_occlusion'
+    def name(self):
+        return 'occlusion' if self.by is None else 'learned_occlusion'
+
     @torch.no_grad()
-    def run(self,
-        obj:Objective, # What the attack climbs
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-        seed:Tensor, # [B] int64, one per image, for every random number
-    )->Tensor: # [B,C,H,W]
+    def run(
+        self,
+        obj: Objective,  # What the attack climbs
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+        seed: Tensor,  # [B] int64, one per image, for every random number
+    ) -> Tensor:  # [B,C,H,W]
         "The occluded images"
         size = patch_size(obj.model, x) if self.by is None else self.by.patch
-        n = math.prod(s//p for s,p in zip(x.shape[-2:], size)); k = n_occluded(self.share, n)
-        if not k: return x
+        n = math.prod(s // p for s, p in zip(x.shape[-2:], size))
+        k = n_occluded(self.share, n)
+        if not k:
+            return x
         keep = random_keep(x, n, k, seed) if self.by is None else self.chosen(x, k)
         return occlude(x, keep, size, patch_cover(x, seed, self.fill, obj.model))
-    def chosen(self,
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-        k:int, # How many patches to occlude
-    )->Tensor: # [B,N], 0 where a patch is occluded
+
+    def chosen(
+        self,
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+        k: int,  # How many patches to occlude
+    ) -> Tensor:  # [B,N], 0 where a patch is occluded
         "The mask of `by`, in evaluation mode and left as it was"
-        with attack_mode(self.by), torch.no_grad(): return self.by(x.clone(), k)
+        with attack_mode(self.by), torch.no_grad():
+            return self.by(x.clone(), k)
 
 # %% ../nbs/05_afat.ipynb #4dbb07ab
 @dataclass(frozen=True, repr=False)
 class GreedyOcclusion(Occlusion):
-    "Cover patches one after the other, each time the one that raises the loss most; an image that is fooled is left as it is"
-    by:nn.Module = field(default=None, init=False, repr=False)
-    bs:int = field(default=1024, kw_only=True) # Images per forward
+    """Cover patches one after the other, each time the one that raises the loss most; an image that is fooled is left
+    as it is"""
+
+    by: nn.Module = field(default=None, init=False, repr=False)
+    bs: int = field(default=1024, kw_only=True)  # Images per forward
+
     @property
-    def name(self): return 'greedy_occlusion'
+    def name(self):
+        return 'greedy_occlusion'
+
     @torch.no_grad()
-    def run(self,
-        obj:Objective, # What the attack climbs
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-        seed:Tensor, # [B] int64, one per image, for every random number
-    )->Tensor: # [B,C,H,W]
+    def run(
+        self,
+        obj: Objective,  # What the attack climbs
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+        seed: Tensor,  # [B] int64, one per image, for every random number
+    ) -> Tensor:  # [B,C,H,W]
         "The occluded images"
-        size = patch_size(obj.model, x); n = math.prod(s//p for s,p in zip(x.shape[-2:], size))
-        cover,keep = patch_cover(x, seed, self.fill, obj.model),x.new_ones(len(x), n)
+        size = patch_size(obj.model, x)
+        n = math.prod(s // p for s, p in zip(x.shape[-2:], size))
+        cover, keep = patch_cover(x, seed, self.fill, obj.model), x.new_ones(len(x), n)
         todo = torch.ones(len(x), dtype=torch.bool, device=x.device)
         for _ in range(n_occluded(self.share, n)):
-            rows = todo.nonzero()[:,0]
-            if not len(rows): break
-            v,won = self.values(obj, x, keep, cover, size, rows)
+            rows = todo.nonzero()[:, 0]
+            if not len(rows):
+                break
+            v, won = self.values(obj, x, keep, cover, size, rows)
             best = v.argmax(1)
-            keep[rows,best] = 0
-            todo[rows[won.gather(1, best[:,None])[:,0]]] = False
+            keep[rows, best] = 0
+            todo[rows[won.gather(1, best[:, None])[:, 0]]] = False
         return occlude(x, keep, size, cover)
 
 # %% ../nbs/05_afat.ipynb #4dbb07aa
 @patch
-def values(self:GreedyOcclusion,
-    obj:Objective, # What the attack climbs
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    keep:Tensor, # [B,N], 0 where a patch is covered already
-    cover:Tensor, # What covers the patches, see `patch_cover`
-    size:tuple, # Height and width of a patch in pixels
-    rows:Tensor, # Positions [R] of the images to try
-)->tuple: # Loss [R,N], a fooling patch first; [R,N] bool
+def values(
+    self: GreedyOcclusion,
+    obj: Objective,  # What the attack climbs
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    keep: Tensor,  # [B,N], 0 where a patch is covered already
+    cover: Tensor,  # What covers the patches, see `patch_cover`
+    size: tuple,  # Height and width of a patch in pixels
+    rows: Tensor,  # Positions [R] of the images to try
+) -> tuple:  # Loss [R,N], a fooling patch first; [R,N] bool
     "Loss with one more patch covered, and whether it fools the model"
-    n = keep.shape[1]; i,j = rows.repeat_interleave(n),torch.arange(n, device=x.device).repeat(len(rows))
-    vs,ws = [],[]
-    for a,b in zip(i.split(self.bs), j.split(self.bs)):
-        k = keep[a]; gone = k.gather(1, b[:,None])[:,0]==0
+    n = keep.shape[1]
+    i, j = rows.repeat_interleave(n), torch.arange(n, device=x.device).repeat(len(rows))
+    vs, ws = [], []
+    for a, b in zip(i.split(self.bs), j.split(self.bs)):
+        k = keep[a]
+        gone = k.gather(1, b[:, None])[:, 0] == 0
         o = obj.rows(a)
-        v,z = o(occlude(x[a], k.scatter(1, b[:,None], 0), size, cover[a])); w = o.fooled(z)&~gone
-        vs.append(v.masked_fill(gone, -math.inf)+1e6*w); ws.append(w)
-    return torch.cat(vs).view(-1, n),torch.cat(ws).view(-1, n)
+        v, z = o(occlude(x[a], k.scatter(1, b[:, None], 0), size, cover[a]))
+        w = o.fooled(z) & ~gone
+        vs.append(v.masked_fill(gone, -math.inf) + 1e6 * w)
+        ws.append(w)
+    return torch.cat(vs).view(-1, n), torch.cat(ws).view(-1, n)
 
 # %% ../nbs/05_afat.ipynb #a4a3d247
 @patch
-def show_masks(self:AFAT,
-    dl=None, # Where the images come from; None: the validation set
-    max_n:int=6, # How many
-)->None: # It draws two rows of images
+def show_masks(
+    self: AFAT,
+    dl=None,  # Where the images come from; None: the validation set
+    max_n: int = 6,  # How many
+) -> None:  # It draws two rows of images
     "Images, what the corruption model covers of them, and the probability of the true class for both"
-    if self.corruption is None: raise ValueError('there is no corruption model yet: fit first (and with occlude>0)')
-    return show_occlusion(self.victim, Occlusion(share=self.last(), by=self.corruption, fill=self.fill), ifnone(dl, self.dls.valid), max_n)
+    if self.corruption is None:
+        raise ValueError('there is no corruption model yet: fit first (and with occlude>0)')
+    return show_occlusion(
+        self.victim, Occlusion(share=self.last(), by=self.corruption, fill=self.fill), ifnone(dl, self.dls.valid), max_n
+    )
+
 
 @patch
-def last(self:AFAT)->float: # 0 to 1
+def last(self: AFAT) -> float:  # 0 to 1
     "The share at the end of training"
-    return self.occlude(1.) if callable(self.occlude) else self.occlude
+    return self.occlude(1.0) if callable(self.occlude) else self.occlude
+
 
 def show_occlusion(
-    model:nn.Module, # Takes images [B,C,H,W] in [0,1]
-    attack, # An `Occlusion`, or any attack
-    data, # A DataLoader, or a tuple (images, labels)
-    max_n:int=6, # How many images
-    figsize:tuple=None, # Inches
+    model: nn.Module,  # Takes images [B,C,H,W] in [0,1]
+    attack,  # An `Occlusion`, or any attack
+    data,  # A DataLoader, or a tuple (images, labels)
+    max_n: int = 6,  # How many images
+    figsize: tuple = None,  # Inches
 ):
-    """Images, the same under `attack`, and the probability of the true class for both; of data sorted by class, images of
+    """Images, the same under `attack`, and the probability of the true class for both; of data sorted by class, images
+    of
     several classes"""
-    x,y = next(iter(eval_batches(fair(data, max_n)[0], device=next(model.parameters()).device)))[1:]
-    x,y = x[:max_n],y[:max_n]; x2 = attack(model, x, y)
+    x, y = next(iter(eval_batches(fair(data, max_n)[0], device=next(model.parameters()).device)))[1:]
+    x, y = x[:max_n], y[:max_n]
+    x2 = attack(model, x, y)
     with attack_mode(model), torch.no_grad():
-        ps = [outputs(model, o).softmax(1).gather(1, y[:,None])[:,0].tolist() for o in (x,x2)]
-    fig,axs = plt.subplots(2, len(x), figsize=figsize or (1.2*len(x),2.8), squeeze=False, layout='constrained')
-    for row,xs,p in zip(axs, (x,x2), ps):
-        for ax,o,v in zip(row, xs, p): ax.imshow(o.cpu().permute(1,2,0).squeeze(-1), cmap='gray', vmin=0, vmax=1); ax.set_title(f'{v:.2f}', fontsize=8); ax.axis('off')
+        ps = [outputs(model, o).softmax(1).gather(1, y[:, None])[:, 0].tolist() for o in (x, x2)]
+    fig, axs = plt.subplots(2, len(x), figsize=figsize or (1.2 * len(x), 2.8), squeeze=False, layout='constrained')
+    for row, xs, p in zip(axs, (x, x2), ps):
+        for ax, o, v in zip(row, xs, p):
+            ax.imshow(o.cpu().permute(1, 2, 0).squeeze(-1), cmap='gray', vmin=0, vmax=1)
+            ax.set_title(f'{v:.2f}', fontsize=8)
+            ax.axis('off')
 
 # %% ../nbs/05_afat.ipynb #f70378f3
 def mask_accuracy(
-    model:nn.Module, # Takes images [B,C,H,W] in [0,1]
-    data, # A DataLoader, or a tuple (images, labels)
-    masks:int=100, # How many random masks for each image
-    n:int=None, # How many images, from the start; None: all
-    bs:int=256, # Batch size, where `data` are tensors
-    **kwargs, # For `Occlusion`: `share`, `fill`
-)->list: # One accuracy per draw of masks
-    """Accuracy under random occlusion, again and again: what depends on the patches alone; an image counts that is right
+    model: nn.Module,  # Takes images [B,C,H,W] in [0,1]
+    data,  # A DataLoader, or a tuple (images, labels)
+    masks: int = 100,  # How many random masks for each image
+    n: int = None,  # How many images, from the start; None: all
+    bs: int = 256,  # Batch size, where `data` are tensors
+    **kwargs,  # For `Occlusion`: `share`, `fill`
+) -> list:  # One accuracy per draw of masks
+    """Accuracy under random occlusion, again and again: what depends on the patches alone; an image counts that is
+    right
     before and after. Raises ValueError where there are no images"""
-    hits,seen,a,ys = torch.zeros(masks),0,Occlusion(**kwargs),[]
-    for _,x,y in eval_batches(data, n, bs=bs, device=next(model.parameters()).device):
-        seen += len(x); one = x[:1]; ys.append(y.cpu()); right = predict(model, x)==y; x,y = x[right],y[right]
-        for i in range(masks if len(x) else 0): hits[i] += (predict(model, a(model, x, y, seed=i))==y).sum().item()
-    if not seen: raise ValueError('there are no images to evaluate: the data is empty')
-    if n is not None and not _names(data):                  # of named classes, `eval_batches` has spoken
-        with attack_mode(model), torch.no_grad(): says = few_classes(torch.cat(ys), outputs(model, one).shape[1])
-        if says: warnings.warn(says)
-    return (hits/seen).tolist()
+    hits, seen, a, ys = torch.zeros(masks), 0, Occlusion(**kwargs), []
+    for _, x, y in eval_batches(data, n, bs=bs, device=next(model.parameters()).device):
+        seen += len(x)
+        one = x[:1]
+        ys.append(y.cpu())
+        right = predict(model, x) == y
+        x, y = x[right], y[right]
+        for i in range(masks if len(x) else 0):
+            hits[i] += (predict(model, a(model, x, y, seed=i)) == y).sum().item()
+    if not seen:
+        raise ValueError('there are no images to evaluate: the data is empty')
+    if n is not None and not _names(data):  # of named classes, `eval_batches` has spoken
+        with attack_mode(model), torch.no_grad():
+            says = few_classes(torch.cat(ys), outputs(model, one).shape[1])
+        if says:
+            warnings.warn(says)
+    return (hits / seen).tolist()
 
 # %% ../nbs/05_afat.ipynb #68faf0c6
 @dataclass(frozen=True, repr=False)
 class PatchAugment(PatchAttack):
-    "RVT's patch-wise augmentation: each patch for itself, with probability `p` each, is cropped and resized, gets noise, is mirrored"
-    p:float = field(default=.1, kw_only=True) # Probability of each of the three
-    least:float = field(default=.85, kw_only=True) # Smallest share of the area that a crop keeps
-    noise:float = field(default=.01, kw_only=True) # Deviation of the noise, in pixel units
-    patch:int = field(default=None, kw_only=True) # Side of a patch in pixels; None: the model's own
-    share = 1.
+    """RVT's patch-wise augmentation: each patch for itself, with probability `p` each, is cropped and resized, gets
+    noise, is mirrored"""
+
+    p: float = field(default=0.1, kw_only=True)  # Probability of each of the three
+    least: float = field(default=0.85, kw_only=True)  # Smallest share of the area that a crop keeps
+    noise: float = field(default=0.01, kw_only=True)  # Deviation of the noise, in pixel units
+    patch: int = field(default=None, kw_only=True)  # Side of a patch in pixels; None: the model's own
+    share = 1.0
     _most = dict(p=1, least=1, noise=1)
-    def run(self,
-        obj:Objective, # What the attack climbs
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-        seed:Tensor, # [B] int64, one per image, for every random number
-    )->Tensor: # [B,C,H,W]
+
+    def run(
+        self,
+        obj: Objective,  # What the attack climbs
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+        seed: Tensor,  # [B] int64, one per image, for every random number
+    ) -> Tensor:  # [B,C,H,W]
         "The augmented images"
-        h,w = _tiles((self.patch,)*2, x) if self.patch else patch_size(obj.model, x)
-        gh,gw = x.shape[-2]//h,x.shape[-1]//w
-        o = x.unflatten(3, (gw,w)).unflatten(2, (gh,h)).permute(0,2,4,1,3,5)                            # [B,gh,gw,C,h,w]
-        u = lambda i: uniform(seed, o[...,0,0,0], i+1)
-        cut,pos = ((1-(1-self.least)*u(0)).sqrt(),torch.stack([u(1),u(2)],-1))
-        cut = torch.where(u(3)<self.p, cut, torch.ones_like(cut))
-        o = torch.where((u(4)<self.p)[...,None,None,None], o+self.noise*torch.special.ndtri(uniform(seed, o, 9)), o)
-        flip = torch.where(u(5)<self.p, -1., 1.)
-        o = _crop(o.flatten(0,2), cut.flatten(), (pos.flatten(0,2)*2-1)*(1-cut.flatten())[:,None], flip.flatten()).view_as(o)
-        return o.permute(0,3,1,4,2,5).flatten(4,5).flatten(2,3).clamp(0,1)
+        h, w = _tiles((self.patch,) * 2, x) if self.patch else patch_size(obj.model, x)
+        gh, gw = x.shape[-2] // h, x.shape[-1] // w
+        # [B,gh,gw,C,h,w]
+        o = x.unflatten(3, (gw, w)).unflatten(2, (gh, h)).permute(0, 2, 4, 1, 3, 5)
+        u = lambda i: uniform(seed, o[..., 0, 0, 0], i + 1)
+        cut, pos = ((1 - (1 - self.least) * u(0)).sqrt(), torch.stack([u(1), u(2)], -1))
+        cut = torch.where(u(3) < self.p, cut, torch.ones_like(cut))
+        o = torch.where(
+            (u(4) < self.p)[..., None, None, None], o + self.noise * torch.special.ndtri(uniform(seed, o, 9)), o
+        )
+        flip = torch.where(u(5) < self.p, -1.0, 1.0)
+        o = _crop(
+            o.flatten(0, 2), cut.flatten(), (pos.flatten(0, 2) * 2 - 1) * (1 - cut.flatten())[:, None], flip.flatten()
+        ).view_as(o)
+        return o.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3).clamp(0, 1)
+
 
 def _crop(o, cut, shift, flip):
-    "Zoom patches [M,C,h,w] to a share `cut` of their sides around `shift`, mirrored where `flip` is -1; untouched patches stay to the bit"
+    """Zoom patches [M,C,h,w] to a share `cut` of their sides around `shift`, mirrored where `flip` is -1; untouched
+    patches stay to the bit"""
     theta = o.new_zeros(len(o), 2, 3)
-    theta[:,0,0],theta[:,1,1],theta[:,:,2] = cut*flip,cut,shift
-    new = F.grid_sample(o, F.affine_grid(theta, o.shape, align_corners=False), padding_mode='border', align_corners=False)
-    return torch.where(per_image((cut==1)&(flip==1), o), o, new)
+    theta[:, 0, 0], theta[:, 1, 1], theta[:, :, 2] = cut * flip, cut, shift
+    new = F.grid_sample(
+        o, F.affine_grid(theta, o.shape, align_corners=False), padding_mode='border', align_corners=False
+    )
+    return torch.where(per_image((cut == 1) & (flip == 1), o), o, new)

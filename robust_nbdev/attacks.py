@@ -11,674 +11,901 @@ __all__ = ['ce', 'margin', 'cw', 'scaled_ce', 'dlr', 'dlr_t', 'kl', 'feat_cos', 
 
 # %% ../nbs/01_attacks.ipynb #1951434b
 from collections.abc import Callable
-from dataclasses import dataclass,field,fields,replace
+from dataclasses import dataclass, field, fields, replace
 from inspect import signature
 from numbers import Integral
 import math
-from contextlib import contextmanager,nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 from .core import *
-from .core import _exact,_meant
+from .core import _exact, _meant
 from .vit import *
 from fastai.basics import *
 
 # %% ../nbs/01_attacks.ipynb #11569b3f
 def ce(
-    z:Tensor, # Logits [B,C]
-    y:Tensor, # Labels [B], or soft labels [B,C]
-    smoothing:float=0., # Share of each label that is spread over all classes
-)->Tensor: # [B]
+    z: Tensor,  # Logits [B,C]
+    y: Tensor,  # Labels [B], or soft labels [B,C]
+    smoothing: float = 0.0,  # Share of each label that is spread over all classes
+) -> Tensor:  # [B]
     "Cross-entropy of each image"
-    if y is None: raise ValueError('this loss needs labels: attack(model, x, y); for the model\'s own predictions give y=model(x).argmax(1)')
+    if y is None:
+        raise ValueError(
+            'this loss needs labels: attack(model, x, y); for the model\'s own predictions give y=model(x).argmax(1)'
+        )
     return F.cross_entropy(z, y, reduction='none', label_smoothing=smoothing)
 
 # %% ../nbs/01_attacks.ipynb #6e3d7b3d
 def margin(
-    z:Tensor, # Logits [B,C]
-    y:Tensor, # Labels [B]
-)->Tensor: # [B], positive where the image is misclassified
+    z: Tensor,  # Logits [B,C]
+    y: Tensor,  # Labels [B]
+) -> Tensor:  # [B], positive where the image is misclassified
     "The best wrong logit minus the right one (the CW loss)"
-    if y is None or y.ndim!=1: raise TypeError(f'this loss needs class numbers [B], got {"no labels" if y is None else f"soft labels {list(y.shape)}"}: give y.argmax(1), or use loss=ce')
-    zy = z.gather(1, y[:,None])
-    return z.scatter(1, y[:,None], -torch.inf).amax(1)-zy[:,0]
+    if y is None or y.ndim != 1:
+        raise TypeError(
+            f'this loss needs class numbers [B], got {"no labels" if y is None else f"soft labels {list(y.shape)}"}:'
+            ' give y.argmax(1), or use loss=ce'
+        )
+    zy = z.gather(1, y[:, None])
+    return z.scatter(1, y[:, None], -torch.inf).amax(1) - zy[:, 0]
 
 # %% ../nbs/01_attacks.ipynb #6dd04148
 def cw(
-    z:Tensor, # Logits [B,C]
-    y:Tensor, # Labels [B]
-    kappa:float=10., # Confidence above which nothing more is gained
-)->Tensor: # [B]
+    z: Tensor,  # Logits [B,C]
+    y: Tensor,  # Labels [B]
+    kappa: float = 10.0,  # Confidence above which nothing more is gained
+) -> Tensor:  # [B]
     "The margin, up to `kappa`: `min(max_{j!=y} z_j - z_y, kappa)`"
     return margin(z, y).clamp(max=kappa)
-cw.targeted = lambda z,t: margin(z, t).clamp(min=-10.)
+
+
+cw.targeted = lambda z, t: margin(z, t).clamp(min=-10.0)
 
 # %% ../nbs/01_attacks.ipynb #6c769b9a
 def scaled_ce(
-    z:Tensor, # Logits [B,C]
-    y:Tensor, # Labels [B], or soft labels [B,C]
-)->Tensor: # [B]
+    z: Tensor,  # Logits [B,C]
+    y: Tensor,  # Labels [B], or soft labels [B,C]
+) -> Tensor:  # [B]
     "Cross-entropy of the logits divided by the gap between the two largest (taken as a constant)"
     top = z.detach().topk(2, dim=1).values
-    return ce(z/(top[:,:1]-top[:,1:]+1e-12), y)
+    return ce(z / (top[:, :1] - top[:, 1:] + 1e-12), y)
 
 # %% ../nbs/01_attacks.ipynb #b9df26ac
 def dlr(
-    z:Tensor, # Logits [B,C], C>=3
-    y:Tensor, # Labels [B]
-)->Tensor: # [B], positive where the image is misclassified
-    "Difference of logits ratio: `-(z_y - max_{j!=y} z_j)/(z_(1) - z_(3))`, the same after any shift or scaling of the logits"
-    if z.shape[1]<3: raise ValueError(f'dlr needs at least 3 classes, the model has {z.shape[1]}: use loss=margin')
+    z: Tensor,  # Logits [B,C], C>=3
+    y: Tensor,  # Labels [B]
+) -> Tensor:  # [B], positive where the image is misclassified
+    """Difference of logits ratio: `-(z_y - max_{j!=y} z_j)/(z_(1) - z_(3))`, the same after any shift or scaling of the
+    logits"""
+    if z.shape[1] < 3:
+        raise ValueError(f'dlr needs at least 3 classes, the model has {z.shape[1]}: use loss=margin')
     top = z.topk(3, dim=1).values
-    return margin(z, y)/(top[:,0]-top[:,2]+1e-12)
+    return margin(z, y) / (top[:, 0] - top[:, 2] + 1e-12)
 
 # %% ../nbs/01_attacks.ipynb #fadaffa9
 def dlr_t(
-    z:Tensor, # Logits [B,C], C>=3
-    y:Tensor, # Labels [B]
-    t:Tensor, # The class to reach [B]
-)->Tensor: # [B]
+    z: Tensor,  # Logits [B,C], C>=3
+    y: Tensor,  # Labels [B]
+    t: Tensor,  # The class to reach [B]
+) -> Tensor:  # [B]
     "Targeted DLR: `-(z_y - z_t)/(z_(1) - (z_(3)+z_(4))/2)`; with 3 classes z_(3) alone"
-    if z.shape[1]<3: raise ValueError(f'dlr_t needs at least 3 classes, the model has {z.shape[1]}: with two, untargeted loss=margin does the same')
+    if z.shape[1] < 3:
+        raise ValueError(
+            f'dlr_t needs at least 3 classes, the model has {z.shape[1]}: with two, untargeted loss=margin does the'
+            ' same'
+        )
     top = z.topk(min(4, z.shape[1]), dim=1).values
-    zy,zt = z.gather(1, torch.stack([y,t], 1)).unbind(1)
-    return (zt-zy)/(top[:,0]-top[:,2:].mean(1)+1e-12)
+    zy, zt = z.gather(1, torch.stack([y, t], 1)).unbind(1)
+    return (zt - zy) / (top[:, 0] - top[:, 2:].mean(1) + 1e-12)
 
 # %% ../nbs/01_attacks.ipynb #5134ae87
 def kl(
-    z:Tensor, # Logits [B,C] of the adversarial images
-    z0:Tensor, # Logits [B,C] of the clean images
-)->Tensor: # [B]
+    z: Tensor,  # Logits [B,C] of the adversarial images
+    z0: Tensor,  # Logits [B,C] of the clean images
+) -> Tensor:  # [B]
     "KL(softmax(z0) || softmax(z)): how far the prediction has moved, without a label"
     return F.kl_div(z.log_softmax(1), z0.log_softmax(1), log_target=True, reduction='none').sum(1)
+
+
 kl.clean = True
 
 # %% ../nbs/01_attacks.ipynb #7b120b13
 def feat_cos(
-    f:Tensor, # Features [B,...] of the adversarial images
-    f0:Tensor, # Features [B,...] of the clean images
-    axis:int=1, # Axis of the cosine; 1: tokens of [B,T,D] (Robustness Tokens), or features of [B,D]; -1: features of each token
-)->Tensor: # [B], between 0 and 2
+    f: Tensor,  # Features [B,...] of the adversarial images
+    f0: Tensor,  # Features [B,...] of the clean images
+    # Axis of the cosine; 1: tokens of [B,T,D] (Robustness Tokens), or features of [B,D]; -1: features of each token
+    axis: int = 1,
+) -> Tensor:  # [B], between 0 and 2
     "1 - cos(f, f0), mean over what is left: how far the features have turned"
-    return 1-F.cosine_similarity(f, f0, dim=axis).flatten(1).mean(1) if f.ndim>2 else 1-F.cosine_similarity(f, f0, dim=axis)
+    return (
+        1 - F.cosine_similarity(f, f0, dim=axis).flatten(1).mean(1)
+        if f.ndim > 2
+        else 1 - F.cosine_similarity(f, f0, dim=axis)
+    )
 
 # %% ../nbs/01_attacks.ipynb #17c4bb06
 def mse(
-    f:Tensor, # Output [B,...] for the adversarial images
-    f0:Tensor, # Output [B,...] for the clean images
-)->Tensor: # [B]
+    f: Tensor,  # Output [B,...] for the adversarial images
+    f0: Tensor,  # Output [B,...] for the clean images
+) -> Tensor:  # [B]
     "Mean squared difference"
-    return (f-f0).pow(2).flatten(1).mean(1)
+    return (f - f0).pow(2).flatten(1).mean(1)
+
+
 feat_cos.clean = mse.clean = True
 
 # %% ../nbs/01_attacks.ipynb #2d59a604
 class Objective:
     "A loss per image of `model`'s output, with its gradient to the images alone"
-    def __init__(self,
-        model, # Takes images [B,C,H,W] in [0,1]
-        x:Tensor, # The clean images: give the dtype that the model expects
-        t:Tensor|None, # Reference of the loss: labels [B], soft labels [B,C], or clean output
-        loss:Callable=ce, # `loss(z, t) -> [B]`
-        sign:int=1, # -1 for targeted attacks
-        labels:bool=True, # Is `t` a label, so that the output must be logits [B,C]?
-        y:Tensor|None=None, # Labels that count as not fooled; None: `t`, if it is a label
-        draws:int=1, # Calls of the model per gradient, of which the mean is taken
+
+    def __init__(
+        self,
+        model,  # Takes images [B,C,H,W] in [0,1]
+        x: Tensor,  # The clean images: give the dtype that the model expects
+        t: Tensor | None,  # Reference of the loss: labels [B], soft labels [B,C], or clean output
+        loss: Callable = ce,  # `loss(z, t) -> [B]`
+        sign: int = 1,  # -1 for targeted attacks
+        labels: bool = True,  # Is `t` a label, so that the output must be logits [B,C]?
+        y: Tensor | None = None,  # Labels that count as not fooled; None: `t`, if it is a label
+        draws: int = 1,  # Calls of the model per gradient, of which the mean is taken
     ):
         store_attr()
-        if y is None and labels: self.y = t
-        self.n = int(self.y.max())+1 if labels and self.y is not None and self.y.ndim==1 else 0
-        self.flat,self.bad,self.zero = False,*torch.tensor([[False],[True]], device=x.device).expand(2,len(x)).clone()
+        if y is None and labels:
+            self.y = t
+        self.n = int(self.y.max()) + 1 if labels and self.y is not None and self.y.ndim == 1 else 0
+        self.flat, self.bad, self.zero = (
+            False,
+            *torch.tensor([[False], [True]], device=x.device).expand(2, len(x)).clone(),
+        )
 
-    def __call__(self,
-        x_adv:Tensor, # Images [B,C,H,W] in [0,1]
-        loss:Callable=None, # In place of the objective's own
-    )->tuple: # Value [B], to be raised; output of the model
+    def __call__(
+        self,
+        x_adv: Tensor,  # Images [B,C,H,W] in [0,1]
+        loss: Callable = None,  # In place of the objective's own
+    ) -> tuple:  # Value [B], to be raised; output of the model
         "Run the model on `x_adv`, and take the loss of each image"
         z = check_logits(self.model(x_adv.to(self.x.dtype, copy=True)), x_adv, self.y if self.labels else None, self.n)
         kept = own(z)
-        return self.sign*(loss or self.loss)(z, own(self.t)).as_subclass(Tensor), kept
+        return self.sign * (loss or self.loss)(z, own(self.t)).as_subclass(Tensor), kept
 
 # %% ../nbs/01_attacks.ipynb #6987f223
 @patch
-def _grad(self:Objective, x_adv, loss):
-    v,z = self(x_adv, loss)
-    if not v.requires_grad: self.flat = True; return torch.zeros_like(x_adv),v,z
-    g, = torch.autograd.grad(v.sum() if v.ndim else v*len(x_adv), x_adv)
-    return g.as_subclass(Tensor),v.detach(),z.detach() if isinstance(z, Tensor) else z
+def _grad(self: Objective, x_adv, loss):
+    v, z = self(x_adv, loss)
+    if not v.requires_grad:
+        self.flat = True
+        return torch.zeros_like(x_adv), v, z
+    (g,) = torch.autograd.grad(v.sum() if v.ndim else v * len(x_adv), x_adv)
+    return g.as_subclass(Tensor), v.detach(), z.detach() if isinstance(z, Tensor) else z
+
 
 @patch
-def grad(self:Objective,
-    x_adv:Tensor, # Images [B,C,H,W] in [0,1]
-    loss:Callable=None, # In place of the objective's own
-)->tuple: # Gradient [B,C,H,W], value [B], output of the model
+def grad(
+    self: Objective,
+    x_adv: Tensor,  # Images [B,C,H,W] in [0,1]
+    loss: Callable = None,  # In place of the objective's own
+) -> tuple:  # Gradient [B,C,H,W], value [B], output of the model
     "Value and gradient, the mean of `draws` calls; notes gradients that are not finite, or zero"
     x_adv = x_adv.detach().requires_grad_()
-    g,v,z = self._grad(x_adv, loss)
-    for _ in range(self.draws-1): g,v,z = [a+b for a,b in zip((g,v,z), self._grad(x_adv, loss))]
-    if self.draws>1: g,v,z = g/self.draws,v/self.draws,z/self.draws
+    g, v, z = self._grad(x_adv, loss)
+    for _ in range(self.draws - 1):
+        g, v, z = [a + b for a, b in zip((g, v, z), self._grad(x_adv, loss))]
+    if self.draws > 1:
+        g, v, z = g / self.draws, v / self.draws, z / self.draws
     top = torch.linalg.vector_norm(g.flatten(1), torch.inf, dim=1)
-    self.bad,self.zero = self.bad|~top.isfinite(),self.zero&(top==0)
-    return g,v,z
+    self.bad, self.zero = self.bad | ~top.isfinite(), self.zero & (top == 0)
+    return g, v, z
 
 # %% ../nbs/01_attacks.ipynb #76146a10
 @patch
-def fooled(self:Objective,
-    z:Tensor, # Logits [B,C]
-)->Tensor: # [B] bool
+def fooled(
+    self: Objective,
+    z: Tensor,  # Logits [B,C]
+) -> Tensor:  # [B] bool
     "Does the attack have what it wants? Never, without labels"
-    if self.y is None: return torch.zeros(len(z), dtype=torch.bool, device=z.device)
-    y = self.y if self.y.ndim==1 else self.y.argmax(1)
-    return z.argmax(1)==y if self.sign<0 else z.argmax(1)!=y
+    if self.y is None:
+        return torch.zeros(len(z), dtype=torch.bool, device=z.device)
+    y = self.y if self.y.ndim == 1 else self.y.argmax(1)
+    return z.argmax(1) == y if self.sign < 0 else z.argmax(1) != y
+
 
 @patch
-def rows(self:Objective,
-    m:Tensor, # Which images: positions, or a mask [B]
-    **kw # Attributes to change
-)->Objective: # A copy; those of its tensors that go by image are cut to `m`
+def rows(
+    self: Objective,
+    m: Tensor,  # Which images: positions, or a mask [B]
+    **kw,  # Attributes to change
+) -> Objective:  # A copy; those of its tensors that go by image are cut to `m`
     "The objective of images `m` alone, with the attributes `kw` changed"
-    o = copy(self); o.flat = False
-    if hasattr(self.model,'for_rows'): o.model = self.model.for_rows(m)      # a model that treats each image of the batch in its own way
-    for k in ('x','t','y','bad','zero'): v = getattr(o,k); setattr(o, k, v[m] if isinstance(v,Tensor) else v)
-    for k,v in kw.items(): setattr(o, k, v)
+    o = copy(self)
+    o.flat = False
+    # a model that treats each image of the batch in its own way
+    if hasattr(self.model, 'for_rows'):
+        o.model = self.model.for_rows(m)
+    for k in ('x', 't', 'y', 'bad', 'zero'):
+        v = getattr(o, k)
+        setattr(o, k, v[m] if isinstance(v, Tensor) else v)
+    for k, v in kw.items():
+        setattr(o, k, v)
     return o
 
 # %% ../nbs/01_attacks.ipynb #d2d9fbf6
 class _Count(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, c): ctx.c = c; return x.clone()
+    def forward(ctx, x, c):
+        ctx.c = c
+        return x.clone()
+
     @staticmethod
-    def backward(ctx, g): ctx.c.backwards += len(g); return g,None
+    def backward(ctx, g):
+        ctx.c.backwards += len(g)
+        return g, None
+
 
 class Counted(Wrapper):
     "`model`, with a count of the images that went through it, forwards and backwards"
-    def __init__(self, model): # Takes images [B,C,H,W]
-        super().__init__(model); self.forwards = self.backwards = 0
+
+    def __init__(self, model):  # Takes images [B,C,H,W]
+        super().__init__(model)
+        self.forwards = self.backwards = 0
+
     @property
     def passes(self):
         "Forwards and backwards together"
-        return self.forwards+self.backwards
-    def forward(self,
-        x:Tensor, # Images [B,C,H,W]
-    )->Tensor: # Whatever the model returns
+        return self.forwards + self.backwards
+
+    def forward(
+        self,
+        x: Tensor,  # Images [B,C,H,W]
+    ) -> Tensor:  # Whatever the model returns
         "Run the model and count the images"
         self.forwards += len(x)
         return self.model(_Count.apply(x, self) if x.requires_grad and torch.is_grad_enabled() else x)
 
 # %% ../nbs/01_attacks.ipynb #7e77ebe4
 def land(
-    x:Tensor, # Clean images, of any floating type
-    x_adv:Tensor, # Adversarial images, float32 or float64
-)->Tensor: # In [0,1] and in the type of `x`
+    x: Tensor,  # Clean images, of any floating type
+    x_adv: Tensor,  # Adversarial images, float32 or float64
+) -> Tensor:  # In [0,1] and in the type of `x`
     "`x_adv` in the type of `x`, rounded toward `x` where rounding would leave the ball"
-    y = x_adv.clamp(0,1).to(x.dtype)
-    if x.element_size()>2: return y
-    over = (y.float()-x.float()).abs() > (x_adv-x.float()).abs()
+    y = x_adv.clamp(0, 1).to(x.dtype)
+    if x.element_size() > 2:
+        return y
+    over = (y.float() - x.float()).abs() > (x_adv - x.float()).abs()
     bits = y.view(torch.int16)
-    return torch.where(over, bits-(y.float()-x.float()).sign().to(torch.int16), bits).view(x.dtype)
+    return torch.where(over, bits - (y.float() - x.float()).sign().to(torch.int16), bits).view(x.dtype)
 
 # %% ../nbs/01_attacks.ipynb #7105899d
 class Value:
     "What all attacks share: a frozen dataclass that prints like the call that made it"
+
     eps = norm = None
+
     def _set(self, **kw):
-        for k,v in kw.items(): object.__setattr__(self, k, v)
+        for k, v in kw.items():
+            object.__setattr__(self, k, v)
+
     def _plain(self):
         "Numbers of numpy and torch become Python's, and those off by rounding what they were meant to be"
-        real = lambda v: isinstance(v, (float,np.floating)) or isinstance(v, Tensor) and not v.ndim and v.is_floating_point()
-        self._set(**{f.name:_meant(v) for f in fields(self) if f.init and real(v:=getattr(self, f.name))})
+        real = lambda v: (
+            isinstance(v, (float, np.floating)) or isinstance(v, Tensor) and not v.ndim and v.is_floating_point()
+        )
+        self._set(**{f.name: _meant(v) for f in fields(self) if f.init and real(v := getattr(self, f.name))})
+
     def _whole(self, **least):
-        for n,lo in least.items():
+        for n, lo in least.items():
             v = getattr(self, n, lo)
-            if not isinstance(v, Integral) or v<lo: raise ValueError(f'{n} must be a whole number >= {lo}, got {v!r}')
-            if hasattr(self, n): self._set(**{n:int(v)})
-    def but(self,
-        **kw # Fields to change
-    )->'Value': # Of the same type; fields are checked again
+            if not isinstance(v, Integral) or v < lo:
+                raise ValueError(f'{n} must be a whole number >= {lo}, got {v!r}')
+            if hasattr(self, n):
+                self._set(**{n: int(v)})
+
+    def but(
+        self,
+        **kw,  # Fields to change
+    ) -> 'Value':  # Of the same type; fields are checked again
         "A copy with some fields changed"
         return replace(self, **kw)
-    def at_eps(self,
-        eps:float, # Radius in pixel units of [0,1]
-    )->'Value': # Of the same type
-        "A copy for another radius, such as curves and schedules need; what was given in units of the radius moves with it"
-        if self.eps is None: raise TypeError(f'{self!r} has no radius that could be changed')
+
+    def at_eps(
+        self,
+        eps: float,  # Radius in pixel units of [0,1]
+    ) -> 'Value':  # Of the same type
+        """A copy for another radius, such as curves and schedules need; what was given in units of the radius moves
+        with it"""
+        if self.eps is None:
+            raise TypeError(f'{self!r} has no radius that could be changed')
         return self.but(eps=eps)
+
     @property
     def name(self):
         "What columns and rows of tables are called"
         return type(self).__name__.lower()
+
     def __repr__(self):
-        show = lambda v: _exact(v) if isinstance(v,float) else getattr(v,'__name__',repr(v))
-        fs = [f for f in fields(self) if f.init and (f.name in ('eps','steps') or getattr(self,f.name)!=f.default)]
-        return f'{type(self).__name__}({", ".join(("" if f.name=="eps" else f.name+"=")+show(getattr(self,f.name)) for f in fs)})'
+        show = lambda v: _exact(v) if isinstance(v, float) else getattr(v, '__name__', repr(v))
+        fs = [f for f in fields(self) if f.init and (f.name in ('eps', 'steps') or getattr(self, f.name) != f.default)]
+        return f'{type(self).__name__}({", ".join(("" if f.name == "eps" else f.name + "=") + show(getattr(self, f.name)) for f in fs)})'
 
 # %% ../nbs/01_attacks.ipynb #11705867
 @dataclass(frozen=True, repr=False)
 class Attack(Value):
     "Base of the attacks inside a ball: `attack(model, x, y) -> x_adv`"
-    eps:float = 8/255 # Radius in pixel units of [0,1], or a `Ball`
-    norm:str = field(default='Linf', kw_only=True) # `'Linf'` or `'L2'`
-    loss:Callable = field(default=None, kw_only=True) # `loss(z, y) -> [B]`; None: `ce`, or in training the Learner's own
-    restarts:int = field(default=1, kw_only=True) # Independent runs, the best of which is kept for each image
-    draws:int = field(default=1, kw_only=True) # Gradients averaged in each step; more than 1 for random models
+
+    eps: float = 8 / 255  # Radius in pixel units of [0,1], or a `Ball`
+    norm: str = field(default='Linf', kw_only=True)  # `'Linf'` or `'L2'`
+    # `loss(z, y) -> [B]`; None: `ce`, or in training the Learner's own
+    loss: Callable = field(default=None, kw_only=True)
+    restarts: int = field(default=1, kw_only=True)  # Independent runs, the best of which is kept for each image
+    draws: int = field(default=1, kw_only=True)  # Gradients averaged in each step; more than 1 for random models
     fewest = 1
 
     def __post_init__(self):
         self._plain()
-        if isinstance(self.eps, Ball): self._set(norm=type(self.eps).__name__, eps=self.eps.eps)
+        if isinstance(self.eps, Ball):
+            self._set(norm=type(self.eps).__name__, eps=self.eps.eps)
         self._set(eps=threat_model(self.eps, self.norm).eps)
         self._whole(restarts=1, draws=1, steps=0, targets=self.fewest)
-        if not (self.loss is None or callable(self.loss)): raise TypeError(f'loss must be a function loss(z, y) -> [B], such as ce or dlr, got {self.loss!r}')
-        if not 0<=(getattr(self,'alpha',None) or 0)<=self.ball.largest: raise ValueError(f'alpha is a step length in pixel units, >= 0, such as 2/255, got {self.alpha!r}')
-        if getattr(self.loss,'clean',False) and not getattr(self,'rand',True): raise ValueError(f'{self.loss.__name__} compares with the clean output, so its gradient is zero at the image itself: start elsewhere, PGD(..., rand=True)')
+        if not (self.loss is None or callable(self.loss)):
+            raise TypeError(f'loss must be a function loss(z, y) -> [B], such as ce or dlr, got {self.loss!r}')
+        if not 0 <= (getattr(self, 'alpha', None) or 0) <= self.ball.largest:
+            raise ValueError(f'alpha is a step length in pixel units, >= 0, such as 2/255, got {self.alpha!r}')
+        if getattr(self.loss, 'clean', False) and not getattr(self, 'rand', True):
+            raise ValueError(
+                f'{self.loss.__name__} compares with the clean output, so its gradient is zero at the image itself:'
+                ' start elsewhere, PGD(..., rand=True)'
+            )
 
     @property
     def ball(self):
         "The set that the change stays in"
         return threat_model(self.eps, self.norm)
+
     @property
     def takes_loss(self):
         "Can the attack's loss be chosen?"
-        return any(f.name=='loss' and f.init for f in fields(self))
+        return any(f.name == 'loss' and f.init for f in fields(self))
+
     @property
-    def name(self): return '_'.join([super().name+str(getattr(self,'steps','')), *(['l2'] if self.norm=='L2' else []), *([getattr(self.loss,'__name__','loss')] if self.loss else [])])
-    def restart(self,
-        n:int, # Number of independent runs
-    )->'Attack': # Costs `n` times as much
+    def name(self):
+        return '_'.join(
+            [
+                super().name + str(getattr(self, 'steps', '')),
+                *(['l2'] if self.norm == 'L2' else []),
+                *([getattr(self.loss, '__name__', 'loss')] if self.loss else []),
+            ]
+        )
+
+    def restart(
+        self,
+        n: int,  # Number of independent runs
+    ) -> 'Attack':  # Costs `n` times as much
         "A copy with `n` restarts"
         return self.but(restarts=n)
-    def eot(self,
-        n:int, # Gradients to average
-    )->'Attack': # Each step costs `n` times as much
+
+    def eot(
+        self,
+        n: int,  # Gradients to average
+    ) -> 'Attack':  # Each step costs `n` times as much
         "A copy whose gradients are the mean of `n` draws of a random model"
         return self.but(draws=n)
 
 # %% ../nbs/01_attacks.ipynb #4f38d977
 def _reference(loss, model, x, y, target):
     "What the loss compares with: labels, targets or the model's clean output; and whether it is a label"
-    if getattr(loss,'clean',False):
-        if target is not None: raise ValueError(f'{loss.__name__} compares with the clean output and knows no target: use loss=ce or margin')
-        with torch.no_grad(): return own(check_logits(outputs(model, x), x)),False
-    if target is None: return (None,False) if y is None else (check_labels(y, x),True)
+    if getattr(loss, 'clean', False):
+        if target is not None:
+            raise ValueError(
+                f'{loss.__name__} compares with the clean output and knows no target: use loss=ce or margin'
+            )
+        with torch.no_grad():
+            return own(check_logits(outputs(model, x), x)), False
+    if target is None:
+        return (None, False) if y is None else (check_labels(y, x), True)
     t = check_labels(target, x)
-    if y is not None and t.ndim==1 and (t==check_labels(y, x)).any(): raise ValueError('target equals the label for some images: an attack cannot move them away from y towards y')
-    return t,True
+    if y is not None and t.ndim == 1 and (t == check_labels(y, x)).any():
+        raise ValueError('target equals the label for some images: an attack cannot move them away from y towards y')
+    return t, True
 
 # %% ../nbs/01_attacks.ipynb #d9dc3471
 @patch
-def objective(self:Attack,
-    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-    x:Tensor, # Images [B,C,H,W], checked
-    y=None, # Labels
-    target=None, # Labels to reach
-)->Objective: # With this attack's loss, its sign and its `draws`
+def objective(
+    self: Attack,
+    model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    x: Tensor,  # Images [B,C,H,W], checked
+    y=None,  # Labels
+    target=None,  # Labels to reach
+) -> Objective:  # With this attack's loss, its sign and its `draws`
     "What this attack climbs on these images"
     loss = self.loss or ce
-    if target is not None: loss = getattr(loss,'targeted',loss)
-    t,labels = _reference(loss, model, x, y, target)
+    if target is not None:
+        loss = getattr(loss, 'targeted', loss)
+    t, labels = _reference(loss, model, x, y, target)
     return Objective(model, x, t, loss, 1 if target is None else -1, labels, draws=self.draws)
 
 # %% ../nbs/01_attacks.ipynb #97c3ca75
 @patch
-def __call__(self:Attack,
-    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-    x:Tensor, # Images [B,C,H,W] in [0,1]; raises TypeError or ValueError for anything else
-    y=None, # Labels [B] (any integer type), or soft labels [B,C]
-    *, target=None, # Labels [B] to reach, with `targeted=True`
-    targeted:bool=False, # Lower the loss towards `target`, instead of raising it away from `y`
-    seed=0, # An int, or an int64 tensor [B] with one seed per image: the random start
-)->Tensor: # Adversarial images: shape, dtype and type of `x`, detached
+def __call__(
+    self: Attack,
+    model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    x: Tensor,  # Images [B,C,H,W] in [0,1]; raises TypeError or ValueError for anything else
+    y=None,  # Labels [B] (any integer type), or soft labels [B,C]
+    *,
+    target=None,  # Labels [B] to reach, with `targeted=True`
+    targeted: bool = False,  # Lower the loss towards `target`, instead of raising it away from `y`
+    seed=0,  # An int, or an int64 tensor [B] with one seed per image: the random start
+) -> Tensor:  # Adversarial images: shape, dtype and type of `x`, detached
     "The adversarial images"
     check_call(model, target, targeted)
     with attack_mode(model):
         x0 = check_images(x, model)
         obj = self.objective(model, x0, y, target)
-        x_adv = self._best(obj, x0.float() if x0.element_size()<4 else x0, seed) if self.eps>0 else x0
-        if obj.flat: warnings.warn(f'{self}: the model\'s output does not depend on its input, every gradient is zero')
-        if obj.bad.any(): warnings.warn(f'{self}: {int(obj.bad.sum())} of {len(x)} images had gradients that are not finite; those entries were taken as zero')
+        x_adv = self._best(obj, x0.float() if x0.element_size() < 4 else x0, seed) if self.eps > 0 else x0
+        if obj.flat:
+            warnings.warn(f'{self}: the model\'s output does not depend on its input, every gradient is zero')
+        if obj.bad.any():
+            warnings.warn(
+                f'{self}: {int(obj.bad.sum())} of {len(x)} images had gradients that are not finite; those entries were'
+                ' taken as zero'
+            )
         return _like(land(x0, x_adv.detach()), x)
 
 # %% ../nbs/01_attacks.ipynb #b187694c
 def check_call(
-    model, # What was given as the model
-    target, # Labels to reach, or None
-    targeted:bool, # Was the attack called with `targeted=True`?
+    model,  # What was given as the model
+    target,  # Labels to reach, or None
+    targeted: bool,  # Was the attack called with `targeted=True`?
 ):
     "Raises TypeError or ValueError for a call of an attack that cannot mean what it says"
-    if targeted!=(target is not None): raise ValueError('a targeted attack needs both: target=labels and targeted=True')
-    if isinstance(model, Learner): raise TypeError('got a Learner where a model is expected: give learn.model')
-    if isinstance(model, Tensor): raise TypeError('the first argument of an attack is the model: attack(model, x, y)')
+    if targeted != (target is not None):
+        raise ValueError('a targeted attack needs both: target=labels and targeted=True')
+    if isinstance(model, Learner):
+        raise TypeError('got a Learner where a model is expected: give learn.model')
+    if isinstance(model, Tensor):
+        raise TypeError('the first argument of an attack is the model: attack(model, x, y)')
 
-def _like(x_adv, x): return x_adv.as_subclass(type(x) if type(x) is not nn.Parameter else Tensor)
+
+def _like(x_adv, x):
+    return x_adv.as_subclass(type(x) if type(x) is not nn.Parameter else Tensor)
 
 # %% ../nbs/01_attacks.ipynb #becb28bb
 @patch
-def _best(self:Attack, obj, x, seed):
+def _best(self: Attack, obj, x, seed):
     "Run once, or `restarts` times and keep for each image the run that fools, then the one with the highest loss"
-    seeds = image_seed(x, seed) if getattr(self,'rand',True) or self.restarts>1 else None
+    seeds = image_seed(x, seed) if getattr(self, 'rand', True) or self.restarts > 1 else None
     x_adv = self.run(obj, x, seeds)
-    if self.restarts==1: return x_adv
-    with torch.no_grad(): v,z = obj(x_adv)
+    if self.restarts == 1:
+        return x_adv
+    with torch.no_grad():
+        v, z = obj(x_adv)
     f = obj.fooled(z)
-    if v.shape!=(len(x),): raise ValueError(f'restarts need a loss that returns one number per image [{len(x)}], got shape {list(v.shape)}')
+    if v.shape != (len(x),):
+        raise ValueError(
+            f'restarts need a loss that returns one number per image [{len(x)}], got shape {list(v.shape)}'
+        )
     for r in range(1, self.restarts):
-        new = self.run(obj, x, mix64(seeds+r))
-        with torch.no_grad(): v1,z1 = obj(new)
+        new = self.run(obj, x, mix64(seeds + r))
+        with torch.no_grad():
+            v1, z1 = obj(new)
         f1 = obj.fooled(z1)
-        better = (f1&~f) | ((f1==f)&(v1>v))
-        x_adv,v,f = torch.where(per_image(better, x), new, x_adv),torch.where(better, v1, v),torch.where(better, f1, f)
+        better = (f1 & ~f) | ((f1 == f) & (v1 > v))
+        x_adv, v, f = (
+            torch.where(per_image(better, x), new, x_adv),
+            torch.where(better, v1, v),
+            torch.where(better, f1, f),
+        )
     return x_adv
 
 # %% ../nbs/01_attacks.ipynb #d37fe0f2
 @patch
-def start(self:Attack,
-    obj:Objective, # What the attack climbs
-    x:Tensor, # Clean images [B,C,H,W] in [0,1]
-    seed:Tensor, # [B] int64, one per image, for every random number
-)->dict: # The state: at least `d`, the change [B,C,H,W]
+def start(
+    self: Attack,
+    obj: Objective,  # What the attack climbs
+    x: Tensor,  # Clean images [B,C,H,W] in [0,1]
+    seed: Tensor,  # [B] int64, one per image, for every random number
+) -> dict:  # The state: at least `d`, the change [B,C,H,W]
     "The state at the beginning"
-    return dict(d=self.ball.project(x, self.ball.rand(x, seed)) if getattr(self,'rand',True) else torch.zeros_like(x))
+    return dict(d=self.ball.project(x, self.ball.rand(x, seed)) if getattr(self, 'rand', True) else torch.zeros_like(x))
 
 # %% ../nbs/01_attacks.ipynb #554a349e
 @patch
-def climb(self:Attack,
-    obj:Objective, # What the attack climbs
-    x:Tensor, # Clean images [B,C,H,W] in [0,1]
-    s:dict, # The state: the change `d` [B,C,H,W] and what else the attack remembers
-    i:Tensor, # Steps that each image has made [B]
-)->tuple: # Gradient [B,C,H,W], value [B], output of the model
+def climb(
+    self: Attack,
+    obj: Objective,  # What the attack climbs
+    x: Tensor,  # Clean images [B,C,H,W] in [0,1]
+    s: dict,  # The state: the change `d` [B,C,H,W] and what else the attack remembers
+    i: Tensor,  # Steps that each image has made [B]
+) -> tuple:  # Gradient [B,C,H,W], value [B], output of the model
     "Gradient, value and output at the state's point"
-    return obj.grad(x+s['d'])
+    return obj.grad(x + s['d'])
+
 
 @patch
-def update(self:Attack,
-    x:Tensor, # Clean images [B,C,H,W] in [0,1]
-    s:dict, # The state: the change `d` [B,C,H,W] and what else the attack remembers
-    g:Tensor, # Gradient [B,C,H,W] at `x+d`
-    v:Tensor, # Value of the loss there [B]
-    i:Tensor, # Steps that each image has made [B]
-)->dict: # The state after the step
+def update(
+    self: Attack,
+    x: Tensor,  # Clean images [B,C,H,W] in [0,1]
+    s: dict,  # The state: the change `d` [B,C,H,W] and what else the attack remembers
+    g: Tensor,  # Gradient [B,C,H,W] at `x+d`
+    v: Tensor,  # Value of the loss there [B]
+    i: Tensor,  # Steps that each image has made [B]
+) -> dict:  # The state after the step
     "The state after a step with this gradient and value"
-    raise TypeError(f'{type(self).__name__} has no step of its own: give it update(self, x, s, g, v, i), or use PGD(8/255, steps=10)')
+    raise TypeError(
+        f'{type(self).__name__} has no step of its own: give it update(self, x, s, g, v, i), or use PGD(8/255,'
+        ' steps=10)'
+    )
 
 # %% ../nbs/01_attacks.ipynb #7bf0192f
 @patch
-def run(self:Attack,
-    obj:Objective, # What the attack climbs
-    x:Tensor, # Clean images [B,C,H,W] in [0,1]
-    seed:Tensor, # [B] int64, one per image, for every random number
-)->Tensor: # Adversarial images [B,C,H,W]
+def run(
+    self: Attack,
+    obj: Objective,  # What the attack climbs
+    x: Tensor,  # Clean images [B,C,H,W] in [0,1]
+    seed: Tensor,  # [B] int64, one per image, for every random number
+) -> Tensor:  # Adversarial images [B,C,H,W]
     "From the clean images `x`, climb `obj`"
-    s,i = self.start(obj, x, seed),torch.zeros(len(x), dtype=torch.long, device=x.device)
-    for _ in range(self.steps): s,i = self.update(x, s, *self.climb(obj, x, s, i)[:2], i),i+1
-    return x+s['d']
+    s, i = self.start(obj, x, seed), torch.zeros(len(x), dtype=torch.long, device=x.device)
+    for _ in range(self.steps):
+        s, i = self.update(x, s, *self.climb(obj, x, s, i)[:2], i), i + 1
+    return x + s['d']
 
 # %% ../nbs/01_attacks.ipynb #bf4bea6a
 @patch
-def refs(self:Attack,
-    obj, # What the attack climbs; its reference `t` is [B,...]
-)->Tensor: # [B,rounds,...]
+def refs(
+    self: Attack,
+    obj,  # What the attack climbs; its reference `t` is [B,...]
+) -> Tensor:  # [B,rounds,...]
     "The reference of each round; a restart is a round with the same one"
-    return obj.t[:,None].expand(-1, self.restarts, *obj.t.shape[1:])
+    return obj.t[:, None].expand(-1, self.restarts, *obj.t.shape[1:])
 
 # %% ../nbs/01_attacks.ipynb #95e0b1b8
 def check_attack(
-    attack, # Should be an attack: a callable `attack(model, x, y, seed=)`
+    attack,  # Should be an attack: a callable `attack(model, x, y, seed=)`
 ):
     "Raises TypeError if `attack` is a class, a number, a string, ..."
-    if isinstance(attack, type): raise TypeError(f'{attack.__name__} is a class of attacks: give an attack, {attack.__name__}(8/255)')
-    if not callable(attack): raise TypeError(f'expected an attack, such as PGD(8/255, steps=2), got {attack!r}')
-    try: signature(attack).bind(None, None, None, seed=0)
-    except TypeError: raise TypeError(f'an attack is called as attack(model, x, y, seed=0), which {attack!r} does not accept') from None
+    if isinstance(attack, type):
+        raise TypeError(f'{attack.__name__} is a class of attacks: give an attack, {attack.__name__}(8/255)')
+    if not callable(attack):
+        raise TypeError(f'expected an attack, such as PGD(8/255, steps=2), got {attack!r}')
+    try:
+        signature(attack).bind(None, None, None, seed=0)
+    except TypeError:
+        raise TypeError(
+            f'an attack is called as attack(model, x, y, seed=0), which {attack!r} does not accept'
+        ) from None
 
 # %% ../nbs/01_attacks.ipynb #99e5b132
 @dataclass(frozen=True, repr=False)
 class PGD(Attack):
     "Projected gradient descent: `steps` steepest-ascent steps of length `alpha` from a random start"
-    steps:int = field(default=10, kw_only=True) # Iterations; each costs one forward and one backward
-    alpha:float = field(default=None, kw_only=True) # Step length in pixel units; None: 2.5*eps/steps
-    rand:bool = field(default=True, kw_only=True) # Start at a random point of the ball, or at the image
+
+    steps: int = field(default=10, kw_only=True)  # Iterations; each costs one forward and one backward
+    alpha: float = field(default=None, kw_only=True)  # Step length in pixel units; None: 2.5*eps/steps
+    rand: bool = field(default=True, kw_only=True)  # Start at a random point of the ball, or at the image
 
     @property
     def step_size(self):
         "Step length in pixel units"
-        return 2.5*self.eps/max(self.steps,1) if self.alpha is None else self.alpha
+        return 2.5 * self.eps / max(self.steps, 1) if self.alpha is None else self.alpha
 
     def update(self, x, s, g, v, i):
         "One step, and back into the ball"
-        return {**s, 'd':self.ball.project(x, s['d']+self.step_size*self.ball.step(g))}
+        return {**s, 'd': self.ball.project(x, s['d'] + self.step_size * self.ball.step(g))}
 
 # %% ../nbs/01_attacks.ipynb #02b6b6ed
 @patch
-def at_eps(self:Attack, eps):
-    ball,alpha = threat_model(eps, self.norm),next((self.alpha for f in fields(self) if f.name=='alpha' and f.init), None)
-    if alpha is None: return self.but(eps=ball)
-    if type(ball)!=type(self.ball): raise ValueError(f'{self} has a step in {self.norm}, which says nothing about {ball}: leave alpha out')
-    if self.eps==0: raise ValueError(f'{self} has a step for a ball of radius 0, which cannot be scaled to {ball}: leave alpha out')
-    return self.but(eps=ball, alpha=min(alpha*(ball.eps/self.eps), self.ball.largest))
+def at_eps(self: Attack, eps):
+    ball, alpha = (
+        threat_model(eps, self.norm),
+        next((self.alpha for f in fields(self) if f.name == 'alpha' and f.init), None),
+    )
+    if alpha is None:
+        return self.but(eps=ball)
+    if type(ball) != type(self.ball):
+        raise ValueError(f'{self} has a step in {self.norm}, which says nothing about {ball}: leave alpha out')
+    if self.eps == 0:
+        raise ValueError(f'{self} has a step for a ball of radius 0, which cannot be scaled to {ball}: leave alpha out')
+    return self.but(eps=ball, alpha=min(alpha * (ball.eps / self.eps), self.ball.largest))
+
 
 def _at(attack, eps):
     "`attack` for another radius. Raises TypeError for a function, whose radius nobody knows"
-    if isinstance(attack, Value): return attack.at_eps(eps)
-    raise TypeError(f'{attack!r} has no at_eps, so its radius cannot be changed: give an attack such as PGD, or a subclass of Attack')
+    if isinstance(attack, Value):
+        return attack.at_eps(eps)
+    raise TypeError(
+        f'{attack!r} has no at_eps, so its radius cannot be changed: give an attack such as PGD, or a subclass of'
+        ' Attack'
+    )
 
 # %% ../nbs/01_attacks.ipynb #21dbea02
 @dataclass(frozen=True, repr=False)
 class FGSM(PGD):
     "The fast gradient sign method (Goodfellow et al., 2015): one step of length `eps` from the image itself"
-    steps:int = field(default=1, init=False, repr=False)
-    alpha:float = field(default=None, init=False, repr=False)
-    rand:bool = field(default=False, init=False, repr=False)
+
+    steps: int = field(default=1, init=False, repr=False)
+    alpha: float = field(default=None, init=False, repr=False)
+    rand: bool = field(default=False, init=False, repr=False)
+
     @property
-    def name(self): return super().name.replace('fgsm1','fgsm')
+    def name(self):
+        return super().name.replace('fgsm1', 'fgsm')
+
     @property
-    def step_size(self): return self.eps
+    def step_size(self):
+        return self.eps
 
 # %% ../nbs/01_attacks.ipynb #a8198e2c
 @dataclass(frozen=True, repr=False)
 class FGSM_RS(PGD):
     "FGSM from a random start (Wong et al., 2020): one step of length `alpha`, by default `1.25*eps`"
-    steps:int = field(default=1, init=False, repr=False)
-    rand:bool = field(default=True, init=False, repr=False)
+
+    steps: int = field(default=1, init=False, repr=False)
+    rand: bool = field(default=True, init=False, repr=False)
+
     @property
-    def name(self): return super().name.replace('fgsm_rs1','fgsm_rs')
+    def name(self):
+        return super().name.replace('fgsm_rs1', 'fgsm_rs')
+
     @property
-    def step_size(self): return 1.25*self.eps if self.alpha is None else self.alpha
+    def step_size(self):
+        return 1.25 * self.eps if self.alpha is None else self.alpha
 
 # %% ../nbs/01_attacks.ipynb #55f9a5bc
 @dataclass(frozen=True, repr=False)
 class MIFGSM(PGD):
-    "Momentum: `m <- decay*m + g/mean|g|`, then a step of length `alpha` (default eps/steps) along m, from the image itself"
-    decay:float = field(default=1., kw_only=True) # Share of the old direction that is kept
-    rand:bool = field(default=False, kw_only=True) # Start at a random point of the ball, or at the image
+    """Momentum: `m <- decay*m + g/mean|g|`, then a step of length `alpha` (default eps/steps) along m, from the image
+    itself"""
+
+    decay: float = field(default=1.0, kw_only=True)  # Share of the old direction that is kept
+    rand: bool = field(default=False, kw_only=True)  # Start at a random point of the ball, or at the image
+
     @property
-    def step_size(self): return self.eps/max(self.steps,1) if self.alpha is None else self.alpha
-    def start(self, obj, x, seed): return {**super().start(obj, x, seed), 'm':torch.zeros_like(x)}
+    def step_size(self):
+        return self.eps / max(self.steps, 1) if self.alpha is None else self.alpha
+
+    def start(self, obj, x, seed):
+        return {**super().start(obj, x, seed), 'm': torch.zeros_like(x)}
+
     def update(self, x, s, g, v, i):
         "Add to the momentum, then step along it"
-        g = g.nan_to_num(0,0,0)
-        m = self.decay*s['m']+g/per_image(g.abs().flatten(1).mean(1), g).clamp(min=torch.finfo(g.dtype).tiny)
-        return super().update(x, {**s, 'm':m}, m, v, i)
+        g = g.nan_to_num(0, 0, 0)
+        m = self.decay * s['m'] + g / per_image(g.abs().flatten(1).mean(1), g).clamp(min=torch.finfo(g.dtype).tiny)
+        return super().update(x, {**s, 'm': m}, m, v, i)
 
 # %% ../nbs/01_attacks.ipynb #68d40989
 @dataclass(frozen=True, repr=False)
 class CWPGD(PGD):
     "PGD on the margin of Carlini & Wagner, which no longer counts above a confidence of 10"
-    loss:Callable = field(default=cw, kw_only=True) # `loss(z, y) -> [B]`
+
+    loss: Callable = field(default=cw, kw_only=True)  # `loss(z, y) -> [B]`
 
 # %% ../nbs/01_attacks.ipynb #5f6aa5a2
 def to_length(
-    ball:Ball, # Says what length means
-    x:Tensor, # Images [B,...]
-    r:Tensor, # A direction for each [B,...]
-    length:float, # In the ball's norm
-)->Tensor: # A change of `x` that stays in the ball and in [0,1]
+    ball: Ball,  # Says what length means
+    x: Tensor,  # Images [B,...]
+    r: Tensor,  # A direction for each [B,...]
+    length: float,  # In the ball's norm
+) -> Tensor:  # A change of `x` that stays in the ball and in [0,1]
     "Scale each direction to one length"
-    return ball.project(x, r*per_image(length/ball.size(r).clamp(min=1e-12), x))
+    return ball.project(x, r * per_image(length / ball.size(r).clamp(min=1e-12), x))
 
 # %% ../nbs/01_attacks.ipynb #178f9a6a
 @dataclass(frozen=True, repr=False)
 class GAMAPGD(Attack):
-    "Guided margin attack: `margin(p) + w*||p-p_ref||^2` of the probabilities p, w falling from `weight` to 0 over the first quarter"
-    steps:int = field(default=100, kw_only=True) # Iterations
-    alpha:float = field(default=None, kw_only=True) # First step length, divided by 10 at 60% and again at 85%; None: 2*eps
-    weight:float = field(default=50., kw_only=True) # Of the guiding term at the first step
-    ref:str = field(default='start', kw_only=True) # p_ref: `'start'`, at the noisy start (the authors' code), or `'clean'` (their paper)
+    """Guided margin attack: `margin(p) + w*||p-p_ref||^2` of the probabilities p, w falling from `weight` to 0 over the
+    first quarter"""
+
+    steps: int = field(default=100, kw_only=True)  # Iterations
+    # First step length, divided by 10 at 60% and again at 85%; None: 2*eps
+    alpha: float = field(default=None, kw_only=True)
+    weight: float = field(default=50.0, kw_only=True)  # Of the guiding term at the first step
+    # p_ref: `'start'`, at the noisy start (the authors' code), or `'clean'` (their paper)
+    ref: str = field(default='start', kw_only=True)
     rand = True
 
-    def rate(self,
-        i:Tensor, # Steps that each image has made [B]
-        first:float, # At the start
-        by:float, # Divided by this after 60% of the steps, and again after 85%
-    )->Tensor: # [B]
+    def rate(
+        self,
+        i: Tensor,  # Steps that each image has made [B]
+        first: float,  # At the start
+        by: float,  # Divided by this after 60% of the steps, and again after 85%
+    ) -> Tensor:  # [B]
         "A length that falls in two stages"
-        return first*by**-((i>=.6*self.steps).float()+(i>=.85*self.steps).float())
+        return first * by ** -((i >= 0.6 * self.steps).float() + (i >= 0.85 * self.steps).float())
+
     def start(self, obj, x, seed):
         "Every pixel at +eps or -eps; and the guide's reference"
-        if self.ref not in ('start','clean'): raise ValueError(f"ref must be 'start' or 'clean', got {self.ref!r}")
+        if self.ref not in ('start', 'clean'):
+            raise ValueError(f"ref must be 'start' or 'clean', got {self.ref!r}")
         d = to_length(self.ball, x, self.ball.rand(x, seed).sign(), self.eps)
-        z = _plain(obj, x+d if self.ref=='start' else x)[1]
-        if z.ndim!=2: raise TypeError(f'{type(self).__name__} is guided by class probabilities [B,C], the model returned {list(z.shape)}: use an attack that climbs any loss, such as PGD or APGD')
+        z = _plain(obj, x + d if self.ref == 'start' else x)[1]
+        if z.ndim != 2:
+            raise TypeError(
+                f'{type(self).__name__} is guided by class probabilities [B,C], the model returned {list(z.shape)}: use'
+                ' an attack that climbs any loss, such as PGD or APGD'
+            )
         return dict(d=d, p=z.softmax(1))
+
     def climb(self, obj, x, s, i):
         "Gradient of the guided margin"
-        w = self.weight*(1-i/(.25*self.steps)).clamp(min=0)
-        return obj.grad(x+s['d'], lambda z,y: obj.loss(z.softmax(1), y)+obj.sign*w*(z.softmax(1)-s['p']).pow(2).sum(1))
+        w = self.weight * (1 - i / (0.25 * self.steps)).clamp(min=0)
+        return obj.grad(
+            x + s['d'], lambda z, y: obj.loss(z.softmax(1), y) + obj.sign * w * (z.softmax(1) - s['p']).pow(2).sum(1)
+        )
+
     def update(self, x, s, g, v, i):
         "A step that is shortened twice on the way"
-        a = self.rate(i, 2*self.eps if self.alpha is None else self.alpha, 10)
-        return {**s, 'd':self.ball.project(x, s['d']+per_image(a, x)*self.ball.step(g))}
+        a = self.rate(i, 2 * self.eps if self.alpha is None else self.alpha, 10)
+        return {**s, 'd': self.ball.project(x, s['d'] + per_image(a, x) * self.ball.step(g))}
 
 # %% ../nbs/01_attacks.ipynb #5bd1e7ca
 @patch
-def objective(self:GAMAPGD, model, x, y=None, target=None):
+def objective(self: GAMAPGD, model, x, y=None, target=None):
     "The margin, unless another loss is given; it sees probabilities"
     return Attack.objective(self if self.loss else self.but(loss=margin), model, x, y, target)
 
+
 def _plain(obj, x):
-    with torch.no_grad(): return obj(x)
+    with torch.no_grad():
+        return obj(x)
 
 # %% ../nbs/01_attacks.ipynb #58421c3c
 @dataclass(frozen=True, repr=False)
 class GAMAFW(GAMAPGD):
-    "Guided margin attack by Frank-Wolfe: `d <- (1-gamma)*d + gamma*eps*step(g)`, gamma falling from .5, divided by 5 at 60% and 85%"
-    gamma:float = field(default=.5, kw_only=True) # First share of the new corner
+    """Guided margin attack by Frank-Wolfe: `d <- (1-gamma)*d + gamma*eps*step(g)`, gamma falling from .5, divided by 5
+    at 60% and 85%"""
+
+    gamma: float = field(default=0.5, kw_only=True)  # First share of the new corner
+
     def update(self, x, s, g, v, i):
         "A weighted mean of where it is and the best corner of the ball"
         c = per_image(self.rate(i, self.gamma, 5), x)
-        return {**s, 'd':self.ball.project(x, (1-c)*s['d']+c*self.eps*self.ball.step(g))}
+        return {**s, 'd': self.ball.project(x, (1 - c) * s['d'] + c * self.eps * self.ball.step(g))}
 
 # %% ../nbs/01_attacks.ipynb #2ac2030d
 def apgd_checkpoints(
-    steps:int, # Iterations
-)->list: # Iterations after which the step size is reconsidered
+    steps: int,  # Iterations
+) -> list:  # Iterations after which the step size is reconsidered
     "Windows of 22% of the steps, each 3% shorter than the one before, down to 6%"
-    first,less,least = (max(int(f*steps),1) for f in (.22,.03,.06))
-    cs,w = [],first
-    while sum(cs)+w<=steps: cs.append(w); w = max(w-less, least)
+    first, less, least = (max(int(f * steps), 1) for f in (0.22, 0.03, 0.06))
+    cs, w = [], first
+    while sum(cs) + w <= steps:
+        cs.append(w)
+        w = max(w - less, least)
     return np.cumsum(cs).tolist()
 
 # %% ../nbs/01_attacks.ipynb #3f059205
 @dataclass(frozen=True, repr=False)
 class APGD(Attack):
-    "Auto-PGD: momentum, and a step size that halves by itself; returns the first fooling point of each image, else its best"
-    steps:int = field(default=100, kw_only=True) # Iterations; `steps`+1 forwards, `steps` backwards
-    rho:float = field(default=.75, kw_only=True) # Share of a window's steps that must raise the loss
+    """Auto-PGD: momentum, and a step size that halves by itself; returns the first fooling point of each image, else
+    its best"""
+
+    steps: int = field(default=100, kw_only=True)  # Iterations; `steps`+1 forwards, `steps` backwards
+    rho: float = field(default=0.75, kw_only=True)  # Share of a window's steps that must raise the loss
 
     def start(self, obj, x, seed):
         "A random point on the surface of the ball, and nothing known yet"
-        n,d = len(x),to_length(self.ball, x, self.ball.rand(x, seed), self.eps)
-        lo,no = x.new_full((n,), -torch.inf),torch.zeros(n, dtype=torch.bool, device=x.device)
-        return dict(d=d, old=d, best_d=d, best_g=torch.zeros_like(d), best_v=lo, v=-lo, check=lo, size=torch.full_like(lo, 2*self.eps), ups=torch.zeros_like(lo), halved=no)
+        n, d = len(x), to_length(self.ball, x, self.ball.rand(x, seed), self.eps)
+        lo, no = x.new_full((n,), -torch.inf), torch.zeros(n, dtype=torch.bool, device=x.device)
+        return dict(
+            d=d,
+            old=d,
+            best_d=d,
+            best_g=torch.zeros_like(d),
+            best_v=lo,
+            v=-lo,
+            check=lo,
+            size=torch.full_like(lo, 2 * self.eps),
+            ups=torch.zeros_like(lo),
+            halved=no,
+        )
 
     def update(self, x, s, g, v, i):
         "Note the value; at a checkpoint halve the step and go back to the best point, if need be; then move"
-        s = {**s, 'ups':s['ups']+(v>s['v']), 'v':v, 'check':torch.where(i==0, v, s['check'])}
-        s.update(_where(v>s['best_v'], dict(best_d=s['d'], best_g=g, best_v=v), s))
-        s,g = self.reconsider(s, g, i)
-        return {**s, 'old':s['d'], 'd':self.move(x, s['d'], s['old'], g, s['size'], i==0)}
+        s = {**s, 'ups': s['ups'] + (v > s['v']), 'v': v, 'check': torch.where(i == 0, v, s['check'])}
+        s.update(_where(v > s['best_v'], dict(best_d=s['d'], best_g=g, best_v=v), s))
+        s, g = self.reconsider(s, g, i)
+        return {**s, 'old': s['d'], 'd': self.move(x, s['d'], s['old'], g, s['size'], i == 0)}
 
-    def move(self,
-        x, # Clean images [B,C,H,W] in [0,1]
-        d:Tensor, # Change [B,C,H,W]
-        old:Tensor, # Change one step ago [B,C,H,W]
-        g, # Gradient [B,C,H,W] at `x+d`
-        size:Tensor, # Step length of each image [B], pixel units
-        first:Tensor, # [B] bool: is it the image's first step?
-    )->Tensor: # The next change [B,C,H,W]
+    def move(
+        self,
+        x,  # Clean images [B,C,H,W] in [0,1]
+        d: Tensor,  # Change [B,C,H,W]
+        old: Tensor,  # Change one step ago [B,C,H,W]
+        g,  # Gradient [B,C,H,W] at `x+d`
+        size: Tensor,  # Step length of each image [B], pixel units
+        first: Tensor,  # [B] bool: is it the image's first step?
+    ) -> Tensor:  # The next change [B,C,H,W]
         "`u = proj(d + size*step(g)); d' = proj(d + .75(u-d) + .25(d-old))`, the first time `u`"
-        u = self.ball.project(x, d+per_image(size, x)*self.ball.step(g))
-        return torch.where(per_image(first, x), u, self.ball.project(x, d+.75*(u-d)+.25*(d-old)))
+        u = self.ball.project(x, d + per_image(size, x) * self.ball.step(g))
+        return torch.where(per_image(first, x), u, self.ball.project(x, d + 0.75 * (u - d) + 0.25 * (d - old)))
 
 # %% ../nbs/01_attacks.ipynb #acefc658
 @patch
-def reconsider(self:APGD,
-    s:dict, # The state: the change `d` [B,C,H,W] and what else the attack remembers
-    g:Tensor, # Gradient [B,C,H,W] at `x+d`
-    i:Tensor, # Steps that each image has made [B]
-)->tuple: # The state and the gradient to go on with
-    "At its checkpoints an image whose loss has risen too rarely, or whose best stands still, halves its step and returns to its best point"
+def reconsider(
+    self: APGD,
+    s: dict,  # The state: the change `d` [B,C,H,W] and what else the attack remembers
+    g: Tensor,  # Gradient [B,C,H,W] at `x+d`
+    i: Tensor,  # Steps that each image has made [B]
+) -> tuple:  # The state and the gradient to go on with
+    """At its checkpoints an image whose loss has risen too rarely, or whose best stands still, halves its step and
+    returns to its best point"""
     w = _windows(self.steps, i.device)[i]
-    halve = (w>0) & ((s['ups']<=self.rho*w) | (~s['halved'] & (s['check']>=s['best_v'])))
-    back = _where(halve, dict(d=s['best_d'], g=s['best_g'], size=s['size']/2), dict(d=s['d'], g=g, size=s['size']))
-    at = _where(w>0, dict(ups=torch.zeros_like(s['ups']), check=s['best_v'], halved=halve), s)
-    return {**s, **at, 'd':back['d'], 'size':back['size']},back['g']
+    halve = (w > 0) & ((s['ups'] <= self.rho * w) | (~s['halved'] & (s['check'] >= s['best_v'])))
+    back = _where(halve, dict(d=s['best_d'], g=s['best_g'], size=s['size'] / 2), dict(d=s['d'], g=g, size=s['size']))
+    at = _where(w > 0, dict(ups=torch.zeros_like(s['ups']), check=s['best_v'], halved=halve), s)
+    return {**s, **at, 'd': back['d'], 'size': back['size']}, back['g']
 
 # %% ../nbs/01_attacks.ipynb #37bdca27
 @patch
-def run(self:APGD, obj, x, seed):
+def run(self: APGD, obj, x, seed):
     "From the clean images `x`, climb `obj`; the first point that fools is kept"
-    s,i = self.start(obj, x, seed),torch.zeros(len(x), dtype=torch.long, device=x.device)
-    won,adv = i>0,s['d']
-    for k in range(self.steps+1):
-        d,(g,v,z) = s['d'],self.climb(obj, x, s, i) if k<self.steps else (None,*_plain(obj, x+s['d']))
-        if v.shape!=(len(x),): raise ValueError(f'APGD needs a loss that returns one number per image [{len(x)}], got shape {list(v.shape)}')
-        new = obj.fooled(z)&~won; won,adv = won|new,torch.where(per_image(new, x), d, adv)
-        if k<self.steps: s,i = self.update(x, s, g, v, i),i+1
-    best = torch.where(per_image(v>s['best_v'], x), s['d'], s['best_d'])
-    return x+torch.where(per_image(won, x), adv, best)
+    s, i = self.start(obj, x, seed), torch.zeros(len(x), dtype=torch.long, device=x.device)
+    won, adv = i > 0, s['d']
+    for k in range(self.steps + 1):
+        d, (g, v, z) = s['d'], self.climb(obj, x, s, i) if k < self.steps else (None, *_plain(obj, x + s['d']))
+        if v.shape != (len(x),):
+            raise ValueError(
+                f'APGD needs a loss that returns one number per image [{len(x)}], got shape {list(v.shape)}'
+            )
+        new = obj.fooled(z) & ~won
+        won, adv = won | new, torch.where(per_image(new, x), d, adv)
+        if k < self.steps:
+            s, i = self.update(x, s, g, v, i), i + 1
+    best = torch.where(per_image(v > s['best_v'], x), s['d'], s['best_d'])
+    return x + torch.where(per_image(won, x), adv, best)
 
-def _where(m, a, b): return {k: torch.where(per_image(m, a[k]), a[k], b[k]) for k in a}
+
+def _where(m, a, b):
+    return {k: torch.where(per_image(m, a[k]), a[k], b[k]) for k in a}
+
 
 @lru_cache(maxsize=64)
 def _windows(steps, device):
     "For each iteration the length of the window that ends there, or 0"
-    cs = apgd_checkpoints(steps); w = torch.zeros(steps+1)
-    w[cs] = torch.tensor(np.diff([0,*cs]), dtype=w.dtype)
+    cs = apgd_checkpoints(steps)
+    w = torch.zeros(steps + 1)
+    w[cs] = torch.tensor(np.diff([0, *cs]), dtype=w.dtype)
     return w.to(device)
 
 # %% ../nbs/01_attacks.ipynb #22ff32d3
 @dataclass(frozen=True, repr=False)
 class APGDT(APGD):
     "Targeted APGD: for each image its `targets` likeliest wrong classes in turn, by the targeted DLR loss"
-    targets:int = field(default=9, kw_only=True) # Classes to try
-    loss:Callable = field(default=None, init=False, repr=False)
+
+    targets: int = field(default=9, kw_only=True)  # Classes to try
+    loss: Callable = field(default=None, init=False, repr=False)
 
     def refs(self, obj):
         "[B,rounds,2]: the label, and in each round another class to reach, from the likeliest down"
-        z = _plain(obj.rows(slice(None), loss=lambda z,t: z[:,0]), obj.x)[1]
-        ts = z.scatter(1, obj.y[:,None], -torch.inf).topk(min(self.targets, z.shape[1]-1), dim=1).indices
-        return torch.stack([obj.y[:,None].expand_as(ts), ts], 2).repeat(1, self.restarts, 1)
+        z = _plain(obj.rows(slice(None), loss=lambda z, t: z[:, 0]), obj.x)[1]
+        ts = z.scatter(1, obj.y[:, None], -torch.inf).topk(min(self.targets, z.shape[1] - 1), dim=1).indices
+        return torch.stack([obj.y[:, None].expand_as(ts), ts], 2).repeat(1, self.restarts, 1)
 
     def run(self, obj, x, seed):
         "A round of APGD for each class, on the images that still stand"
-        x_adv,left = x.clone(),torch.arange(len(x), device=x.device)
-        for r,t in enumerate(self.refs(obj).unbind(1)):
+        x_adv, left = x.clone(), torch.arange(len(x), device=x.device)
+        for r, t in enumerate(self.refs(obj).unbind(1)):
             sub = obj.rows(left, t=t[left])
-            x_adv[left] = APGD.run(self, sub, x[left], mix64(seed[left]+r) if r else seed[left])
-            obj.flat,obj.bad[left],obj.zero[left] = obj.flat|sub.flat,sub.bad,sub.zero
+            x_adv[left] = APGD.run(self, sub, x[left], mix64(seed[left] + r) if r else seed[left])
+            obj.flat, obj.bad[left], obj.zero[left] = obj.flat | sub.flat, sub.bad, sub.zero
             left = left[~sub.fooled(_plain(sub, x_adv[left])[1])]
-            if not len(left): break
+            if not len(left):
+                break
         return x_adv
 
 # %% ../nbs/01_attacks.ipynb #0ff7feb2
 @patch
-def objective(self:APGDT, model, x, y=None, target=None):
+def objective(self: APGDT, model, x, y=None, target=None):
     "The targeted DLR loss; raises ValueError for what has no single label"
-    if target is not None: raise ValueError('APGDT chooses its own targets: use APGD(loss=dlr) with target=')
-    if y is None or (y := check_labels(y, x)).ndim>1: raise ValueError('APGDT needs class numbers [B] as labels')
-    return Objective(model, x, y, lambda z,t: dlr_t(z, *t.unbind(1)), draws=self.draws)
+    if target is not None:
+        raise ValueError('APGDT chooses its own targets: use APGD(loss=dlr) with target=')
+    if y is None or (y := check_labels(y, x)).ndim > 1:
+        raise ValueError('APGDT needs class numbers [B] as labels')
+    return Objective(model, x, y, lambda z, t: dlr_t(z, *t.unbind(1)), draws=self.draws)
+
 
 @patch
-def _best(self:APGDT, obj, x, seed): return self.run(obj, x, image_seed(x, seed))
+def _best(self: APGDT, obj, x, seed):
+    return self.run(obj, x, image_seed(x, seed))
 
 # %% ../nbs/01_attacks.ipynb #0e44c1eb
 from numbers import Real
@@ -688,582 +915,867 @@ from timm.models.vision_transformer import VisionTransformer
 
 # %% ../nbs/01_attacks.ipynb #0ccc69fb
 def patch_cells(
-    x:Tensor, # Images [B,C,H,W]
-    size:tuple, # Height and width of a patch in pixels
-)->Tensor: # [H,W] int64: the number of the patch that holds each pixel
+    x: Tensor,  # Images [B,C,H,W]
+    size: tuple,  # Height and width of a patch in pixels
+) -> Tensor:  # [H,W] int64: the number of the patch that holds each pixel
     "Patches numbered row by row, as a ViT numbers them"
-    r,c = [torch.arange(n, device=x.device)//s for n,s in zip(x.shape[-2:], size)]
-    return r[:,None]*(c[-1]+1)+c
+    r, c = [torch.arange(n, device=x.device) // s for n, s in zip(x.shape[-2:], size)]
+    return r[:, None] * (c[-1] + 1) + c
 
 # %% ../nbs/01_attacks.ipynb #1a8a87a8
 def _cuts(model, x):
     "Height and width of the model's patches in pixels; None for a model that has none"
-    pe = getattr(unwrap(model),'patch_embed',None)
-    if isinstance(pe, PatchEmbed): return tuple(pe.patch_size)
-    if hasattr(pe,'dynamic_feat_size'): return tuple(s//g for s,g in zip(x.shape[-2:], patch_grid(model, x)))
-    return to_2tuple(pe.patch_size) if hasattr(pe,'patch_size') else None
+    pe = getattr(unwrap(model), 'patch_embed', None)
+    if isinstance(pe, PatchEmbed):
+        return tuple(pe.patch_size)
+    if hasattr(pe, 'dynamic_feat_size'):
+        return tuple(s // g for s, g in zip(x.shape[-2:], patch_grid(model, x)))
+    return to_2tuple(pe.patch_size) if hasattr(pe, 'patch_size') else None
 
-def _top(score, k): return torch.zeros_like(score, dtype=torch.bool).scatter(1, score.topk(k).indices, True)
+
+def _top(score, k):
+    return torch.zeros_like(score, dtype=torch.bool).scatter(1, score.topk(k).indices, True)
 
 # %% ../nbs/01_attacks.ipynb #cadb284f
 @dataclass(frozen=True, repr=False)
 class PatchAttack(Value):
     "Base of attacks that rewrite whole patches and leave all other pixels alone; no `eps`, no `norm`"
-    _least,_most,_choices = {},{},{}
+
+    _least, _most, _choices = {}, {}, {}
 
     def __post_init__(self):
-        self._plain(); self._whole(**self._least)
-        for n,hi in self._most.items():
-            if not isinstance(v:=getattr(self,n), Real) or not 0<=v<=hi or v==float('inf'): raise ValueError(f'{n} must be a number from 0 to {hi:g}, got {v!r}' if hi<float('inf') else f'{n} must be a finite number >= 0, got {v!r}')
-        for n,options in self._choices.items():
-            if (v:=getattr(self,n)) not in options: raise ValueError(f'{n} must be one of {list(options)}, got {v!r}')
+        self._plain()
+        self._whole(**self._least)
+        for n, hi in self._most.items():
+            if not isinstance(v := getattr(self, n), Real) or not 0 <= v <= hi or v == float('inf'):
+                raise ValueError(
+                    f'{n} must be a number from 0 to {hi:g}, got {v!r}'
+                    if hi < float('inf')
+                    else f'{n} must be a finite number >= 0, got {v!r}'
+                )
+        for n, options in self._choices.items():
+            if (v := getattr(self, n)) not in options:
+                raise ValueError(f'{n} must be one of {list(options)}, got {v!r}')
+
     @property
-    def name(self): return super().name+str(getattr(self,'steps',''))
+    def name(self):
+        return super().name + str(getattr(self, 'steps', ''))
+
     @property
     def budget(self):
         "How much may be covered, as tables write it"
-        return f'patches={self.patches}' if hasattr(self,'patches') else f'share={self.share:g}'
+        return f'patches={self.patches}' if hasattr(self, 'patches') else f'share={self.share:g}'
 
 # %% ../nbs/01_attacks.ipynb #1c67b853
 @patch
-def __call__(self:PatchAttack,
-    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-    x:Tensor, # Images [B,C,H,W] in [0,1]; raises TypeError or ValueError for anything else
-    y=None, # Labels [B] (any integer type), or soft labels [B,C]
-    *, target=None, # Labels [B] to reach, with `targeted=True`
-    targeted:bool=False, # Go towards `target`, instead of away from `y`
-    seed=0, # An int, or an int64 tensor [B] with one seed per image
-)->Tensor: # Adversarial images: shape, dtype and type of `x`, detached
+def __call__(
+    self: PatchAttack,
+    model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    x: Tensor,  # Images [B,C,H,W] in [0,1]; raises TypeError or ValueError for anything else
+    y=None,  # Labels [B] (any integer type), or soft labels [B,C]
+    *,
+    target=None,  # Labels [B] to reach, with `targeted=True`
+    targeted: bool = False,  # Go towards `target`, instead of away from `y`
+    seed=0,  # An int, or an int64 tensor [B] with one seed per image
+) -> Tensor:  # Adversarial images: shape, dtype and type of `x`, detached
     "The adversarial images"
     check_call(model, target, targeted)
     with attack_mode(model):
         x0 = check_images(x, model)
-        if x0.ndim!=4: raise ValueError(f'patches need images [B,C,H,W], got shape {list(x.shape)}')
-        t,labels = _reference(ce, model, x0, y, target)
+        if x0.ndim != 4:
+            raise ValueError(f'patches need images [B,C,H,W], got shape {list(x.shape)}')
+        t, labels = _reference(ce, model, x0, y, target)
         obj = Objective(model, x0, t, ce, -1 if targeted else 1, labels)
-        xf = x0.float() if x0.element_size()<4 else x0
+        xf = x0.float() if x0.element_size() < 4 else x0
         x_adv = self.run(obj, xf, image_seed(xf, seed))
-        if obj.flat: warnings.warn(f'{self}: the model\'s output does not depend on its input, every gradient is zero')
-        if obj.bad.any(): warnings.warn(f'{self}: {int(obj.bad.sum())} of {len(x)} images had gradients that are not finite; those entries were taken as zero')
+        if obj.flat:
+            warnings.warn(f'{self}: the model\'s output does not depend on its input, every gradient is zero')
+        if obj.bad.any():
+            warnings.warn(
+                f'{self}: {int(obj.bad.sum())} of {len(x)} images had gradients that are not finite; those entries were'
+                ' taken as zero'
+            )
         return _like(x_adv.detach().to(x0.dtype), x)
 
 # %% ../nbs/01_attacks.ipynb #e897f696
 @dataclass(frozen=True, repr=False)
 class RandomOcclusion(PatchAttack):
     "Cover a random share of the patches; no gradients, any model"
-    share:float = field(default=.1, kw_only=True) # Share of the patches, rounded, at least one (0: none)
-    patch:int = field(default=None, kw_only=True) # Side of a patch in pixels, or (height, width); None: the model's own, else 16
-    fill:str = field(default='black', kw_only=True) # `'black'`, `'mean'` (each image's own, per channel) or `'noise'` (uniform)
-    draws:int = field(default=1, kw_only=True) # Random draws, of which each image keeps the worst; 1: the model is not run at all
-    _least,_most,_choices = dict(draws=1),dict(share=1),dict(fill=('black','mean','noise'))
+
+    share: float = field(default=0.1, kw_only=True)  # Share of the patches, rounded, at least one (0: none)
+    # Side of a patch in pixels, or (height, width); None: the model's own, else 16
+    patch: int = field(default=None, kw_only=True)
+    # `'black'`, `'mean'` (each image's own, per channel) or `'noise'` (uniform)
+    fill: str = field(default='black', kw_only=True)
+    # Random draws, of which each image keeps the worst; 1: the model is not run at all
+    draws: int = field(default=1, kw_only=True)
+    _least, _most, _choices = dict(draws=1), dict(share=1), dict(fill=('black', 'mean', 'noise'))
 
     def __post_init__(self):
         super().__post_init__()
-        if self.patch is not None and not all(isinstance(o, Integral) and o>0 for o in to_2tuple(self.patch)): raise ValueError(f'patch is a side in pixels, such as 16, or (height, width), got {self.patch!r}')
-    def cover(self,
-        x:Tensor, # Clean images [B,C,H,W] in [0,1]
-        seed:Tensor, # [B] int64, one per image, for every random number
-        cells:Tensor, # [H,W] int: the patch that each pixel belongs to
-    )->Tensor: # Images [B,C,H,W] with some patches covered
+        if self.patch is not None and not all(isinstance(o, Integral) and o > 0 for o in to_2tuple(self.patch)):
+            raise ValueError(f'patch is a side in pixels, such as 16, or (height, width), got {self.patch!r}')
+
+    def cover(
+        self,
+        x: Tensor,  # Clean images [B,C,H,W] in [0,1]
+        seed: Tensor,  # [B] int64, one per image, for every random number
+        cells: Tensor,  # [H,W] int: the patch that each pixel belongs to
+    ) -> Tensor:  # Images [B,C,H,W] with some patches covered
         "One draw"
-        n,fill = int(cells.max())+1,dict(black=torch.zeros_like, mean=lambda x: x.mean((2,3), keepdim=True), noise=partial(uniform, seed))[self.fill](x)
-        k = max(round(self.share*n), 1) if self.share else 0
-        return torch.where(_top(uniform(seed, x.new_empty(len(x), n), 1), k)[:,None,cells], fill, x)
+        n, fill = (
+            int(cells.max()) + 1,
+            dict(black=torch.zeros_like, mean=lambda x: x.mean((2, 3), keepdim=True), noise=partial(uniform, seed))[
+                self.fill
+            ](x),
+        )
+        k = max(round(self.share * n), 1) if self.share else 0
+        return torch.where(_top(uniform(seed, x.new_empty(len(x), n), 1), k)[:, None, cells], fill, x)
 
 # %% ../nbs/01_attacks.ipynb #d76d336b
 @patch
-def run(self:RandomOcclusion,
-    obj:Objective, # What the attack climbs
-    x:Tensor, # Clean images [B,C,H,W] in [0,1]
-    seed:Tensor, # [B] int64, one per image, for every random number
-)->Tensor: # Images [B,C,H,W] with patches covered
+def run(
+    self: RandomOcclusion,
+    obj: Objective,  # What the attack climbs
+    x: Tensor,  # Clean images [B,C,H,W] in [0,1]
+    seed: Tensor,  # [B] int64, one per image, for every random number
+) -> Tensor:  # Images [B,C,H,W] with patches covered
     "From the clean images `x`, the worst of some draws"
-    size = to_2tuple(self.patch) if self.patch else _cuts(obj.model, x) or (16,16)
+    size = to_2tuple(self.patch) if self.patch else _cuts(obj.model, x) or (16, 16)
     cells = patch_cells(x, size)
     x_adv = self.cover(x, seed, cells)
-    if self.draws==1: return x_adv
-    v,z = _plain(obj, x_adv)
+    if self.draws == 1:
+        return x_adv
+    v, z = _plain(obj, x_adv)
     won = obj.fooled(z)
     for r in range(1, self.draws):
-        new = self.cover(x, mix64(seed+r), cells)
-        v1,z = _plain(obj, new)
+        new = self.cover(x, mix64(seed + r), cells)
+        v1, z = _plain(obj, new)
         f = obj.fooled(z)
-        better = (f&~won) | ((f==won)&(v1>v))
-        x_adv,v,won = torch.where(per_image(better, x), new, x_adv),torch.where(better, v1, v),won|f
+        better = (f & ~won) | ((f == won) & (v1 > v))
+        x_adv, v, won = torch.where(per_image(better, x), new, x_adv), torch.where(better, v1, v), won | f
     return x_adv
 
 # %% ../nbs/01_attacks.ipynb #5cf95dda
 def _attends(model):
     "The timm model inside `model`. Raises TypeError for a model without attention between all patches"
     m = unwrap(model)
-    if not (isinstance(m, (VisionTransformer,Cait)) or getattr(m,'token_attention',False)): raise TypeError(f'{type(m).__name__} has no attention between all patches of an image: use a timm ViT, DeiT or CaiT, plain or inside Normalized. RandomOcclusion(patch=16) takes any model')
+    if not (isinstance(m, (VisionTransformer, Cait)) or getattr(m, 'token_attention', False)):
+        raise TypeError(
+            f'{type(m).__name__} has no attention between all patches of an image: use a timm ViT, DeiT or CaiT, plain'
+            ' or inside Normalized. RandomOcclusion(patch=16) takes any model'
+        )
     return m
 
+
 def patch_attention(
-    model:nn.Module, # A timm ViT or CaiT, maybe inside `Normalized`
-    x:Tensor, # Images [B,C,H,W]
-    blocks:list=None, # Which blocks; None: all that hold patches
-    logits:bool=False, # Return the model's output as well?
-)->list: # Per block [B,N,n]: log of the attention, mean over heads, that each of N tokens pays to each of n patches. With `logits`: that list and the model's output
+    model: nn.Module,  # A timm ViT or CaiT, maybe inside `Normalized`
+    x: Tensor,  # Images [B,C,H,W]
+    blocks: list = None,  # Which blocks; None: all that hold patches
+    logits: bool = False,  # Return the model's output as well?
+) -> list:  # Per block [B,N,n]: log of the attention, mean over heads, that each of N tokens pays to each of n patches. With `logits`: that list and the model's output
     "How much attention the patches receive: no columns for class, register and extra tokens"
     m = _attends(model)
-    maps,z = attn_maps(model, x, pre_softmax=True, logits=True)
-    p,n = prefix_tokens(m),math.prod(patch_grid(model, x))
-    res = [check_logits(maps[i], x).log_softmax(-1).logsumexp(1)[...,p:p+n]-math.log(maps[i].shape[1]) for i in (range_of(m.blocks) if blocks is None else blocks)]
-    return (res,z) if logits else res
+    maps, z = attn_maps(model, x, pre_softmax=True, logits=True)
+    p, n = prefix_tokens(m), math.prod(patch_grid(model, x))
+    res = [
+        check_logits(maps[i], x).log_softmax(-1).logsumexp(1)[..., p : p + n] - math.log(maps[i].shape[1])
+        for i in (range_of(m.blocks) if blocks is None else blocks)
+    ]
+    return (res, z) if logits else res
 
 # %% ../nbs/01_attacks.ipynb #50c72c9f
 def pcgrad(
-    g:Tensor, # Gradients [B,...]
-    ref:Tensor, # Gradients [B,...] that must not be worked against
-    how:str='projection', # `'projection'`; `'paper-code'`: divides by ||ref|| where the projection divides by its square, as Patch-Fool's published code does
-)->Tensor: # [B,...]
+    g: Tensor,  # Gradients [B,...]
+    ref: Tensor,  # Gradients [B,...] that must not be worked against
+    # `'projection'`; `'paper-code'`: divides by ||ref|| where the projection divides by its square, as Patch-Fool's
+    # published code does
+    how: str = 'projection',
+) -> Tensor:  # [B,...]
     "`g` without the part that conflicts with `ref`, image by image"
-    u = L2(1.).step(ref)
-    dot = (g*u).flatten(1).sum(1).clamp(max=0)
-    return g-per_image(dot, g)*(u if how=='projection' else ref)
+    u = L2(1.0).step(ref)
+    dot = (g * u).flatten(1).sum(1).clamp(max=0)
+    return g - per_image(dot, g) * (u if how == 'projection' else ref)
 
 # %% ../nbs/01_attacks.ipynb #82510679
 class _Seen:
     "A model that notes the attention of some blocks as it runs"
-    def __init__(self, model, blocks): self.model,self.blocks,self.log = model,blocks,[]
+
+    def __init__(self, model, blocks):
+        self.model, self.blocks, self.log = model, blocks, []
+
     def __call__(self, x):
-        self.log,z = patch_attention(self.model, x, self.blocks, logits=True)
+        self.log, z = patch_attention(self.model, x, self.blocks, logits=True)
         return z
+
 
 def _first_half(depth):
     "Blocks 1 .. depth/2-1, as in the published code; block 0 in models so shallow that none is left"
-    half = max(depth//2, 1)
-    return range(min(1, half-1), half)
+    half = max(depth // 2, 1)
+    return range(min(1, half - 1), half)
 
 # %% ../nbs/01_attacks.ipynb #beb52f88
 @dataclass(frozen=True, repr=False)
 class PatchFool(PatchAttack):
-    "Patch-Fool (Fu et al., 2022): paint the patch that receives most attention; returns the first fooling point of each image, else the last"
-    steps:int = field(default=250, kw_only=True) # Iterations of Adam; it stops early once every image of the batch is fooled
-    lr:float = field(default=.22, kw_only=True) # Step length in normalised units, times .95 every ten steps
-    block:int = field(default=4, kw_only=True) # Block whose attention chooses the patch, counted from 0; the last of a shallower model
-    weight:float = field(default=.002, kw_only=True) # Of the attention term; 0: cross-entropy alone
-    patches:int = field(default=1, kw_only=True) # Patches per image
-    select:str = field(default='attention', kw_only=True) # Which: `'attention'` or `'random'`
-    pcgrad:str = field(default='projection', kw_only=True) # `'projection'` or `'paper-code'`, see `pcgrad`
-    _least,_most = dict(steps=0, block=0, patches=1),dict(lr=float('inf'), weight=float('inf'))
-    _choices = dict(select=('attention','random'), pcgrad=('projection','paper-code'))
+    """Patch-Fool (Fu et al., 2022): paint the patch that receives most attention; returns the first fooling point of
+    each image, else the last"""
+
+    # Iterations of Adam; it stops early once every image of the batch is fooled
+    steps: int = field(default=250, kw_only=True)
+    lr: float = field(default=0.22, kw_only=True)  # Step length in normalised units, times .95 every ten steps
+    # Block whose attention chooses the patch, counted from 0; the last of a shallower model
+    block: int = field(default=4, kw_only=True)
+    weight: float = field(default=0.002, kw_only=True)  # Of the attention term; 0: cross-entropy alone
+    patches: int = field(default=1, kw_only=True)  # Patches per image
+    select: str = field(default='attention', kw_only=True)  # Which: `'attention'` or `'random'`
+    pcgrad: str = field(default='projection', kw_only=True)  # `'projection'` or `'paper-code'`, see `pcgrad`
+    _least, _most = dict(steps=0, block=0, patches=1), dict(lr=float('inf'), weight=float('inf'))
+    _choices = dict(select=('attention', 'random'), pcgrad=('projection', 'paper-code'))
 
 # %% ../nbs/01_attacks.ipynb #ed5d9c41
 def _vit_cells(model, x):
     "[H,W], the model's patch at each pixel. Raises ValueError where patches do not tile the images"
-    pad = getattr(_attends(model).patch_embed,'dynamic_img_pad',False)
-    size,(h,w) = _cuts(model, x),x.shape[-2:]
-    if not pad and (h%size[0] or w%size[1]): raise ValueError(f'images of {h}x{w} are not a multiple of the patch, {size[0]}x{size[1]} pixels: resize them to {max(h//size[0],1)*size[0]}x{max(w//size[1],1)*size[1]}')
+    pad = getattr(_attends(model).patch_embed, 'dynamic_img_pad', False)
+    size, (h, w) = _cuts(model, x), x.shape[-2:]
+    if not pad and (h % size[0] or w % size[1]):
+        raise ValueError(
+            f'images of {h}x{w} are not a multiple of the patch, {size[0]}x{size[1]} pixels: resize them to'
+            f' {max(h // size[0], 1) * size[0]}x{max(w // size[1], 1) * size[1]}'
+        )
     return patch_cells(x, size)
 
+
 @patch
-def choose(self:PatchFool,
-    obj:Objective, # What the attack climbs
-    x:Tensor, # Clean images [B,C,H,W] in [0,1]
-    seed:Tensor, # [B] int64, one per image, for every random number
-    n:int, # Patches that the model sees
-)->Tensor: # [B,n] bool
+def choose(
+    self: PatchFool,
+    obj: Objective,  # What the attack climbs
+    x: Tensor,  # Clean images [B,C,H,W] in [0,1]
+    seed: Tensor,  # [B] int64, one per image, for every random number
+    n: int,  # Patches that the model sees
+) -> Tensor:  # [B,n] bool
     "The patches to paint"
-    if self.patches>n: raise ValueError(f'patches={self.patches}, but the model cuts an image into {n}')
-    if self.select=='random': return _top(uniform(seed, x.new_empty(len(x), n), 1), self.patches)
+    if self.patches > n:
+        raise ValueError(f'patches={self.patches}, but the model cuts an image into {n}')
+    if self.select == 'random':
+        return _top(uniform(seed, x.new_empty(len(x), n), 1), self.patches)
     see = obj.model
-    see.blocks = [min(self.block, len(unwrap(see.model).blocks)-1)]
+    see.blocks = [min(self.block, len(unwrap(see.model).blocks) - 1)]
     _plain(obj, x)
     return _top(see.log[0].exp().mean(1), self.patches)
 
 # %% ../nbs/01_attacks.ipynb #a64a00c1
 @patch
-def grad(self:PatchFool,
-    obj:Objective, # What the attack climbs
-    x:Tensor, # Clean images [B,C,H,W] in [0,1]
-    d:Tensor, # What is painted [B,C,H,W]
-    std:Tensor, # The model's deviations [C,1,1], or 1
-    mask:Tensor, # [B,1,H,W] bool: where
-    chosen:Tensor, # [B,n] bool: the patches to paint
-)->tuple: # Gradient [B,C,H,W], output of the model
+def grad(
+    self: PatchFool,
+    obj: Objective,  # What the attack climbs
+    x: Tensor,  # Clean images [B,C,H,W] in [0,1]
+    d: Tensor,  # What is painted [B,C,H,W]
+    std: Tensor,  # The model's deviations [C,1,1], or 1
+    mask: Tensor,  # [B,1,H,W] bool: where
+    chosen: Tensor,  # [B,n] bool: the patches to paint
+) -> tuple:  # Gradient [B,C,H,W], output of the model
     "Gradient to `d/std`, of the loss and the attention that the patches get"
     d = d.detach().requires_grad_()
-    v,z = obj(torch.where(mask, d, x))
-    if not v.requires_grad: obj.flat = True; return torch.zeros_like(d),z
-    att = [(o.mean(1)*chosen).sum(1)/self.patches for o in obj.model.log] if self.weight else []
-    if not all(o.requires_grad for o in att): raise ValueError('the model hides its attention from the gradient: model.set_grad_checkpointing(False), or PatchFool(weight=0)')
-    gs = [torch.autograd.grad(o.sum(), d, retain_graph=j<len(att))[0] for j,o in enumerate([v,*att])]
-    for g in gs: obj.bad |= ~g.flatten(1).isfinite().all(1)
-    g,*att = [(g*std).nan_to_num(0,0,0) for g in gs]
-    return g+sum(self.weight*pcgrad(o, g, self.pcgrad) for o in att),z.detach()
+    v, z = obj(torch.where(mask, d, x))
+    if not v.requires_grad:
+        obj.flat = True
+        return torch.zeros_like(d), z
+    att = [(o.mean(1) * chosen).sum(1) / self.patches for o in obj.model.log] if self.weight else []
+    if not all(o.requires_grad for o in att):
+        raise ValueError(
+            'the model hides its attention from the gradient: model.set_grad_checkpointing(False), or'
+            ' PatchFool(weight=0)'
+        )
+    gs = [torch.autograd.grad(o.sum(), d, retain_graph=j < len(att))[0] for j, o in enumerate([v, *att])]
+    for g in gs:
+        obj.bad |= ~g.flatten(1).isfinite().all(1)
+    g, *att = [(g * std).nan_to_num(0, 0, 0) for g in gs]
+    return g + sum(self.weight * pcgrad(o, g, self.pcgrad) for o in att), z.detach()
 
 # %% ../nbs/01_attacks.ipynb #9300e017
 @patch
-def run(self:PatchFool,
-    obj:Objective, # What the attack climbs
-    x:Tensor, # Clean images [B,C,H,W] in [0,1]
-    seed:Tensor, # [B] int64, one per image, for every random number
-)->Tensor: # Images [B,C,H,W] with the patches painted
+def run(
+    self: PatchFool,
+    obj: Objective,  # What the attack climbs
+    x: Tensor,  # Clean images [B,C,H,W] in [0,1]
+    seed: Tensor,  # [B] int64, one per image, for every random number
+) -> Tensor:  # Images [B,C,H,W] with the patches painted
     "From the clean images `x`, climb `obj` inside the chosen patches"
     see = obj.model = _Seen(obj.model, [])
-    cells,std = _vit_cells(see.model, x),next((o.std.to(x) for o in see.model.modules() if isinstance(o, Normalized)), 1)
-    chosen = self.choose(obj, x, seed, int(cells.max())+1)
-    mask,see.blocks = chosen[:,None,cells],_first_half(len(unwrap(see.model).blocks)) if self.weight else []
-    d,m,s = uniform(seed, x),torch.zeros_like(x),torch.zeros_like(x)
-    won,adv = torch.zeros_like(obj.bad),x
+    cells, std = (
+        _vit_cells(see.model, x),
+        next((o.std.to(x) for o in see.model.modules() if isinstance(o, Normalized)), 1),
+    )
+    chosen = self.choose(obj, x, seed, int(cells.max()) + 1)
+    mask, see.blocks = chosen[:, None, cells], _first_half(len(unwrap(see.model).blocks)) if self.weight else []
+    d, m, s = uniform(seed, x), torch.zeros_like(x), torch.zeros_like(x)
+    won, adv = torch.zeros_like(obj.bad), x
     for i in range(self.steps):
-        g,z = self.grad(obj, x, d, std, mask, chosen)
-        new = obj.fooled(z)&~won; adv = torch.where(per_image(new, x), d, adv); won = won|new
-        if won.all(): break
-        m,s = .9*m+.1*g,.999*s+.001*g*g
-        d = (d+self.lr*.95**(i//10)*std*(m/(1-.9**(i+1)))/((s/(1-.999**(i+1))).sqrt()+1e-8)).clamp(0,1)
+        g, z = self.grad(obj, x, d, std, mask, chosen)
+        new = obj.fooled(z) & ~won
+        adv = torch.where(per_image(new, x), d, adv)
+        won = won | new
+        if won.all():
+            break
+        m, s = 0.9 * m + 0.1 * g, 0.999 * s + 0.001 * g * g
+        d = (
+            d
+            + self.lr
+            * 0.95 ** (i // 10)
+            * std
+            * (m / (1 - 0.9 ** (i + 1)))
+            / ((s / (1 - 0.999 ** (i + 1))).sqrt() + 1e-8)
+        ).clamp(0, 1)
     return torch.where(mask, torch.where(per_image(won, x), adv, d), x)
 
 # %% ../nbs/01_attacks.ipynb #29cab422
 def threat(
-    attack, # Any attack
-)->tuple: # (norm, eps); for attacks without a ball (None, its budget)
+    attack,  # Any attack
+) -> tuple:  # (norm, eps); for attacks without a ball (None, its budget)
     "What an attack may do: only attacks that may do the same can be compared"
-    norm = getattr(attack,'norm',None)
-    return (norm, _meant(attack.eps)) if norm else (None, getattr(attack,'budget',None))
+    norm = getattr(attack, 'norm', None)
+    return (norm, _meant(attack.eps)) if norm else (None, getattr(attack, 'budget', None))
 
 # %% ../nbs/01_attacks.ipynb #321d17f9
 @dataclass(frozen=True, repr=False)
 class WorstCase(Value):
-    "Per image, the first of several attacks that works; each sees only the images that the ones before it left standing"
-    attacks:tuple # Attacks with one norm and eps; raises ValueError if they differ
+    """Per image, the first of several attacks that works; each sees only the images that the ones before it left
+    standing"""
+
+    attacks: tuple  # Attacks with one norm and eps; raises ValueError if they differ
 
     def __post_init__(self):
         self._set(attacks=tuple(L(self.attacks)))
-        if not self.attacks: raise ValueError('WorstCase needs at least one attack')
-        for a in self.attacks: check_attack(a)
+        if not self.attacks:
+            raise ValueError('WorstCase needs at least one attack')
+        for a in self.attacks:
+            check_attack(a)
         balls = {threat(a) for a in self.attacks}
-        if len(balls)>1: raise ValueError(f'a worst case over different threat models means nothing: got {sorted(balls, key=str)}')
+        if len(balls) > 1:
+            raise ValueError(f'a worst case over different threat models means nothing: got {sorted(balls, key=str)}')
+
     @property
     def eps(self):
         "Radius of the first attack, pixel units"
-        return getattr(self.attacks[0],'eps',None)
+        return getattr(self.attacks[0], 'eps', None)
+
     @property
     def norm(self):
         "Norm of the first attack"
-        return getattr(self.attacks[0],'norm',None)
+        return getattr(self.attacks[0], 'norm', None)
+
     @property
-    def name(self): return 'worst_'+'_'.join(getattr(a,'name','attack') for a in self.attacks)
-    def but(self,
-        **kw # Fields to change in every attack
-    )->'WorstCase': # All fields are checked again
+    def name(self):
+        return 'worst_' + '_'.join(getattr(a, 'name', 'attack') for a in self.attacks)
+
+    def but(
+        self,
+        **kw,  # Fields to change in every attack
+    ) -> 'WorstCase':  # All fields are checked again
         "A copy with some fields changed in all its attacks"
         return WorstCase([a.but(**kw) for a in self.attacks])
-    def at_eps(self, eps): return WorstCase([_at(a, eps) for a in self.attacks])
-    def members(self,
-        classes:int, # Of the model
-    )->list: # Of attacks, in order
+
+    def at_eps(self, eps):
+        return WorstCase([_at(a, eps) for a in self.attacks])
+
+    def members(
+        self,
+        classes: int,  # Of the model
+    ) -> list:  # Of attacks, in order
         "The attacks, each of which sees what the ones before left standing"
         return list(self.attacks)
-    def __repr__(self): return f'WorstCase({list(self.attacks)})'
+
+    def __repr__(self):
+        return f'WorstCase({list(self.attacks)})'
 
 # %% ../nbs/01_attacks.ipynb #321d17fa
 @patch
-def __call__(self:WorstCase,
-    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-    x, # Images [B,C,H,W] in [0,1]
-    y=None, # Labels [B]
-    *, target=None, # Labels [B] to reach, with `targeted=True`
-    targeted:bool=False, # Go towards `target`, instead of away from `y`
-    seed=0, # An int, or an int64 tensor [B] with one seed per image
-)->Tensor: # Adversarial images: shape, dtype and type of `x`, detached
+def __call__(
+    self: WorstCase,
+    model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    x,  # Images [B,C,H,W] in [0,1]
+    y=None,  # Labels [B]
+    *,
+    target=None,  # Labels [B] to reach, with `targeted=True`
+    targeted: bool = False,  # Go towards `target`, instead of away from `y`
+    seed=0,  # An int, or an int64 tensor [B] with one seed per image
+) -> Tensor:  # Adversarial images: shape, dtype and type of `x`, detached
     "The adversarial images; for those that no attack fools, the last attempt"
     check_call(model, target, targeted)
-    if y is None and not targeted: raise ValueError('a worst case needs labels: attack(model, x, y)')
-    x0 = check_images(x, model); x_adv,left = x0.clone(),torch.arange(len(x), device=x.device)
+    if y is None and not targeted:
+        raise ValueError('a worst case needs labels: attack(model, x, y)')
+    x0 = check_images(x, model)
+    x_adv, left = x0.clone(), torch.arange(len(x), device=x.device)
     want = check_labels(target if targeted else y, x0)
-    if want.ndim>1: want = want.argmax(1)
+    if want.ndim > 1:
+        want = want.argmax(1)
     for a in self.members(_classes(model, x0)):
         kw = dict(target=want[left], targeted=True) if targeted else {}
-        own_y,own_seed = None if y is None else check_labels(y, x)[left],seed[left] if isinstance(seed, Tensor) else int(seed)
-        with checked(): x_adv[left] = new = a(model, x0[left], own_y, seed=own_seed, **kw)
-        with attack_mode(model), torch.no_grad(): z = outputs(model, new)
-        left = left[(z.argmax(1)==want[left])!=targeted]
-        if not len(left): break
+        own_y, own_seed = (
+            None if y is None else check_labels(y, x)[left],
+            seed[left] if isinstance(seed, Tensor) else int(seed),
+        )
+        with checked():
+            x_adv[left] = new = a(model, x0[left], own_y, seed=own_seed, **kw)
+        with attack_mode(model), torch.no_grad():
+            z = outputs(model, new)
+        left = left[(z.argmax(1) == want[left]) != targeted]
+        if not len(left):
+            break
     return _like(x_adv, x)
 
 # %% ../nbs/01_attacks.ipynb #98b48281
 def _classes(model, x):
-    with attack_mode(model), torch.no_grad(): return check_logits(outputs(model, x[:1]), x[:1], torch.zeros(1)).shape[1]
+    with attack_mode(model), torch.no_grad():
+        return check_logits(outputs(model, x[:1]), x[:1], torch.zeros(1)).shape[1]
 
 # %% ../nbs/01_attacks.ipynb #3b040e45
 @dataclass(frozen=True, repr=False)
 class Transfer(Value):
     "`attack`, made on `surrogate` and shown to the victim: what an attacker can do who does not have the model"
-    surrogate:nn.Module # The model that is attacked
-    attack:Attack # Any attack
+
+    surrogate: nn.Module  # The model that is attacked
+    attack: Attack  # Any attack
 
     def __post_init__(self):
-        if not callable(self.surrogate) or isinstance(self.surrogate, (Learner,type,Value)): raise TypeError(f'the first argument of Transfer is the surrogate, a model, got {self.surrogate!r}')
+        if not callable(self.surrogate) or isinstance(self.surrogate, (Learner, type, Value)):
+            raise TypeError(f'the first argument of Transfer is the surrogate, a model, got {self.surrogate!r}')
         check_attack(self.attack)
+
     @property
     def eps(self):
         "Radius of the attack, pixel units"
-        return getattr(self.attack,'eps',None)
+        return getattr(self.attack, 'eps', None)
+
     @property
     def norm(self):
         "Norm of the attack"
-        return getattr(self.attack,'norm',None)
+        return getattr(self.attack, 'norm', None)
+
     @property
-    def name(self): return 'transfer_'+getattr(self.attack,'name','attack')
-    def but(self,
-        **kw # Fields of the inner attack to change
-    )->'Transfer': # With the same surrogate
+    def name(self):
+        return 'transfer_' + getattr(self.attack, 'name', 'attack')
+
+    def but(
+        self,
+        **kw,  # Fields of the inner attack to change
+    ) -> 'Transfer':  # With the same surrogate
         "A copy with some fields of its attack changed"
         return Transfer(self.surrogate, self.attack.but(**kw))
-    def at_eps(self, eps): return Transfer(self.surrogate, _at(self.attack, eps))
-    def __repr__(self): return f'Transfer({getattr(unwrap(self.surrogate),"__name__",type(unwrap(self.surrogate)).__name__)}, {self.attack!r})'
-    def __call__(self,
-        model, # Is not asked
-        x, # Images [B,C,H,W] in [0,1]
-        y=None, # Labels [B]
-        **kw # For the attack: target, targeted, seed
-    )->Tensor: # Adversarial images: shape, dtype and type of `x`, detached
+
+    def at_eps(self, eps):
+        return Transfer(self.surrogate, _at(self.attack, eps))
+
+    def __repr__(self):
+        return (
+            f'Transfer({getattr(unwrap(self.surrogate), "__name__", type(unwrap(self.surrogate)).__name__)},'
+            f' {self.attack!r})'
+        )
+
+    def __call__(
+        self,
+        model,  # Is not asked
+        x,  # Images [B,C,H,W] in [0,1]
+        y=None,  # Labels [B]
+        **kw,  # For the attack: target, targeted, seed
+    ) -> Tensor:  # Adversarial images: shape, dtype and type of `x`, detached
         "The adversarial images for the surrogate"
         return self.attack(self.surrogate, x, y, **kw)
 
 # %% ../nbs/01_attacks.ipynb #3ea912ce
 def choose_target(
-    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    y:Tensor, # Labels [B], which are never chosen; for the model's own predictions give y=model(x).argmax(1)
-    how:str='random', # `'random'`, `'likely'` (the best wrong class), `'least'` (the least likely class) or `'next'` (y+1)
-    seed:int=0, # Of the random choice, which depends on the image and on nothing else
-)->Tensor: # Classes [B], none of them equal to its label
+    model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    y: Tensor,  # Labels [B], which are never chosen; for the model's own predictions give y=model(x).argmax(1)
+    # `'random'`, `'likely'` (the best wrong class), `'least'` (the least likely class) or `'next'` (y+1)
+    how: str = 'random',
+    seed: int = 0,  # Of the random choice, which depends on the image and on nothing else
+) -> Tensor:  # Classes [B], none of them equal to its label
     "Targets for a targeted attack"
-    x = check_images(x, model); y = check_labels(y, x)
-    with attack_mode(model), torch.no_grad(): z = check_logits(outputs(model, x), x, y, int(y.max())+1)
-    c,hide = z.shape[1],lambda v: z.scatter(1, y[:,None], v)
-    if how=='random': return (y+1+(uniform(image_seed(x, seed), x.flatten(1)[:,:1])[:,0]*(c-1)).long().clamp(max=c-2))%c
-    if how not in ('likely','least','next'): raise ValueError(f"how must be 'random', 'likely', 'least' or 'next', got {how!r}")
-    return (y+1)%c if how=='next' else hide(-torch.inf).argmax(1) if how=='likely' else hide(torch.inf).argmin(1)
+    x = check_images(x, model)
+    y = check_labels(y, x)
+    with attack_mode(model), torch.no_grad():
+        z = check_logits(outputs(model, x), x, y, int(y.max()) + 1)
+    c, hide = z.shape[1], lambda v: z.scatter(1, y[:, None], v)
+    if how == 'random':
+        return (y + 1 + (uniform(image_seed(x, seed), x.flatten(1)[:, :1])[:, 0] * (c - 1)).long().clamp(max=c - 2)) % c
+    if how not in ('likely', 'least', 'next'):
+        raise ValueError(f"how must be 'random', 'likely', 'least' or 'next', got {how!r}")
+    return (
+        (y + 1) % c if how == 'next' else hide(-torch.inf).argmax(1) if how == 'likely' else hide(torch.inf).argmin(1)
+    )
 
 # %% ../nbs/01_attacks.ipynb #3e068b68
 class Fast(Wrapper):
     "`model` for attacks in a hurry: in lower precision, compiled; judge the result with the model itself"
-    def __init__(self,
-        model:nn.Module, # Any model
-        dtype=torch.bfloat16, # Of the matrix products, as in `torch.autocast`; None: as the model is
-        compile:bool=None, # Run it through `torch.compile`? None: if it is on a GPU
+
+    def __init__(
+        self,
+        model: nn.Module,  # Any model
+        dtype=torch.bfloat16,  # Of the matrix products, as in `torch.autocast`; None: as the model is
+        compile: bool = None,  # Run it through `torch.compile`? None: if it is on a GPU
     ):
         super().__init__(model)
-        if compile is None: compile = isinstance(model, nn.Module) and any(p.is_cuda for p in model.parameters())
-        self.dtype,self.compiles,self._made = dtype,compile,(None,None)
-    def fast(self)->Callable: # `self.model`, or compiled code made for it and for no other
+        if compile is None:
+            compile = isinstance(model, nn.Module) and any(p.is_cuda for p in model.parameters())
+        self.dtype, self.compiles, self._made = dtype, compile, (None, None)
+
+    def fast(self) -> Callable:  # `self.model`, or compiled code made for it and for no other
         "What runs: a copy, a replica and a model that was exchanged get code of their own"
-        if not self.compiles: return self.model
-        if self._made[0] is not self.model: self._made = self.model,torch.compile(self.model)
+        if not self.compiles:
+            return self.model
+        if self._made[0] is not self.model:
+            self._made = self.model, torch.compile(self.model)
         return self._made[1]
-    def forward(self,
-        x:Tensor, # Images [B,C,H,W]
-    )->Tensor: # Logits [B,C], float32
+
+    def forward(
+        self,
+        x: Tensor,  # Images [B,C,H,W]
+    ) -> Tensor:  # Logits [B,C], float32
         "Run the model in lower precision"
-        with nullcontext() if self.dtype is None else torch.autocast(x.device.type, self.dtype): return self.fast()(x).float()
+        with nullcontext() if self.dtype is None else torch.autocast(x.device.type, self.dtype):
+            return self.fast()(x).float()
 
 # %% ../nbs/01_attacks.ipynb #9f2ef7ac
 def _package(name):
     from importlib import import_module
-    try: return import_module(f'pyautoattack{name}')
-    except ImportError as e: raise ImportError('this attack runs in the reference package: pip install pyautoattack') from e
+
+    try:
+        return import_module(f'pyautoattack{name}')
+    except ImportError as e:
+        raise ImportError('this attack runs in the reference package: pip install pyautoattack') from e
+
 
 @contextmanager
 def _own_rng(x):
     "The package seeds torch's global generators; here they come back as they were"
-    with torch.random.fork_rng(range(torch.cuda.device_count()) if x.is_cuda else []): yield
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if x.is_cuda else []):
+        yield
 
-def _logits(obj): return lambda x: check_logits(obj.model(x.to(obj.x.dtype, copy=True)), x, obj.y, obj.n).clone()
+
+def _logits(obj):
+    return lambda x: check_logits(obj.model(x.to(obj.x.dtype, copy=True)), x, obj.y, obj.n).clone()
 
 # %% ../nbs/01_attacks.ipynb #b2d2170f
 class _OwnRandom:
     "The random numbers of Square: they depend on the seed, the query and, where it draws one per image, on the image"
-    def begin(self, x, run): self.run,self.rows,self.n,self.pool = run,image_seed(x, run),0,torch.empty(0)
+
+    def begin(self, x, run):
+        self.run, self.rows, self.n, self.pool = run, image_seed(x, run), 0, torch.empty(0)
+
     def draw(self, shape):
         k = math.prod(shape)
-        if len(shape)<4 and k<=len(self.pool): u,self.pool = self.pool[:k],self.pool[k:]; return u.view(*shape)
+        if len(shape) < 4 and k <= len(self.pool):
+            u, self.pool = self.pool[:k], self.pool[k:]
+            return u.view(*shape)
         self.n += 1
-        if len(shape)==4: return uniform(self.rows, self.rows.new_zeros(list(shape), dtype=torch.float32), self.n)
-        self.pool = uniform(mix64(tensor([self.run])), torch.zeros(1, 4096+k), self.n)[0]
+        if len(shape) == 4:
+            return uniform(self.rows, self.rows.new_zeros(list(shape), dtype=torch.float32), self.n)
+        self.pool = uniform(mix64(tensor([self.run])), torch.zeros(1, 4096 + k), self.n)[0]
         return self.draw(shape)
-    def random_choice(self, shape): return (2*self.draw(shape)-1).sign().to(self.device)
-    def random_int(self, low=0, high=1, shape=(1,)): return (low+(high-low)*self.draw(shape)).long()
+
+    def random_choice(self, shape):
+        return (2 * self.draw(shape) - 1).sign().to(self.device)
+
+    def random_int(self, low=0, high=1, shape=(1,)):
+        return (low + (high - low) * self.draw(shape)).long()
+
 
 def _square(seed):
     "The package's Square with random numbers of ours"
+
     class OwnSquare(_OwnRandom, _package('.square').SquareAttack):
-        at,shapes = seed-1,0
+        at, shapes = seed - 1, 0
+
         def attack_single_run(self, x, y):
-            self.at += 1; self.shapes = 0; self.begin(x, self.at)
+            self.at += 1
+            self.shapes = 0
+            self.begin(x, self.at)
             return super().attack_single_run(x, y)
+
         def margin_and_loss(self, x, y):
-            m,l = super().margin_and_loss(x, y)
-            return m-1e-12*(m==0),l                          # the package counts a tie as fooled, but not at its start
+            m, l = super().margin_and_loss(x, y)
+            return m - 1e-12 * (m == 0), l  # the package counts a tie as fooled, but not at its start
+
         def check_shape(self, x):
-            x = super().check_shape(x); self.shapes += 1
-            if self.norm=='L2' and self.shapes%3==1: self.rows = image_seed(x, self.at)
+            x = super().check_shape(x)
+            self.shapes += 1
+            if self.norm == 'L2' and self.shapes % 3 == 1:
+                self.rows = image_seed(x, self.at)
             return x
+
     return OwnSquare
 
 # %% ../nbs/01_attacks.ipynb #d010231a
 @dataclass(frozen=True, repr=False)
 class Square(Attack):
     "Square Attack of the reference package: random squares, no gradients"
-    queries:int = field(default=5000, kw_only=True) # Calls of the model for each image
-    p:float = field(default=.8, kw_only=True) # Share of the image that the first squares cover
-    loss:Callable = field(default=None, init=False, repr=False)
-    draws:int = field(default=1, init=False, repr=False)
+
+    queries: int = field(default=5000, kw_only=True)  # Calls of the model for each image
+    p: float = field(default=0.8, kw_only=True)  # Share of the image that the first squares cover
+    loss: Callable = field(default=None, init=False, repr=False)
+    draws: int = field(default=1, init=False, repr=False)
     blackbox = True
 
     def _best(self, obj, x, seed):
         self._whole(queries=1)
-        if obj.sign<0 or obj.y is None or obj.y.ndim>1: raise ValueError('Square is untargeted here and needs class numbers [B] as labels')
-        if self.norm=='L2' and min(x.shape[-2:])<5: raise ValueError(f'Square in L2 needs images of 5 pixels or more, got {list(x.shape)}')
-        if isinstance(seed, Tensor): raise ValueError('Square draws its squares for the whole batch, so its seed is one integer, not one for each image')
-        a = _square(seed)(_logits(obj), norm=self.norm, n_queries=self.queries, eps=self.eps, p_init=self.p, n_restarts=self.restarts, seed=seed%2**32, resc_schedule=False, device=x.device)
-        with _own_rng(x): return a.perturb(x, obj.y)
+        if obj.sign < 0 or obj.y is None or obj.y.ndim > 1:
+            raise ValueError('Square is untargeted here and needs class numbers [B] as labels')
+        if self.norm == 'L2' and min(x.shape[-2:]) < 5:
+            raise ValueError(f'Square in L2 needs images of 5 pixels or more, got {list(x.shape)}')
+        if isinstance(seed, Tensor):
+            raise ValueError(
+                'Square draws its squares for the whole batch, so its seed is one integer, not one for each image'
+            )
+        a = _square(seed)(
+            _logits(obj),
+            norm=self.norm,
+            n_queries=self.queries,
+            eps=self.eps,
+            p_init=self.p,
+            n_restarts=self.restarts,
+            seed=seed % 2**32,
+            resc_schedule=False,
+            device=x.device,
+        )
+        with _own_rng(x):
+            return a.perturb(x, obj.y)
 
 # %% ../nbs/01_attacks.ipynb #93691ebb
 class _RowRand(torch.overrides.TorchFunctionMode):
     "Inside, `torch.rand` and `randn` of one row per image take each row from that image's seed"
-    def __init__(self, seeds): super().__init__(); self.seeds,self.n = seeds,0
+
+    def __init__(self, seeds):
+        super().__init__()
+        self.seeds, self.n = seeds, 0
+
     def __torch_function__(self, f, types, args=(), kw=None):
-        if f not in (torch.rand, torch.randn) or len(args)!=1 or len(args[0])!=4: return f(*args, **(kw or {}))
+        if f not in (torch.rand, torch.randn) or len(args) != 1 or len(args[0]) != 4:
+            return f(*args, **(kw or {}))
         self.n += 1
         u = uniform(self.seeds, self.seeds.new_zeros(args[0], dtype=torch.float32), self.n)
         return u if f is torch.rand else torch.special.ndtri(u)
 
+
 def _fab(seed):
     class OwnFAB(_package('.fab_pt').FABAttack_PT):
         runs = 0
+
         def attack_single_run(self, x, y=None, use_rand_start=False, is_targeted=False):
             self.runs += 1
-            with _RowRand(image_seed(x, seed+self.runs)) if use_rand_start else nullcontext(): return super().attack_single_run(x, y, use_rand_start, is_targeted)
+            with _RowRand(image_seed(x, seed + self.runs)) if use_rand_start else nullcontext():
+                return super().attack_single_run(x, y, use_rand_start, is_targeted)
+
     return OwnFAB
+
 
 @dataclass(frozen=True, repr=False)
 class FAB(Attack):
-    "Fast Adaptive Boundary attack of the reference package: the nearest point across the decision boundary, if it lies in the ball"
-    steps:int = field(default=100, kw_only=True) # Iterations
-    targets:int = field(default=9, kw_only=True) # Likeliest wrong classes to try; 0: all at once, untargeted (a backward pass for each class)
-    loss:Callable = field(default=None, init=False, repr=False)
-    draws:int = field(default=1, init=False, repr=False)
+    """Fast Adaptive Boundary attack of the reference package: the nearest point across the decision boundary, if it
+    lies in the ball"""
+
+    steps: int = field(default=100, kw_only=True)  # Iterations
+    # Likeliest wrong classes to try; 0: all at once, untargeted (a backward pass for each class)
+    targets: int = field(default=9, kw_only=True)
+    loss: Callable = field(default=None, init=False, repr=False)
+    draws: int = field(default=1, init=False, repr=False)
     fewest = 0
 
     def _best(self, obj, x, seed):
-        if obj.sign<0 or obj.y is None or obj.y.ndim>1: raise ValueError('FAB chooses its own targets and needs class numbers [B] as labels')
-        if isinstance(seed, Tensor): seed = 0                # without restarts FAB draws nothing
-        logits = lambda x: _logits(obj)(x).float(); c = _plain(obj, x)[1].shape[1]
-        a = _fab(seed)(logits, norm=self.norm, n_restarts=self.restarts, n_iter=self.steps, eps=self.eps, seed=seed%2**32, targeted=self.targets>0, n_target_classes=min(self.targets, c-1), device=x.device)
-        with _own_rng(x): return self.ball.project(x, a.perturb(x.float(), obj.y).to(x)-x)+x
+        if obj.sign < 0 or obj.y is None or obj.y.ndim > 1:
+            raise ValueError('FAB chooses its own targets and needs class numbers [B] as labels')
+        if isinstance(seed, Tensor):
+            seed = 0  # without restarts FAB draws nothing
+        logits = lambda x: _logits(obj)(x).float()
+        c = _plain(obj, x)[1].shape[1]
+        a = _fab(seed)(
+            logits,
+            norm=self.norm,
+            n_restarts=self.restarts,
+            n_iter=self.steps,
+            eps=self.eps,
+            seed=seed % 2**32,
+            targeted=self.targets > 0,
+            n_target_classes=min(self.targets, c - 1),
+            device=x.device,
+        )
+        with _own_rng(x):
+            return self.ball.project(x, a.perturb(x.float(), obj.y).to(x) - x) + x
 
 # %% ../nbs/01_attacks.ipynb #15acf038
 @dataclass(frozen=True, repr=False)
 class AutoAttack(Value):
-    "The ensemble that robustness is reported with: APGD-CE, targeted APGD, targeted FAB and Square, each on the images that still stand"
-    eps:float = 8/255 # Radius in pixel units of [0,1], or a `Ball`
-    norm:str = field(default='Linf', kw_only=True) # `'Linf'` or `'L2'`
-    version:str = field(default='standard', kw_only=True) # `'standard'`, `'plus'`, `'rand'` (for random models) or `'custom'`
-    attacks:tuple = field(default=(), kw_only=True) # Of `'custom'`: names such as `'apgd-ce'`, or attacks
-    reference:bool = field(default=False, kw_only=True) # Run the package as a whole, its own APGD and batch-dependent random numbers included
+    """The ensemble that robustness is reported with: APGD-CE, targeted APGD, targeted FAB and Square, each on the
+    images that still stand"""
+
+    eps: float = 8 / 255  # Radius in pixel units of [0,1], or a `Ball`
+    norm: str = field(default='Linf', kw_only=True)  # `'Linf'` or `'L2'`
+    # `'standard'`, `'plus'`, `'rand'` (for random models) or `'custom'`
+    version: str = field(default='standard', kw_only=True)
+    attacks: tuple = field(default=(), kw_only=True)  # Of `'custom'`: names such as `'apgd-ce'`, or attacks
+    # Run the package as a whole, its own APGD and batch-dependent random numbers included
+    reference: bool = field(default=False, kw_only=True)
 
     def __post_init__(self):
-        if isinstance(self.eps, Ball): self._set(norm=type(self.eps).__name__, eps=self.eps.eps)
-        self._set(eps=threat_model(self.eps, self.norm).eps, attacks=(self.attacks,) if isinstance(self.attacks, str) else tuple(L(self.attacks)))
-        if self.attacks and self.version=='standard': self._set(version='custom')
-        if self.version not in ('custom',*_versions): raise ValueError(f'version must be one of {list(_versions)} or custom, got {self.version!r}')
-        if (self.version=='custom')!=bool(self.attacks): raise ValueError("attacks= goes with version='custom', and 'custom' needs attacks")
+        if isinstance(self.eps, Ball):
+            self._set(norm=type(self.eps).__name__, eps=self.eps.eps)
+        self._set(
+            eps=threat_model(self.eps, self.norm).eps,
+            attacks=(self.attacks,) if isinstance(self.attacks, str) else tuple(L(self.attacks)),
+        )
+        if self.attacks and self.version == 'standard':
+            self._set(version='custom')
+        if self.version not in ('custom', *_versions):
+            raise ValueError(f'version must be one of {list(_versions)} or custom, got {self.version!r}')
+        if (self.version == 'custom') != bool(self.attacks):
+            raise ValueError("attacks= goes with version='custom', and 'custom' needs attacks")
         WorstCase([APGD(self.eps, norm=self.norm), *self.members(10)])
+
     @property
     def ball(self):
         "The set that the change stays in"
         return threat_model(self.eps, self.norm)
-    def but(self,
-        **kw # Fields to change; attacks that are members change with it
-    )->'AutoAttack': # All fields are checked again
+
+    def but(
+        self,
+        **kw,  # Fields to change; attacks that are members change with it
+    ) -> 'AutoAttack':  # All fields are checked again
         "A copy with some fields changed"
-        ball = {k:kw[k] for k in ('eps','norm') if k in kw}
-        return replace(self, **{'attacks':tuple(a.but(**ball) if isinstance(a, Value) else a for a in self.attacks), **kw})
+        ball = {k: kw[k] for k in ('eps', 'norm') if k in kw}
+        return replace(
+            self, **{'attacks': tuple(a.but(**ball) if isinstance(a, Value) else a for a in self.attacks), **kw}
+        )
+
     def at_eps(self, eps):
         ball = threat_model(eps, self.norm)
         return replace(self, eps=ball, attacks=tuple(a if isinstance(a, str) else _at(a, ball) for a in self.attacks))
+
     @property
-    def name(self): return '_'.join(['autoattack', *([self.version] if self.version!='standard' else []), *(['l2'] if self.norm=='L2' else [])])
-    def members(self,
-        classes:int, # Of the model
-    )->list: # Of attacks
+    def name(self):
+        return '_'.join(
+            [
+                'autoattack',
+                *([self.version] if self.version != 'standard' else []),
+                *(['l2'] if self.norm == 'L2' else []),
+            ]
+        )
+
+    def members(
+        self,
+        classes: int,  # Of the model
+    ) -> list:  # Of attacks
         "The attacks, in order; what a model with few classes cannot have is replaced"
         makes = _members(self.eps, self.norm, classes, self.version)
-        if unknown := [a for a in self.attacks if isinstance(a,str) and a not in makes]: raise ValueError(f'AutoAttack knows {list(makes)}, not {unknown}')
-        return list(dict.fromkeys(makes[a] if isinstance(a,str) else a for a in (self.attacks or _versions[self.version])))
+        if unknown := [a for a in self.attacks if isinstance(a, str) and a not in makes]:
+            raise ValueError(f'AutoAttack knows {list(makes)}, not {unknown}')
+        return list(
+            dict.fromkeys(makes[a] if isinstance(a, str) else a for a in self.attacks or _versions[self.version])
+        )
 
 # %% ../nbs/01_attacks.ipynb #28dcbc6c
-_versions = dict(standard=('apgd-ce','apgd-t','fab-t','square'), plus=('apgd-ce','apgd-dlr','fab','square','apgd-t','fab-t'), rand=('apgd-ce','apgd-dlr'))
+_versions = dict(
+    standard=('apgd-ce', 'apgd-t', 'fab-t', 'square'),
+    plus=('apgd-ce', 'apgd-dlr', 'fab', 'square', 'apgd-t', 'fab-t'),
+    rand=('apgd-ce', 'apgd-dlr'),
+)
+
 
 def _members(eps, norm, c, version):
-    "Name -> attack, as the package sets them; two classes: the margin for DLR; three or more: as many targets as there are"
-    n,kw = 5 if version=='plus' else 1,dict(norm=norm)
-    draws = dict(draws=20) if version=='rand' else {}
-    return {'apgd-ce':APGD(eps, restarts=n, **draws, **kw), 'apgd-dlr':APGD(eps, loss=dlr if c>2 else margin, restarts=n, **draws, **kw),
-        'apgd-t':APGDT(eps, targets=min(9,c-1), **kw) if c>2 else APGD(eps, loss=margin, **kw), 'fab':FAB(eps, targets=0, restarts=n, **kw), 'fab-t':FAB(eps, targets=min(9,c-1), **kw), 'square':Square(eps, **kw)}
+    """Name -> attack, as the package sets them; two classes: the margin for DLR; three or more: as many targets as
+    there are"""
+    n, kw = 5 if version == 'plus' else 1, dict(norm=norm)
+    draws = dict(draws=20) if version == 'rand' else {}
+    return {
+        'apgd-ce': APGD(eps, restarts=n, **draws, **kw),
+        'apgd-dlr': APGD(eps, loss=dlr if c > 2 else margin, restarts=n, **draws, **kw),
+        'apgd-t': APGDT(eps, targets=min(9, c - 1), **kw) if c > 2 else APGD(eps, loss=margin, **kw),
+        'fab': FAB(eps, targets=0, restarts=n, **kw),
+        'fab-t': FAB(eps, targets=min(9, c - 1), **kw),
+        'square': Square(eps, **kw),
+    }
 
 # %% ../nbs/01_attacks.ipynb #7cd7e69f
 @patch
-def __call__(self:AutoAttack,
-    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-    x, # Images [B,C,H,W] in [0,1]
-    y=None, # Labels [B]
-    *, target=None, # Not taken: raises ValueError
-    targeted:bool=False, # Not taken: raises ValueError
-    seed=0, # An int, or, where no member draws for a whole batch, an int64 tensor [B]
-)->Tensor: # Adversarial images: shape, dtype and type of `x`, detached
+def __call__(
+    self: AutoAttack,
+    model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    x,  # Images [B,C,H,W] in [0,1]
+    y=None,  # Labels [B]
+    *,
+    target=None,  # Not taken: raises ValueError
+    targeted: bool = False,  # Not taken: raises ValueError
+    seed=0,  # An int, or, where no member draws for a whole batch, an int64 tensor [B]
+) -> Tensor:  # Adversarial images: shape, dtype and type of `x`, detached
     "The adversarial images; those that survive come back as the last attempt left them"
     check_call(model, target, targeted)
-    if targeted or y is None: raise ValueError('AutoAttack is untargeted and needs labels')
-    if self.eps==0: return _like(check_images(x, model), x)
-    if self.reference: return _reference_aa(self, model, x, y, seed)
+    if targeted or y is None:
+        raise ValueError('AutoAttack is untargeted and needs labels')
+    if self.eps == 0:
+        return _like(check_images(x, model), x)
+    if self.reference:
+        return _reference_aa(self, model, x, y, seed)
     return WorstCase(self.members(_classes(model, x)))(model, x, y, seed=seed)
 
 # %% ../nbs/01_attacks.ipynb #22fa5821
 def _few(a, c):
     "As many targets as the model has other classes; raises ValueError where the package's loss needs more"
-    if c<4 and set(a.attacks_to_run)&{'apgd-t','apgd-dlr'}: raise ValueError(f'the package has no DLR loss for {c} classes: reference=False has a protocol for few classes')
-    a.apgd_targeted.n_target_classes,a.fab.n_target_classes = [min(o.n_target_classes, c-1) for o in (a.apgd_targeted, a.fab)]
+    if c < 4 and set(a.attacks_to_run) & {'apgd-t', 'apgd-dlr'}:
+        raise ValueError(f'the package has no DLR loss for {c} classes: reference=False has a protocol for few classes')
+    a.apgd_targeted.n_target_classes, a.fab.n_target_classes = [
+        min(o.n_target_classes, c - 1) for o in (a.apgd_targeted, a.fab)
+    ]
+
 
 def _reference_aa(aa, model, x, y, seed):
     "The whole of pyautoattack on one batch, its warnings passed on, global random state and tracer restored"
-    import logging,sys
-    heard,trace = [],sys.gettrace()
-    ear = logging.Handler(logging.WARNING); ear.emit = lambda r: heard.append(r.getMessage())
-    log = logging.getLogger('auto-attack'); log.addHandler(ear); spread,log.propagate = log.propagate,False
-    clean = check_images(x, model); x0 = clean.float(); obj = Objective(model, clean, check_labels(y, x0))
-    kw = dict(version='custom', attacks=[a for a in aa.attacks]) if aa.version=='custom' else dict(version=aa.version)
+    import logging, sys
+
+    heard, trace = [], sys.gettrace()
+    ear = logging.Handler(logging.WARNING)
+    ear.emit = lambda r: heard.append(r.getMessage())
+    log = logging.getLogger('auto-attack')
+    log.addHandler(ear)
+    spread, log.propagate = log.propagate, False
+    clean = check_images(x, model)
+    x0 = clean.float()
+    obj = Objective(model, clean, check_labels(y, x0))
+    kw = dict(version='custom', attacks=[a for a in aa.attacks]) if aa.version == 'custom' else dict(version=aa.version)
     try:
         with attack_mode(model), _own_rng(x0):
-            a = _package('').AutoAttack(_logits(obj), norm=aa.norm, eps=aa.eps, seed=int(seed)%2**32, device=x0.device, **kw)
+            a = _package('').AutoAttack(
+                _logits(obj), norm=aa.norm, eps=aa.eps, seed=int(seed) % 2**32, device=x0.device, **kw
+            )
             _few(a, _classes(model, clean))
             x_adv = a.run_standard_evaluation(x0, obj.y, batch_size=len(x0))[0]
-    finally: log.removeHandler(ear); log.propagate = spread; sys.settrace(trace)
-    for m in dict.fromkeys(heard): warnings.warn(f'{aa}: {m}')
-    return _like(land(clean, aa.ball.project(x0, x_adv.detach()-x0)+x0), x)
+    finally:
+        log.removeHandler(ear)
+        log.propagate = spread
+        sys.settrace(trace)
+    for m in dict.fromkeys(heard):
+        warnings.warn(f'{aa}: {m}')
+    return _like(land(clean, aa.ball.project(x0, x_adv.detach() - x0) + x0), x)
 
 # %% ../nbs/01_attacks.ipynb #84152340
 def loss_trace(
-    attack:Attack, # An attack that goes in steps: PGD, APGD, GAMA, ...
-    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    y=None, # Labels [B]
-    loss:Callable=None, # What to record, `loss(z, y) -> [B]`; None: what the attack climbs
-    seed:int=0, # Of the attack
-)->Tensor: # [gradients,B], in the order of the steps
+    attack: Attack,  # An attack that goes in steps: PGD, APGD, GAMA, ...
+    model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    y=None,  # Labels [B]
+    loss: Callable = None,  # What to record, `loss(z, y) -> [B]`; None: what the attack climbs
+    seed: int = 0,  # Of the attack
+) -> Tensor:  # [gradients,B], in the order of the steps
     "The loss of each image at every point where `attack` took a gradient"
     seen = []
+
     class Recorded(Objective):
         def grad(self, x_adv, f=None):
-            g,v,z = super().grad(x_adv, f)
+            g, v, z = super().grad(x_adv, f)
             seen.append((v if loss is None else loss(z, self.y)).detach())
-            return g,v,z
+            return g, v, z
+
     with attack_mode(model):
-        x = check_images(x, model); obj = attack.objective(model, x, y); obj.__class__ = Recorded
+        x = check_images(x, model)
+        obj = attack.objective(model, x, y)
+        obj.__class__ = Recorded
         attack._best(obj, x, seed)
     return torch.stack(seen)

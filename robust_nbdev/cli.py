@@ -9,7 +9,7 @@ __all__ = ['demo_vit', 'demo_train', 'demo_table', 'both_right', 'demo_figure', 
            'run_eval', 'numbers', 'robust_eval', 'BenchResult', 'robust_bench']
 
 # %% ../nbs/08_cli.ipynb #6beff8b5
-import argparse,ast,difflib,inspect,operator,re,sys,time,warnings
+import argparse, ast, difflib, inspect, operator, re, sys, time, warnings
 import timm
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -20,267 +20,416 @@ from .attacks import *
 from .adv_train import *
 from .evaluate import *
 from fastai.vision.all import *
-from fastcore.script import call_parse,store_true
+from fastcore.script import call_parse, store_true
 
 # %% ../nbs/08_cli.ipynb #a4b70fb8
 def demo_vit(
-    dls:DataLoaders, # Gives channels, image size and classes
-)->Normalized: # Random weights
+    dls: DataLoaders,  # Gives channels, image size and classes
+) -> Normalized:  # Random weights
     "A small ViT of three blocks, width 96, that fits the images; normalised with their own mean and deviation"
     x = dls.one_batch()[0].as_subclass(Tensor)
-    c,size = x.shape[1],tuple(x.shape[-2:])
-    patch = 16 if min(size)>=128 else 7 if size==(28,28) else 4
-    vit = timm.create_model('vit_tiny_patch16_224', img_size=size, patch_size=patch, in_chans=c, num_classes=dls.c, embed_dim=96, depth=3, num_heads=4)
-    return Normalized(vit, x.mean((0,2,3)).cpu(), x.std((0,2,3)).cpu())
+    c, size = x.shape[1], tuple(x.shape[-2:])
+    patch = 16 if min(size) >= 128 else 7 if size == (28, 28) else 4
+    vit = timm.create_model(
+        'vit_tiny_patch16_224',
+        img_size=size,
+        patch_size=patch,
+        in_chans=c,
+        num_classes=dls.c,
+        embed_dim=96,
+        depth=3,
+        num_heads=4,
+    )
+    return Normalized(vit, x.mean((0, 2, 3)).cpu(), x.std((0, 2, 3)).cpu())
 
 # %% ../nbs/08_cli.ipynb #6aca0875
 def demo_train(
-    dls:DataLoaders, # Images in [0,1]
-    epochs:int, # Epochs of one-cycle training
-    seed:int, # Of weights and order
-    cbs=(), # `AdvTrain` or nothing
-    metrics=(), # More columns
-    lr:float=5e-3, # Peak learning rate
-    bar:bool=True, # Show fastai's progress bar and table
-)->Learner: # After its fit
+    dls: DataLoaders,  # Images in [0,1]
+    epochs: int,  # Epochs of one-cycle training
+    seed: int,  # Of weights and order
+    cbs=(),  # `AdvTrain` or nothing
+    metrics=(),  # More columns
+    lr: float = 5e-3,  # Peak learning rate
+    bar: bool = True,  # Show fastai's progress bar and table
+) -> Learner:  # After its fit
     "A `demo_vit`, trained"
     set_seed(seed, reproducible=True)
     dls.train.rng.seed(seed)
-    learn = Learner(dls, demo_vit(dls), loss_func=CrossEntropyLossFlat(), metrics=[accuracy, *metrics], cbs=[NoDecay(), GradientClip(1.), *L(cbs)], wd=.05)
-    if not bar: learn.remove_cb(ProgressCallback); learn.logger = noop
+    learn = Learner(
+        dls,
+        demo_vit(dls),
+        loss_func=CrossEntropyLossFlat(),
+        metrics=[accuracy, *metrics],
+        cbs=[NoDecay(), GradientClip(1.0), *L(cbs)],
+        wd=0.05,
+    )
+    if not bar:
+        learn.remove_cb(ProgressCallback)
+        learn.logger = noop
     learn.fit_one_cycle(epochs, lr)
     return learn
 
 # %% ../nbs/08_cli.ipynb #c75babfd
 def demo_table(
-    reports:dict, # Name of the model -> `Report`, of the same attacks
-)->pd.DataFrame: # A row per attack, a column per model, in per cent
+    reports: dict,  # Name of the model -> `Report`, of the same attacks
+) -> pd.DataFrame:  # A row per attack, a column per model, in per cent
     "The reports side by side"
     first = next(iter(reports.values())).df
-    return pd.DataFrame({k:[f'{100*a:.1f}' for a in r.df.accuracy] for k,r in reports.items()}, index=pd.Index(first.attack, name='attack'))
+    return pd.DataFrame(
+        {k: [f'{100 * a:.1f}' for a in r.df.accuracy] for k, r in reports.items()},
+        index=pd.Index(first.attack, name='attack'),
+    )
 
 # %% ../nbs/08_cli.ipynb #e2850001
 def both_right(
-    learners, # Learners on the same data
-    n:int=3, # Images
-)->tuple: # (images [n,C,H,W], labels [n])
+    learners,  # Learners on the same data
+    n: int = 3,  # Images
+) -> tuple:  # (images [n,C,H,W], labels [n])
     "The first validation images that every model gets right without attack (fewer, if a batch has fewer)"
     dl = learners[0].dls.valid
-    x,y = fair(dl, dl.bs)[0].one_batch()
-    ok = torch.stack([predict(l.model, x)==y for l in learners]).all(0)
-    return x[ok][:n],y[ok][:n]
+    x, y = fair(dl, dl.bs)[0].one_batch()
+    ok = torch.stack([predict(l.model, x) == y for l in learners]).all(0)
+    return x[ok][:n], y[ok][:n]
+
 
 def demo_figure(
-    learners:dict, # Name -> `Learner`
-    attack:Attack, # Shown on images
-    curve:Attack, # For accuracy against eps; cheaper
-    n:int, # Images of the curve
-    seed:int, # Of the attacks
-)->plt.Figure: # One row per image, and the curve at the right
+    learners: dict,  # Name -> `Learner`
+    attack: Attack,  # Shown on images
+    curve: Attack,  # For accuracy against eps; cheaper
+    n: int,  # Images of the curve
+    seed: int,  # Of the attacks
+) -> plt.Figure:  # One row per image, and the curve at the right
     "Clean | delta | adversarial for each model, on images that both get right, and accuracy against eps"
-    fig = plt.figure(figsize=(4*len(learners)+5, 6), layout='constrained')
-    subs,ax = fig.subfigures(1, len(learners)+1, width_ratios=[4]*len(learners)+[5]),None
-    x,y = both_right(list(learners.values()))
-    for sub,(name,learn) in zip(subs, learners.items()):
-        if len(x): show_adv(learn.model, x, y, attack, vocab=learn.dls.vocab, fig=sub, seed=seed)
+    fig = plt.figure(figsize=(4 * len(learners) + 5, 6), layout='constrained')
+    subs, ax = fig.subfigures(1, len(learners) + 1, width_ratios=[4] * len(learners) + [5]), None
+    x, y = both_right(list(learners.values()))
+    for sub, (name, learn) in zip(subs, learners.items()):
+        if len(x):
+            show_adv(learn.model, x, y, attack, vocab=learn.dls.vocab, fig=sub, seed=seed)
         sub.suptitle(f'{name} training')
-        c = learn.eps_curve(curve, eps=[0, *(attack.eps*o for o in (.25,.5,1,1.5) if attack.eps*o<=1)], n=n, seed=seed)
+        c = learn.eps_curve(
+            curve, eps=[0, *(attack.eps * o for o in (0.25, 0.5, 1, 1.5) if attack.eps * o <= 1)], n=n, seed=seed
+        )
         ax = c.plot(ax=ax if ax is not None else subs[-1].subplots(), label=name)
     return fig
 
 # %% ../nbs/08_cli.ipynb #5bfc0148
 def number(
-    s:str, # `'0.1'`, `'8/255'` or `'0.5/255'`
-)->float: # Its value
+    s: str,  # `'0.1'`, `'8/255'` or `'0.5/255'`
+) -> float:  # Its value
     "A number, or a fraction as papers write it"
     from fractions import Fraction
-    a,*b = s.split('/')
-    if len(b)>1: raise ValueError(f'a number or a fraction such as 8/255 is expected, got {s}')
-    try: return float(reduce(operator.truediv, map(Fraction, [a,*b])))
-    except ZeroDivisionError: raise ValueError(f'{s} divides by zero') from None
+
+    a, *b = s.split('/')
+    if len(b) > 1:
+        raise ValueError(f'a number or a fraction such as 8/255 is expected, got {s}')
+    try:
+        return float(reduce(operator.truediv, map(Fraction, [a, *b])))
+    except ZeroDivisionError:
+        raise ValueError(f'{s} divides by zero') from None
+
 
 def demo_settings(
-    profile:str=None, # Section of settings.ini
-    eps:float=None, # Radius in pixel units of [0,1]
-    epochs:int=None, # Epochs of each training
-    seed:int=None, # From 0 to 2**32-1
-    device:str=None, # As torch names it
-)->RunSettings: # Checked
+    profile: str = None,  # Section of settings.ini
+    eps: float = None,  # Radius in pixel units of [0,1]
+    epochs: int = None,  # Epochs of each training
+    seed: int = None,  # From 0 to 2**32-1
+    device: str = None,  # As torch names it
+) -> RunSettings:  # Checked
     "The profile's settings with what the command line says instead; raises ValueError"
     s = settings(profile)
-    for k,v in dict(eps=eps, epochs=epochs, seed=seed, device=device).items():
-        if v is not None: s[k] = v
-    if not 0<threat_model(s.eps).eps: raise ValueError(f'eps must be above 0, got {s.eps}: without a perturbation there is nothing to show')
-    if s.epochs<1: raise ValueError(f'epochs must be at least 1, got {s.epochs}')
-    if not 0<=s.seed<2**32: raise ValueError(f'seed must be between 0 and 2**32-1, got {s.seed}')
-    if s.device is not None: torch.empty(1, device=s.device)
+    for k, v in dict(eps=eps, epochs=epochs, seed=seed, device=device).items():
+        if v is not None:
+            s[k] = v
+    if not 0 < threat_model(s.eps).eps:
+        raise ValueError(f'eps must be above 0, got {s.eps}: without a perturbation there is nothing to show')
+    if s.epochs < 1:
+        raise ValueError(f'epochs must be at least 1, got {s.epochs}')
+    if not 0 <= s.seed < 2**32:
+        raise ValueError(f'seed must be between 0 and 2**32-1, got {s.seed}')
+    if s.device is not None:
+        torch.empty(1, device=s.device)
     return s
 
 # %% ../nbs/08_cli.ipynb #6e4c9b0b
 def run_demo(
-    s, # Settings, see `demo_settings`
-    out, # Folder for the report files and the picture; made if it does not exist
-    bar:bool=True, # Show fastai's progress bars
-    say=print, # Told what is being done; `noop` for silence
-)->pd.DataFrame: # The table
+    s,  # Settings, see `demo_settings`
+    out,  # Folder for the report files and the picture; made if it does not exist
+    bar: bool = True,  # Show fastai's progress bars
+    say=print,  # Told what is being done; `noop` for silence
+) -> pd.DataFrame:  # The table
     "Train both models, attack both, write everything to `out`, return the table"
-    out = Path(out); out.mkdir(parents=True, exist_ok=True)
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
     dls = profile_dls(s)
-    adv = AdvTrain(PGD(s.eps, steps=2), eps=warmup(s.eps, pct=.3))
+    adv = AdvTrain(PGD(s.eps, steps=2), eps=warmup(s.eps, pct=0.3))
     attacks = [FGSM(s.eps), PGD(s.eps, steps=s.steps), APGD(s.eps, steps=s.steps)]
-    learners,reports = {},{}
-    for name,cbs in dict(plain=[], robust=[adv]).items():
+    learners, reports = {}, {}
+    for name, cbs in dict(plain=[], robust=[adv]).items():
         say(f'\n{name}: {adv if cbs else "no attack"}, {s.epochs} epochs')
         learners[name] = demo_train(dls, s.epochs, s.seed, cbs, bar=bar)
         say(f'{name}: attacks')
-        reports[name] = learners[name].robust_report(attacks, out=out/name, overwrite=True, seed=s.seed, bs=250, progress=bar)
-    fig = demo_figure(learners, attacks[1], PGD(steps=min(s.steps,10)), min(200, len(dls.valid_ds)), s.seed)
-    fig.savefig(out/'robust_demo.png', dpi=110); plt.close(fig)
-    t = demo_table(reports); t.attrs.update(n=reports['robust'].meta['n'], warnings=[f'{k}: {w}' for k,r in reports.items() for w in r.warnings])
-    t.to_csv(out/'robust_demo.csv')
+        reports[name] = learners[name].robust_report(
+            attacks, out=out / name, overwrite=True, seed=s.seed, bs=250, progress=bar
+        )
+    fig = demo_figure(learners, attacks[1], PGD(steps=min(s.steps, 10)), min(200, len(dls.valid_ds)), s.seed)
+    fig.savefig(out / 'robust_demo.png', dpi=110)
+    plt.close(fig)
+    t = demo_table(reports)
+    t.attrs.update(
+        n=reports['robust'].meta['n'], warnings=[f'{k}: {w}' for k, r in reports.items() for w in r.warnings]
+    )
+    t.to_csv(out / 'robust_demo.csv')
     return t
 
 # %% ../nbs/08_cli.ipynb #9626be2b
 @call_parse
 def robust_demo(
-    profile:str=None, # Section of settings.ini: smoke, laptop, gpu (default: ROBUST_PROFILE, else the file's own)
-    eps:number=None, # Radius of the attacks, Linf, pixel units of [0,1]: 0.1 or 8/255 (default: the profile's)
-    epochs:int=None, # Epochs of each training (default: the profile's)
-    out:str=None, # Folder for robust_demo.png and the report files (default: `out` in settings.ini)
-    seed:int=None, # Of weights, order and attacks (default: the profile's)
-    device:str=None, # cpu, cuda, cuda:1, mps (default: a GPU where there is one)
+    profile: str = None,  # Section of settings.ini: smoke, laptop, gpu (default: ROBUST_PROFILE, else the file's own)
+    eps: number = None,  # Radius of the attacks, Linf, pixel units of [0,1]: 0.1 or 8/255 (default: the profile's)
+    epochs: int = None,  # Epochs of each training (default: the profile's)
+    out: str = None,  # Folder for robust_demo.png and the report files (default: `out` in settings.ini)
+    seed: int = None,  # Of weights, order and attacks (default: the profile's)
+    device: str = None,  # cpu, cuda, cuda:1, mps (default: a GPU where there is one)
 ):
     "Train a plain and a robust vision transformer, attack both, print the table and draw the picture"
     t0 = time.time()
     try:
-        s = demo_settings(profile, eps, epochs, seed, device); out = out or s.out
+        s = demo_settings(profile, eps, epochs, seed, device)
+        out = out or s.out
         t = run_demo(s, out, bar=sys.stdout.isatty())
-    except (ValueError, TypeError, OSError, RuntimeError) as e: sys.exit(f'robust-demo: {e}')
-    print(f'\nAccuracy in %, each row on what the rows above left standing: Linf, eps={eps_str(s.eps)}, n={t.attrs["n"]}, seed={s.seed}\n')
+    except (ValueError, TypeError, OSError, RuntimeError) as e:
+        sys.exit(f'robust-demo: {e}')
+    print(
+        f'\nAccuracy in %, each row on what the rows above left standing: Linf, eps={eps_str(s.eps)}, n={t.attrs["n"]},'
+        f' seed={s.seed}\n'
+    )
     print(t.to_string())
-    for w in t.attrs['warnings']: print(f'warning: {w}')
-    print(f"\n{time.time()-t0:.0f} seconds. In {out}/: robust_demo.png, robust_demo.csv, and for each model a report: report.html, report.png, report.json, report.csv, verdicts.npz, predictions.npz")
+    for w in t.attrs['warnings']:
+        print(f'warning: {w}')
+    print(
+        f"\n{time.time() - t0:.0f} seconds. In {out}/: robust_demo.png, robust_demo.csv, and for each model a report:"
+        " report.html, report.png, report.json, report.csv, verdicts.npz, predictions.npz"
+    )
 
 # %% ../nbs/08_cli.ipynb #9d9a5382
-def attack_types(
-)->dict: # Name -> class
+def attack_types() -> dict:  # Name -> class
     "Every class of attacks in `robust_nbdev.attacks`: what is called as `attack(model, x, y, seed=)`"
     mod = sys.modules[Attack.__module__]
-    def is_attack(c):
-        if not isinstance(c, type) or issubclass(c, nn.Module) or c in (Attack, PatchAttack, Transfer) or not any('__call__' in vars(o) for o in c.__mro__): return False
-        try: inspect.signature(c.__call__).bind(None, None, None, None, seed=0)
-        except TypeError: return False
-        return True
-    return {k:getattr(mod,k) for k in mod.__all__ if is_attack(getattr(mod,k))}
 
-def attack_losses(
-)->dict: # Name -> function
+    def is_attack(c):
+        if (
+            not isinstance(c, type)
+            or issubclass(c, nn.Module)
+            or c in (Attack, PatchAttack, Transfer)
+            or not any('__call__' in vars(o) for o in c.__mro__)
+        ):
+            return False
+        try:
+            inspect.signature(c.__call__).bind(None, None, None, None, seed=0)
+        except TypeError:
+            return False
+        return True
+
+    return {k: getattr(mod, k) for k in mod.__all__ if is_attack(getattr(mod, k))}
+
+
+def attack_losses() -> dict:  # Name -> function
     "Every loss in `robust_nbdev.attacks`: a function whose first argument is the logits `z`"
     mod = sys.modules[Attack.__module__]
-    def is_loss(f): return inspect.isfunction(f) and [p.name for p in inspect.signature(f).parameters.values() if p.default is p.empty][:1]==['z'] and sum(p.default is p.empty for p in inspect.signature(f).parameters.values())==2
-    return {k:getattr(mod,k) for k in mod.__all__ if is_loss(getattr(mod,k))}
+
+    def is_loss(f):
+        return (
+            inspect.isfunction(f)
+            and [p.name for p in inspect.signature(f).parameters.values() if p.default is p.empty][:1] == ['z']
+            and sum(p.default is p.empty for p in inspect.signature(f).parameters.values()) == 2
+        )
+
+    return {k: getattr(mod, k) for k in mod.__all__ if is_loss(getattr(mod, k))}
 
 # %% ../nbs/08_cli.ipynb #e1c529ba
-_RADIUS = dict(Linf=8/255, L2=.5)
-def _bare(s): return re.sub(r'[-_\s]', '', s.lower())
+_RADIUS = dict(Linf=8 / 255, L2=0.5)
+
+
+def _bare(s):
+    return re.sub(r'[-_\s]', '', s.lower())
+
 
 def _make(cls, args, kw, eps, norm):
     "`cls(*args, **kw)`, with the radius and norm of the command line where the call leaves them out"
     sig = inspect.signature(cls)
-    try: given = sig.bind_partial(*args, **kw).arguments
-    except TypeError as e: raise ValueError(f'{cls.__name__}: {e}; it takes {", ".join(sig.parameters)}') from None
+    try:
+        given = sig.bind_partial(*args, **kw).arguments
+    except TypeError as e:
+        raise ValueError(f'{cls.__name__}: {e}; it takes {", ".join(sig.parameters)}') from None
     norm_ = given.get('norm', norm)
-    more = dict(eps=eps if norm_==norm and eps is not None else _RADIUS.get(norm_), norm=norm_)
-    try: return cls(*args, **{k:v for k,v in more.items() if k in sig.parameters and k not in given and v is not None}, **kw)
-    except (TypeError, ValueError) as e: raise ValueError(f'{cls.__name__}: {e}') from None
+    more = dict(eps=eps if norm_ == norm and eps is not None else _RADIUS.get(norm_), norm=norm_)
+    try:
+        return cls(
+            *args, **{k: v for k, v in more.items() if k in sig.parameters and k not in given and v is not None}, **kw
+        )
+    except (TypeError, ValueError) as e:
+        raise ValueError(f'{cls.__name__}: {e}') from None
+
 
 def _short(s, eps, norm):
     "An attack by the name of its column: pgd, pgd20, pgd20_l2_dlr; None for clean"
-    if (t:=_bare(s)) in ('clean','none'): return
-    t,losses = 'autoattack' if t=='aa' else t,{_bare(k):f for k,f in attack_losses().items()}
+    if (t := _bare(s)) in ('clean', 'none'):
+        return
+    t, losses = 'autoattack' if t == 'aa' else t, {_bare(k): f for k, f in attack_losses().items()}
     types = sorted(attack_types().items(), key=lambda o: -len(o[0]))
-    m,cls = next(((m,c) for k,c in types if (m:=re.fullmatch(rf'{_bare(k)}(\d*)(linf|l\d+)?({"|".join(losses)})?', t))), (None,None))
-    if m is None: raise ValueError(f'no attack {s!r}, there are: clean, {", ".join(o.lower() for o in attack_types())}; written like pgd20, pgd20_l2_dlr or PGD(8/255, steps=20, loss=dlr), with losses {", ".join(attack_losses())}')
+    m, cls = next(
+        ((m, c) for k, c in types if (m := re.fullmatch(rf'{_bare(k)}(\d*)(linf|l\d+)?({"|".join(losses)})?', t))),
+        (None, None),
+    )
+    if m is None:
+        raise ValueError(
+            f'no attack {s!r}, there are: clean, {", ".join(o.lower() for o in attack_types())}; written like pgd20,'
+            f' pgd20_l2_dlr or PGD(8/255, steps=20, loss=dlr), with losses {", ".join(attack_losses())}'
+        )
     kw = dict(norm=m[2] and m[2].capitalize(), loss=losses.get(m[3]))
-    kw = {k:v for k,v in kw.items() if v}
-    if m[1]: kw[first(o for o in ('steps','queries','n_queries') if o in inspect.signature(cls).parameters) or 'steps'] = int(m[1])
+    kw = {k: v for k, v in kw.items() if v}
+    if m[1]:
+        kw[first(o for o in ('steps', 'queries', 'n_queries') if o in inspect.signature(cls).parameters) or 'steps'] = (
+            int(m[1])
+        )
     return _make(cls, [], kw, eps, norm)
 
 # %% ../nbs/08_cli.ipynb #0505b71c
-_OPS = {ast.Add:operator.add, ast.Sub:operator.sub, ast.Mult:operator.mul, ast.Div:operator.truediv}
+_OPS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
 
 def _expr(o, eps, norm):
-    "The value of a syntax tree made of numbers, strings, lists, losses and attacks; raises ValueError for anything else"
+    """The value of a syntax tree made of numbers, strings, lists, losses and attacks; raises ValueError for anything
+    else"""
     val = lambda o: _expr(o, eps, norm)
-    if isinstance(o, ast.Constant): return o.value
-    if isinstance(o, (ast.List,ast.Tuple)): return [val(e) for e in o.elts]
-    if isinstance(o, ast.UnaryOp) and isinstance(o.op, ast.USub) and isinstance(v:=val(o.operand), (int,float)): return -v
-    if isinstance(o, ast.BinOp) and type(o.op) in _OPS and isinstance(a:=val(o.left), (int,float)) and isinstance(b:=val(o.right), (int,float)):
-        if isinstance(o.op, ast.Div) and not b: raise ValueError(f'{ast.unparse(o)} divides by zero')
+    if isinstance(o, ast.Constant):
+        return o.value
+    if isinstance(o, (ast.List, ast.Tuple)):
+        return [val(e) for e in o.elts]
+    if isinstance(o, ast.UnaryOp) and isinstance(o.op, ast.USub) and isinstance(v := val(o.operand), (int, float)):
+        return -v
+    if (
+        isinstance(o, ast.BinOp)
+        and type(o.op) in _OPS
+        and isinstance(a := val(o.left), (int, float))
+        and isinstance(b := val(o.right), (int, float))
+    ):
+        if isinstance(o.op, ast.Div) and not b:
+            raise ValueError(f'{ast.unparse(o)} divides by zero')
         return _OPS[type(o.op)](a, b)
-    if isinstance(o, ast.Name): return attack_losses()[o.id] if o.id in attack_losses() else _short(o.id, eps, norm)
+    if isinstance(o, ast.Name):
+        return attack_losses()[o.id] if o.id in attack_losses() else _short(o.id, eps, norm)
     if isinstance(o, ast.Call) and isinstance(o.func, ast.Name) and all(k.arg for k in o.keywords):
-        cls = {_bare(k):c for k,c in attack_types().items()}.get(_bare(o.func.id))
-        if cls is None: raise ValueError(f'no attack {o.func.id!r}, there are: {", ".join(attack_types())}')
-        return _make(cls, [val(a) for a in o.args], {k.arg:val(k.value) for k in o.keywords}, eps, norm)
-    raise ValueError(f'{ast.unparse(o)!r} is neither a number, a text, a list, a loss ({", ".join(attack_losses())}) nor an attack')
+        cls = {_bare(k): c for k, c in attack_types().items()}.get(_bare(o.func.id))
+        if cls is None:
+            raise ValueError(f'no attack {o.func.id!r}, there are: {", ".join(attack_types())}')
+        return _make(cls, [val(a) for a in o.args], {k.arg: val(k.value) for k in o.keywords}, eps, norm)
+    raise ValueError(
+        f'{ast.unparse(o)!r} is neither a number, a text, a list, a loss ({", ".join(attack_losses())}) nor an attack'
+    )
+
 
 def _tree(text, what):
-    try: return ast.parse(text, mode='eval').body
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as e: raise ValueError(f'{what} cannot be read ({getattr(e,"msg",type(e).__name__)})') from None
+    try:
+        return ast.parse(text, mode='eval').body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as e:
+        raise ValueError(f'{what} cannot be read ({getattr(e, "msg", type(e).__name__)})') from None
 
 # %% ../nbs/08_cli.ipynb #aa0ecb0c
 def parse_attacks(
-    text:str, # `'clean, fgsm, pgd20, PGD(8/255, steps=20, restarts=2)'`
-    eps:float=None, # Radius of attacks with norm `norm` that give none; default: 8/255 for Linf, 0.5 for L2
-    norm:str='Linf', # Norm of attacks that give none
-)->list: # Attacks; None for clean
+    text: str,  # `'clean, fgsm, pgd20, PGD(8/255, steps=20, restarts=2)'`
+    eps: float = None,  # Radius of attacks with norm `norm` that give none; default: 8/255 for Linf, 0.5 for L2
+    norm: str = 'Linf',  # Norm of attacks that give none
+) -> list:  # Attacks; None for clean
     "A list of attacks from text, read as data and never run; raises ValueError with a list of what exists"
-    res,src = [],'['+re.sub(r'\b([A-Za-z]\w*)-(?=\w)', r'\1_', text)+']'
+    res, src = [], '[' + re.sub(r'\b([A-Za-z]\w*)-(?=\w)', r'\1_', text) + ']'
     tree = _tree(src, f'the list of attacks {text!r}')
-    if not isinstance(tree, ast.List) or not tree.elts: raise ValueError(f'a list of attacks is expected, such as fgsm,pgd20, got {text!r}')
+    if not isinstance(tree, ast.List) or not tree.elts:
+        raise ValueError(f'a list of attacks is expected, such as fgsm,pgd20, got {text!r}')
     for o in tree.elts:
         s = ast.get_source_segment(src, o)
         a = _short(s, eps, norm) if re.fullmatch(r'[A-Za-z][\w\s-]*', s) else _expr(o, eps, norm)
-        if a is not None: check_attack(a)
+        if a is not None:
+            check_attack(a)
         res.append(a)
     return res
 
 # %% ../nbs/08_cli.ipynb #42066e46
 _STAT = re.compile(r'(?:normali[sz]er?\.|norm\.|preprocess\.)?_?(mean|std|mu|sigma)')
 
+
 def _unwrapped(sd):
     "A state dict without the prefixes of DDP, `torch.compile` and `Normalized`; and mean and std, if they are in it"
     stats = {}
     while True:
-        for k in [k for k,v in sd.items() if _STAT.fullmatch(k) and v.numel()<=4]: stats[_STAT.fullmatch(k)[1]] = sd.pop(k).flatten()
+        for k in [k for k, v in sd.items() if _STAT.fullmatch(k) and v.numel() <= 4]:
+            stats[_STAT.fullmatch(k)[1]] = sd.pop(k).flatten()
         sd.pop('n_averaged', None)
-        p = first(p for p in ('module.','_orig_mod.','model.') if sd and all(k.startswith(p) for k in sd))
-        if p is None: return sd,stats.get('mean', stats.get('mu')),stats.get('std', stats.get('sigma'))
-        sd = {k[len(p):]:v for k,v in sd.items()}
+        p = first(p for p in ('module.', '_orig_mod.', 'model.') if sd and all(k.startswith(p) for k in sd))
+        if p is None:
+            return sd, stats.get('mean', stats.get('mu')), stats.get('std', stats.get('sigma'))
+        sd = {k[len(p) :]: v for k, v in sd.items()}
+
 
 def _weights(o):
     "The state dict inside what training scripts save around it"
     while isinstance(o, Mapping):
-        k = first(k for k in ('state_dict','model','model_state_dict','net','module','weights','state_dict_ema','model_ema','ema') if isinstance(o.get(k), Mapping))
-        if k is None: break
+        k = first(
+            k
+            for k in (
+                'state_dict',
+                'model',
+                'model_state_dict',
+                'net',
+                'module',
+                'weights',
+                'state_dict_ema',
+                'model_ema',
+                'ema',
+            )
+            if isinstance(o.get(k), Mapping)
+        )
+        if k is None:
+            break
         o = o[k]
-    return {k:v for k,v in o.items() if isinstance(v, Tensor)} if isinstance(o, Mapping) else {}
+    return {k: v for k, v in o.items() if isinstance(v, Tensor)} if isinstance(o, Mapping) else {}
+
 
 def read_checkpoint(
-    path, # .safetensors, or what `torch.save` or `learn.save` wrote (.pth, .pt, ...)
-)->tuple: # (state dict, mean or None, std or None)
+    path,  # .safetensors, or what `torch.save` or `learn.save` wrote (.pth, .pt, ...)
+) -> tuple:  # (state dict, mean or None, std or None)
     "Weights from a file, wherever in it they are; nothing in the file is run. Raises ValueError if there are none"
     from pickle import UnpicklingError
     from safetensors import SafetensorError
     from safetensors.torch import load_file
+
     path = Path(path)
-    if not path.is_file(): raise FileNotFoundError(f'no checkpoint {path}')
+    if not path.is_file():
+        raise FileNotFoundError(f'no checkpoint {path}')
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]): o = load_file(path) if path.suffix=='.safetensors' else torch.load(path, map_location='cpu', weights_only=True)
-    except (SafetensorError, UnpicklingError, RuntimeError, EOFError, KeyError, ValueError, OSError, AttributeError) as e: raise ValueError(f'{path} is not a file of weights: {str(e).splitlines()[0] if str(e) else type(e).__name__}') from None
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            o = (
+                load_file(path)
+                if path.suffix == '.safetensors'
+                else torch.load(path, map_location='cpu', weights_only=True)
+            )
+    except (
+        SafetensorError,
+        UnpicklingError,
+        RuntimeError,
+        EOFError,
+        KeyError,
+        ValueError,
+        OSError,
+        AttributeError,
+    ) as e:
+        raise ValueError(
+            f'{path} is not a file of weights: {str(e).splitlines()[0] if str(e) else type(e).__name__}'
+        ) from None
     sd = _weights(o)
-    if not sd: raise ValueError(f'{path} holds no state dict: save model.state_dict()')
+    if not sd:
+        raise ValueError(f'{path} holds no state dict: save model.state_dict()')
     return _unwrapped(sd)
 
 # %% ../nbs/08_cli.ipynb #ab5e864d
@@ -289,98 +438,157 @@ def _cfg_of(name):
     base = name.split('.')[0]
     if ':' not in name and not timm.is_model(base):
         near = difflib.get_close_matches(base, timm.list_models(), 4)
-        raise ValueError(f'timm has no model {name!r}; near: {", ".join(near) or "none"}; timm.list_models() lists {len(timm.list_models())}')
-    try: return timm.get_pretrained_cfg(name) if ':' not in name else None
-    except RuntimeError as e: raise ValueError(f'{e} It has: {", ".join(timm.list_pretrained(base+".*")) or "none"}') from None
+        raise ValueError(
+            f'timm has no model {name!r}; near: {", ".join(near) or "none"}; timm.list_models() lists'
+            f' {len(timm.list_models())}'
+        )
+    try:
+        return timm.get_pretrained_cfg(name) if ':' not in name else None
+    except RuntimeError as e:
+        raise ValueError(f'{e} It has: {", ".join(timm.list_pretrained(base + ".*")) or "none"}') from None
+
 
 def _dims(cfg, sd):
     "Classes and channels of a checkpoint, from its last and first layer"
-    row = lambda key,i: sd[k].shape[i] if sd and (k:=f'{first(L(key))}.weight') in sd else None
-    return dict(num_classes=row(getattr(cfg,'classifier',None), 0), in_chans=row(getattr(cfg,'first_conv',None), 1))
+    row = lambda key, i: sd[k].shape[i] if sd and (k := f'{first(L(key))}.weight') in sd else None
+    return dict(num_classes=row(getattr(cfg, 'classifier', None), 0), in_chans=row(getattr(cfg, 'first_conv', None), 1))
+
 
 def _create(name, pretrained, own, kw):
     "`timm.create_model`, without `img_size` where the model takes any; its errors in words"
-    try: return timm.create_model(name, pretrained=pretrained, **kw)
+    try:
+        return timm.create_model(name, pretrained=pretrained, **kw)
     except Exception as e:
-        if 'img_size' in str(e) and isinstance(e, TypeError) and 'img_size' in kw and 'img_size' not in own: return _create(name, pretrained, own, {k:v for k,v in kw.items() if k!='img_size'})
+        if 'img_size' in str(e) and isinstance(e, TypeError) and 'img_size' in kw and 'img_size' not in own:
+            return _create(name, pretrained, own, {k: v for k, v in kw.items() if k != 'img_size'})
         says = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        if not pretrained: raise ValueError(f'{name} with {kw}: {says}') from None
-        raise OSError(f'the weights of {name} cannot be had ({says}): give --checkpoint FILE, or leave --pretrained out for random weights') from None
+        if not pretrained:
+            raise ValueError(f'{name} with {kw}: {says}') from None
+        raise OSError(
+            f'the weights of {name} cannot be had ({says}): give --checkpoint FILE, or leave --pretrained out for'
+            ' random weights'
+        ) from None
+
 
 def load_weights(
-    net:nn.Module, # The network
-    sd:dict, # Its state dict
-    path='', # The file, for the message
+    net: nn.Module,  # The network
+    sd: dict,  # Its state dict
+    path='',  # The file, for the message
 ):
     "`net.load_state_dict(sd)`; raises ValueError with the names that do not fit"
     own = net.state_dict()
-    few = lambda o: ', '.join(o[:5])+(f' and {len(o)-5} more' if len(o)>5 else '')
-    parts = dict(missing=[k for k in own if k not in sd], unknown=[k for k in sd if k not in own],
-        shaped=[f'{k} {list(sd[k].shape)} where the model has {list(v.shape)}' for k,v in own.items() if k in sd and sd[k].shape!=v.shape])
-    says = [f'{len(v)} {k}: {few(v)}' for k,v in parts.items() if v]
-    if says: raise ValueError(f'{path} does not fit {type(net).__name__}: {"; ".join(says)}')
+    few = lambda o: ', '.join(o[:5]) + (f' and {len(o) - 5} more' if len(o) > 5 else '')
+    parts = dict(
+        missing=[k for k in own if k not in sd],
+        unknown=[k for k in sd if k not in own],
+        shaped=[
+            f'{k} {list(sd[k].shape)} where the model has {list(v.shape)}'
+            for k, v in own.items()
+            if k in sd and sd[k].shape != v.shape
+        ],
+    )
+    says = [f'{len(v)} {k}: {few(v)}' for k, v in parts.items() if v]
+    if says:
+        raise ValueError(f'{path} does not fit {type(net).__name__}: {"; ".join(says)}')
     net.load_state_dict(sd)
 
 # %% ../nbs/08_cli.ipynb #6075d585
 def timm_model(
-    spec:str, # A name that timm knows, maybe with arguments: `'vit_tiny_patch16_224(patch_size=4, depth=3)'`
-    sd:dict=None, # Weights; default: random, or timm's own
-    pretrained:bool=False, # timm's own weights
-    size=None, # Image size
-    path='', # Where `sd` is from, for messages
-    **kw # For `timm.create_model`: num_classes, in_chans; those in `spec` win. None: as the checkpoint, or timm's default
-)->nn.Module: # Takes normalised images
+    spec: str,  # A name that timm knows, maybe with arguments: `'vit_tiny_patch16_224(patch_size=4, depth=3)'`
+    sd: dict = None,  # Weights; default: random, or timm's own
+    pretrained: bool = False,  # timm's own weights
+    size=None,  # Image size
+    path='',  # Where `sd` is from, for messages
+    # For `timm.create_model`: num_classes, in_chans; those in `spec` win. None: as the checkpoint, or timm's default
+    **kw,
+) -> nn.Module:  # Takes normalised images
     "A timm model by its name; raises ValueError for what timm does not know, OSError where weights cannot be had"
     m = re.fullmatch(r'\s*([^\s()]+?)\s*(?:\((.*)\))?\s*', spec, re.S)
-    if not m: raise ValueError(f'a model is a name, or name(argument=value), got {spec!r}')
-    own = {k.arg:_expr(k.value, None, 'Linf') for k in _tree(f'f({m[2] or ""})', f'the model {spec!r}').keywords}
+    if not m:
+        raise ValueError(f'a model is a name, or name(argument=value), got {spec!r}')
+    own = {k.arg: _expr(k.value, None, 'Linf') for k in _tree(f'f({m[2] or ""})', f'the model {spec!r}').keywords}
     cfg = _cfg_of(m[1])
-    kw.update({k:v for k,v in _dims(cfg, sd).items() if v is not None and (k=='in_chans' or kw.get(k) is None)})
-    if size and cfg and size!=cfg.input_size[-1]: kw['img_size'] = size
-    net = _create(m[1], pretrained, own, {k:v for k,v in {**kw,**own}.items() if v is not None})
-    if sd is not None: load_weights(net, sd, path)
+    kw.update({k: v for k, v in _dims(cfg, sd).items() if v is not None and (k == 'in_chans' or kw.get(k) is None)})
+    if size and cfg and size != cfg.input_size[-1]:
+        kw['img_size'] = size
+    net = _create(m[1], pretrained, own, {k: v for k, v in {**kw, **own}.items() if v is not None})
+    if sd is not None:
+        load_weights(net, sd, path)
     return net
 
 # %% ../nbs/08_cli.ipynb #00dae36a
 def learner_model(
-    path, # What `learn.export` wrote; a pickle: open only files that you trust
-)->tuple: # (model for images in [0,1], class names or None)
+    path,  # What `learn.export` wrote; a pickle: open only files that you trust
+) -> tuple:  # (model for images in [0,1], class names or None)
     "The model of a fastai Learner, with the statistics of its `Normalize` where it has one"
-    if not Path(path).is_file(): raise FileNotFoundError(f'no checkpoint {path}')
-    try: learn = load_learner(path)
-    except Exception as e: raise ValueError(f'{path} cannot be opened as a Learner ({type(e).__name__}: {e}): functions that it uses must be importable') from None
-    if not isinstance(learn, Learner): raise ValueError(f'{path} holds a {type(learn).__name__}, not a Learner: save model.state_dict() as .pth, or learn.export()')
-    norm = first(o for o in getattr(learn.dls.valid.after_batch,'fs',[]) if isinstance(o, Normalize))
+    if not Path(path).is_file():
+        raise FileNotFoundError(f'no checkpoint {path}')
+    try:
+        learn = load_learner(path)
+    except Exception as e:
+        raise ValueError(
+            f'{path} cannot be opened as a Learner ({type(e).__name__}: {e}): functions that it uses must be importable'
+        ) from None
+    if not isinstance(learn, Learner):
+        raise ValueError(
+            f'{path} holds a {type(learn).__name__}, not a Learner: save model.state_dict() as .pth, or learn.export()'
+        )
+    norm = first(o for o in getattr(learn.dls.valid.after_batch, 'fs', []) if isinstance(o, Normalize))
     net = get_model(learn.model)
-    return (net if norm is None else Normalized(net, norm.mean.flatten().cpu(), norm.std.flatten().cpu())),getattr(learn.dls,'vocab',None)
+    return (net if norm is None else Normalized(net, norm.mean.flatten().cpu(), norm.std.flatten().cpu())), getattr(
+        learn.dls, 'vocab', None
+    )
+
 
 def eval_model(
-    model:str=None, # See `timm_model`
-    checkpoint=None, # See `read_checkpoint` and, for .pkl, `learner_model`
-    pretrained:bool=False, # timm's own weights
-    n_classes:int=None, # Outputs; default: those of the weights
-    mean=None, # Statistics of the model; default: those of the checkpoint, else of timm's configuration
-    std=None, # As `mean`
-    seed:int=0, # Of random weights
-    **kw # For `timm_model`: size; and what random weights need, `classes` and `in_chans`
-)->tuple: # (model for images in [0,1], a line about it, its class names or None)
+    model: str = None,  # See `timm_model`
+    checkpoint=None,  # See `read_checkpoint` and, for .pkl, `learner_model`
+    pretrained: bool = False,  # timm's own weights
+    n_classes: int = None,  # Outputs; default: those of the weights
+    mean=None,  # Statistics of the model; default: those of the checkpoint, else of timm's configuration
+    std=None,  # As `mean`
+    seed: int = 0,  # Of random weights
+    **kw,  # For `timm_model`: size; and what random weights need, `classes` and `in_chans`
+) -> tuple:  # (model for images in [0,1], a line about it, its class names or None)
     "A model to attack, from the names that a command line has"
-    pkl = checkpoint is not None and Path(checkpoint).suffix=='.pkl'
-    if not (pkl or model): raise ValueError("say which model: --model NAME of timm (with --checkpoint FILE or --pretrained), or --checkpoint FILE.pkl of fastai's learn.export")
-    if pkl and (model or pretrained): raise ValueError('a .pkl file holds the whole model: leave --model and --pretrained out')
-    if checkpoint and pretrained: raise ValueError('--checkpoint and --pretrained are two sets of weights: choose one')
+    pkl = checkpoint is not None and Path(checkpoint).suffix == '.pkl'
+    if not (pkl or model):
+        raise ValueError(
+            "say which model: --model NAME of timm (with --checkpoint FILE or --pretrained), or --checkpoint FILE.pkl"
+            " of fastai's learn.export"
+        )
+    if pkl and (model or pretrained):
+        raise ValueError('a .pkl file holds the whole model: leave --model and --pretrained out')
+    if checkpoint and pretrained:
+        raise ValueError('--checkpoint and --pretrained are two sets of weights: choose one')
     set_seed(seed)
     classes = kw.pop('classes', None)
-    if pkl: net,vocab = learner_model(checkpoint)
+    if pkl:
+        net, vocab = learner_model(checkpoint)
     else:
-        sd,m,s = read_checkpoint(checkpoint) if checkpoint else (None,None,None)
-        mean,std,vocab = ifnone(mean, m),ifnone(std, s),None
-        net = timm_model(model, sd, pretrained, path=checkpoint, num_classes=ifnone(n_classes, None if checkpoint or pretrained else classes), **kw)
-    what = f'weights of {Path(checkpoint).name}' if checkpoint else 'pretrained weights' if pretrained else f'random weights, seed {seed}'
-    for k,v in dict(mean=mean, std=std).items():
-        if v is not None and len(v) not in (1, in_chans(net) or len(v)): raise ValueError(f'{k} needs one number, or one per channel ({in_chans(net)}), got {len(v)}')
-    if not pkl or mean is not None: net = Normalized(net, mean, std)
-    return net.eval(),f'{model or type(unwrap(net)).__name__}, {what}',vocab
+        sd, m, s = read_checkpoint(checkpoint) if checkpoint else (None, None, None)
+        mean, std, vocab = ifnone(mean, m), ifnone(std, s), None
+        net = timm_model(
+            model,
+            sd,
+            pretrained,
+            path=checkpoint,
+            num_classes=ifnone(n_classes, None if checkpoint or pretrained else classes),
+            **kw,
+        )
+    what = (
+        f'weights of {Path(checkpoint).name}'
+        if checkpoint
+        else 'pretrained weights'
+        if pretrained
+        else f'random weights, seed {seed}'
+    )
+    for k, v in dict(mean=mean, std=std).items():
+        if v is not None and len(v) not in (1, in_chans(net) or len(v)):
+            raise ValueError(f'{k} needs one number, or one per channel ({in_chans(net)}), got {len(v)}')
+    if not pkl or mean is not None:
+        net = Normalized(net, mean, std)
+    return net.eval(), f'{model or type(unwrap(net)).__name__}, {what}', vocab
 
 # %% ../nbs/08_cli.ipynb #0e4139b9
 def _size(src, split, size, usual):
@@ -388,240 +596,377 @@ def _size(src, split, size, usual):
     x = src.splits[split][0]
     return size or usual or (x.shape[1] if isinstance(x, np.ndarray) else None)
 
+
 def _own_size(net):
     "The size that a model was made for"
     net = unwrap(net)
-    cfg = getattr(net,'pretrained_cfg',None) or getattr(net,'default_cfg',None) or {}
-    size = getattr(getattr(net,'patch_embed',None),'img_size',None) or (cfg.get('test_input_size') or cfg.get('input_size') or (None,))[-1]
-    if size is None: raise ValueError(f'{type(net).__name__} does not say what size of images it takes: give --size')
+    cfg = getattr(net, 'pretrained_cfg', None) or getattr(net, 'default_cfg', None) or {}
+    size = (
+        getattr(getattr(net, 'patch_embed', None), 'img_size', None)
+        or (cfg.get('test_input_size') or cfg.get('input_size') or (None,))[-1]
+    )
+    if size is None:
+        raise ValueError(f'{type(net).__name__} does not say what size of images it takes: give --size')
     return size
+
 
 def _trained_on(data, split):
     "Whether a user's `split` is called training data, where `test` or `val` would be expected"
-    return split=='train' and any((Path(data).expanduser()/o).is_dir() for o in ('train','training'))
+    return split == 'train' and any((Path(data).expanduser() / o).is_dir() for o in ('train', 'training'))
+
 
 def eval_images(
-    data, # See `find_source`, or what it returned
-    model, # Asks for its channels and, where nothing else does, its size
-    n:int=None, # Images, balanced over classes; default: all
-    size:int=None, # Pixels
-    bs:int=64, # Batch size
-    device=None, # Default: a GPU where there is one
-    **cut # How images are cut to size, over what timm's configuration of the model says: `pct`, `interp`, `crop_mode`, see `image_dls`
-)->tuple: # (DataLoader in [0,1], a line about it)
+    data,  # See `find_source`, or what it returned
+    model,  # Asks for its channels and, where nothing else does, its size
+    n: int = None,  # Images, balanced over classes; default: all
+    size: int = None,  # Pixels
+    bs: int = 64,  # Batch size
+    device=None,  # Default: a GPU where there is one
+    # How images are cut to size, over what timm's configuration of the model says: `pct`, `interp`, `crop_mode`, see
+    # `image_dls`
+    **cut,
+) -> tuple:  # (DataLoader in [0,1], a line about it)
     "The test images (`val` or all, where there is no `test`) of a dataset or folder, in a fixed order"
-    src,name,usual = data if isinstance(data, tuple) else find_source(data, n)
-    (split,i),_ = choose_images(src, 'only', n_valid=n)
+    src, name, usual = data if isinstance(data, tuple) else find_source(data, n)
+    (split, i), _ = choose_images(src, 'only', n_valid=n)
     size = _size(src, split, size, usual) or _own_size(model)
-    cut = {**timm_fit(model, size), **{k:v for k,v in cut.items() if v is not None}}
-    kw = dict(size=size, mode='L' if in_chans(model)==1 else 'RGB', item_tfms=None, batch_tfms=None, **cut)
+    cut = {**timm_fit(model, size), **{k: v for k, v in cut.items() if v is not None}}
+    kw = dict(size=size, mode='L' if in_chans(model) == 1 else 'RGB', item_tfms=None, batch_tfms=None, **cut)
     dls = image_dls(src, n_valid=n, bs=bs, valid='only', device=device, **kw)
-    N,part = len(src.labels(split)),'' if split=='train' else f' of the part {split}'
-    which = f'all {N} images{part}' if len(i)==N else f'{len(i)} of the {N} images{part}, balanced over classes, seed 42'
-    return dls.valid,f'{name}, {which}'+_cut_line(src.splits[split][0], first(dls.valid.after_item.fs, risinstance(CenterFit)))
+    N, part = len(src.labels(split)), '' if split == 'train' else f' of the part {split}'
+    which = (
+        f'all {N} images{part}' if len(i) == N else f'{len(i)} of the {N} images{part}, balanced over classes, seed 42'
+    )
+    return dls.valid, f'{name}, {which}' + _cut_line(
+        src.splits[split][0], first(dls.valid.after_item.fs, risinstance(CenterFit))
+    )
+
 
 def _cut_line(x, fit):
     "How images are cut to size, unless they have it"
-    if fit is None or (isinstance(x, np.ndarray) and x.shape[1:3]==fit.size): return ''
-    h,w = fit.size
+    if fit is None or (isinstance(x, np.ndarray) and x.shape[1:3] == fit.size):
+        return ''
+    h, w = fit.size
     return f', cut to {h}x{w} (crop_pct {fit.pct:g}, {fit.interp}, {fit.crop_mode})'
 
 # %% ../nbs/08_cli.ipynb #d8c43acf
 class SomeOutputs(Wrapper):
     "Only some of a model's logits"
-    def __init__(self,
-        model:nn.Module, # Returns logits [B,C]
-        idxs, # Which of them
+
+    def __init__(
+        self,
+        model: nn.Module,  # Returns logits [B,C]
+        idxs,  # Which of them
     ):
         super().__init__(model)
         self.register_buffer('idxs', torch.as_tensor(idxs))
-    def forward(self,
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-    )->Tensor: # Logits [B,n] of the classes that are kept
+
+    def forward(
+        self,
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+    ) -> Tensor:  # Logits [B,n] of the classes that are kept
         "Run the model and keep some outputs"
-        return self.model(x)[:,self.idxs]
+        return self.model(x)[:, self.idxs]
+
 
 def of_imagenet(
-    net:nn.Module, # Any model
-    vocab, # Class names: ImageNet's, such as n01440764, or Imagenette's
-    what:str='', # A line about the model
-)->tuple: # (model, line)
+    net: nn.Module,  # Any model
+    vocab,  # Class names: ImageNet's, such as n01440764, or Imagenette's
+    what: str = '',  # A line about the model
+) -> tuple:  # (model, line)
     "An ImageNet-1k model reduced to the outputs of `vocab`; any other model as it is"
-    head = getattr(unwrap(net),'num_classes',None)
-    if head!=1000 or len(vocab)==1000: return net,what
-    info,own = timm.data.ImageNetInfo(),{v:k for k,v in IMAGENETTE.items()}
-    at = {info.index_to_label_name(i):i for i in range(1000)}
-    idxs = [at.get(own.get(o,o)) for o in vocab]
-    return (net,what) if None in idxs else (SomeOutputs(net, idxs).train(net.training),f'{what}, the {len(idxs)} of its 1000 outputs for these classes')
+    head = getattr(unwrap(net), 'num_classes', None)
+    if head != 1000 or len(vocab) == 1000:
+        return net, what
+    info, own = timm.data.ImageNetInfo(), {v: k for k, v in IMAGENETTE.items()}
+    at = {info.index_to_label_name(i): i for i in range(1000)}
+    idxs = [at.get(own.get(o, o)) for o in vocab]
+    return (
+        (net, what)
+        if None in idxs
+        else (
+            SomeOutputs(net, idxs).train(net.training),
+            f'{what}, the {len(idxs)} of its 1000 outputs for these classes',
+        )
+    )
 
 # %% ../nbs/08_cli.ipynb #72188200
 def _same_classes(model, dl, n_classes, vocab):
     "Do model and images speak of the same classes? Raises ValueError if not; a warning for other names"
     x = dl.one_batch()[0].as_subclass(Tensor)[:2]
     try:
-        with torch.no_grad(): z = check_logits(outputs(model, x), x, torch.zeros(len(x)))
-    except (RuntimeError, ValueError, TypeError, AssertionError) as e: raise ValueError(f'the model cannot take images of shape {list(x.shape[1:])}: {e}') from None
+        with torch.no_grad():
+            z = check_logits(outputs(model, x), x, torch.zeros(len(x)))
+    except (RuntimeError, ValueError, TypeError, AssertionError) as e:
+        raise ValueError(f'the model cannot take images of shape {list(x.shape[1:])}: {e}') from None
     c = len(dl.vocab)
-    if z.shape[1] not in (c, n_classes): raise ValueError(f'the model has {z.shape[1]} outputs and the images have {c} classes: give weights for these classes, or --n-classes {z.shape[1]} if the first {c} outputs are them')
-    if vocab is None or list(map(str,vocab))==list(map(str,dl.vocab)): return []
-    if sorted(map(str,vocab))==sorted(map(str,dl.vocab)): raise ValueError(f'the classes have another order in the model ({", ".join(map(str,vocab[:3]))}, ...) than in the images ({", ".join(map(str,dl.vocab[:3]))}, ...)')
-    return [f'the model calls its classes {", ".join(map(str,vocab[:3]))}, ..., the images theirs {", ".join(map(str,dl.vocab[:3]))}, ...: make sure that they are the same']
+    if z.shape[1] not in (c, n_classes):
+        raise ValueError(
+            f'the model has {z.shape[1]} outputs and the images have {c} classes: give weights for these classes, or'
+            f' --n-classes {z.shape[1]} if the first {c} outputs are them'
+        )
+    if vocab is None or list(map(str, vocab)) == list(map(str, dl.vocab)):
+        return []
+    if sorted(map(str, vocab)) == sorted(map(str, dl.vocab)):
+        raise ValueError(
+            f'the classes have another order in the model ({", ".join(map(str, vocab[:3]))}, ...) than in the images'
+            f' ({", ".join(map(str, dl.vocab[:3]))}, ...)'
+        )
+    return [
+        f'the model calls its classes {", ".join(map(str, vocab[:3]))}, ..., the images theirs'
+        f' {", ".join(map(str, dl.vocab[:3]))}, ...: make sure that they are the same'
+    ]
+
 
 def eval_settings(
-    profile:str=None, # Section of settings.ini
-    norm:str='Linf', # The profile's eps is one of Linf
-    **given # data, eps, n, size, seed, bs, device: what the command line says; None: nothing
-)->RunSettings: # Checked
-    "What to run: the profile's data, size, n and eps if no data are named; seed, device and out from the settings; raises ValueError"
+    profile: str = None,  # Section of settings.ini
+    norm: str = 'Linf',  # The profile's eps is one of Linf
+    **given,  # data, eps, n, size, seed, bs, device: what the command line says; None: nothing
+) -> RunSettings:  # Checked
+    """What to run: the profile's data, size, n and eps if no data are named; seed, device and out from the settings;
+    raises ValueError"""
     s = settings(profile)
     r = dict(data=None, eps=None, n=None, size=None, seed=s.seed, bs=64, device=s.device, out=s.out)
-    if given.get('data') is None: r.update(data=s.dataset, n=s.n_valid, size=s.get('size'), eps=s.eps if norm=='Linf' else None)
-    s = RunSettings(r, **{k:v for k,v in given.items() if v is not None})
-    if not 0<=s.seed<2**32: raise ValueError(f'seed must be between 0 and 2**32-1, got {s.seed}')
-    for k in ('n','size','bs'):
-        if s[k] is not None and s[k]<1: raise ValueError(f'{k} must be at least 1, got {s[k]}')
-    threat_model(ifnone(s.eps, 0), norm); torch.empty(1, device=s.device)
+    if given.get('data') is None:
+        r.update(data=s.dataset, n=s.n_valid, size=s.get('size'), eps=s.eps if norm == 'Linf' else None)
+    s = RunSettings(r, **{k: v for k, v in given.items() if v is not None})
+    if not 0 <= s.seed < 2**32:
+        raise ValueError(f'seed must be between 0 and 2**32-1, got {s.seed}')
+    for k in ('n', 'size', 'bs'):
+        if s[k] is not None and s[k] < 1:
+            raise ValueError(f'{k} must be at least 1, got {s[k]}')
+    threat_model(ifnone(s.eps, 0), norm)
+    torch.empty(1, device=s.device)
     return s
 
 # %% ../nbs/08_cli.ipynb #6c3be9f1
 def _noted(rep, line, says, out):
     "The report, with what only the caller knows in its title and warnings"
-    rep.meta['title'] += f'. {line}'; rep.warnings += [o for o in says if o not in rep.warnings]
-    if out is not None: rep.save(out)
+    rep.meta['title'] += f'. {line}'
+    rep.warnings += [o for o in says if o not in rep.warnings]
+    if out is not None:
+        rep.save(out)
     return rep
 
+
 def run_eval(
-    s:RunSettings, # See `eval_settings`
-    attacks, # Attacks, weak to strong, see `parse_attacks`
-    model:str=None, # See `eval_model`
-    checkpoint=None, # See `eval_model`
-    n_classes:int=None, # See `eval_model`
-    out=None, # Folder to save to, and to continue from; None: keep nothing
-    overwrite:bool=False, # Start anew although `out` holds a report
-    bar:bool=False, # Show a progress bar
-    **kw # For `eval_model`: pretrained, mean, std; for `eval_images`: pct, interp, crop_mode
-)->Report: # A row per attack
+    s: RunSettings,  # See `eval_settings`
+    attacks,  # Attacks, weak to strong, see `parse_attacks`
+    model: str = None,  # See `eval_model`
+    checkpoint=None,  # See `eval_model`
+    n_classes: int = None,  # See `eval_model`
+    out=None,  # Folder to save to, and to continue from; None: keep nothing
+    overwrite: bool = False,  # Start anew although `out` holds a report
+    bar: bool = False,  # Show a progress bar
+    **kw,  # For `eval_model`: pretrained, mean, std; for `eval_images`: pct, interp, crop_mode
+) -> Report:  # A row per attack
     "The report of a model on images, all given by name; continued if `out` holds its beginning"
-    cut = {k:kw.pop(k, None) for k in ('pct','interp','crop_mode')}
-    src,_,usual = found = find_source(s.data, s.n)
-    if src.lut is not None: raise ValueError(f'{s.data} has masks: accuracy needs one class per image')
-    (split,_),_ = choose_images(src, 'only', n_valid=s.n)
-    grey = getattr(src.splits[split][0],'ndim',0)==3 and not kw.get('pretrained')
-    net,what,vocab = eval_model(model, checkpoint, n_classes=n_classes, size=_size(src, split, s.size, usual), classes=len(src.vocab), in_chans=1 if grey else None, seed=s.seed, **kw)
-    if n_classes is None and vocab is None: net,what = of_imagenet(net, src.vocab, what)
+    cut = {k: kw.pop(k, None) for k in ('pct', 'interp', 'crop_mode')}
+    src, _, usual = found = find_source(s.data, s.n)
+    if src.lut is not None:
+        raise ValueError(f'{s.data} has masks: accuracy needs one class per image')
+    (split, _), _ = choose_images(src, 'only', n_valid=s.n)
+    grey = getattr(src.splits[split][0], 'ndim', 0) == 3 and not kw.get('pretrained')
+    net, what, vocab = eval_model(
+        model,
+        checkpoint,
+        n_classes=n_classes,
+        size=_size(src, split, s.size, usual),
+        classes=len(src.vocab),
+        in_chans=1 if grey else None,
+        seed=s.seed,
+        **kw,
+    )
+    if n_classes is None and vocab is None:
+        net, what = of_imagenet(net, src.vocab, what)
     net = net.to(ifnone(s.device, default_device()))
-    dl,line = eval_images(found, net, s.n, s.size, s.bs, next(net.parameters()).device, **cut)
+    dl, line = eval_images(found, net, s.n, s.size, s.bs, next(net.parameters()).device, **cut)
     says = _same_classes(net, dl, n_classes, vocab)
-    if _trained_on(s.data, split): says.append('these are the images in the folder train: a model that was trained on them looks better than it is')
-    if 'random weights' in what: says.append('the weights are random: give --checkpoint or --pretrained')
+    if _trained_on(s.data, split):
+        says.append(
+            'these are the images in the folder train: a model that was trained on them looks better than it is'
+        )
+    if 'random weights' in what:
+        says.append('the weights are random: give --checkpoint or --pretrained')
     rep = robust_report(net, dl, attacks, seed=s.seed, bs=s.bs, out=out, overwrite=overwrite, progress=bar)
     return _noted(rep, f'Model: {what}. Images: {line}', says, out)
 
 # %% ../nbs/08_cli.ipynb #88bb825a
 def numbers(
-    s:str, # `'0.5'` or `'0.485,0.456,0.406'`
-)->list: # Of floats
+    s: str,  # `'0.5'` or `'0.485,0.456,0.406'`
+) -> list:  # Of floats
     "Numbers between commas"
     return [number(o) for o in s.split(',')]
 
+
 def _out(s, model, checkpoint):
-    return Path(s.out)/'eval'/re.sub(r'[^\w.=-]+', '_', f'{Path(checkpoint).stem if checkpoint else model}_{Path(s.data).stem}').strip('_')
+    return (
+        Path(s.out)
+        / 'eval'
+        / re.sub(r'[^\w.=-]+', '_', f'{Path(checkpoint).stem if checkpoint else model}_{Path(s.data).stem}').strip('_')
+    )
+
 
 @call_parse
 def robust_eval(
-    model:str=None, # A timm model, maybe with arguments: 'vit_tiny_patch16_224(patch_size=4, depth=3)'
-    checkpoint:str=None, # Its weights (.pth, .pt, .safetensors), or all of it from learn.export (.pkl: a pickle, open only those that you trust)
-    pretrained:store_true=False, # timm's own weights; without these two, random ones
-    data:str=None, # fashion_mnist, cifar10, ..., or a folder of class folders, of val/ or test/, or a parquet file (default: the profile's dataset, with its size, n and eps)
-    attacks:str='fgsm,pgd20,apgd', # Weak to strong: 'fgsm,pgd20_l2,PGD(8/255, steps=20, loss=dlr)'
-    eps:number=None, # Radius where an attack gives none, pixel units of [0,1]: 0.1 or 8/255 (default: 8/255 for Linf, 0.5 for L2)
-    norm:str='Linf', # Where an attack gives none: Linf or L2
-    n:int=None, # Images, balanced over classes (default: all)
-    seed:int=None, # Of the attacks, and of random weights (default: the profile's)
-    bs:int=None, # Batch size (default: 64)
-    device:str=None, # cpu, cuda, cuda:1, mps (default: a GPU where there is one)
-    out:str=None, # Folder for report.json, report.csv and verdicts.npz, continued if it holds them (default: eval/MODEL_DATA under `out` of settings.ini)
-    overwrite:store_true=False, # Start anew although the folder holds a report
-    size:int=None, # Pixels (default: the dataset's, else the model's)
-    crop_pct:float=None, # Share of the shorter side that is kept when images are cut to size (default: timm's for the model, else 0.875 above 64 pixels)
-    interpolation:str=None, # How images are resized: bilinear, bicubic, lanczos or nearest (default: timm's for the model, else bilinear)
-    crop_mode:str=None, # center, or squash for the whole image with other proportions (default: timm's for the model, else center)
-    n_classes:int=None, # Outputs of the model (default: those of its weights, else the classes of the images)
-    mean:numbers=None, # Of the model's input, a number or one per channel: 0.485,0.456,0.406 (default: the checkpoint's, else timm's)
-    std:numbers=None, # As mean
-    profile:str=None, # Section of settings.ini: smoke, laptop, gpu
+    model: str = None,  # A timm model, maybe with arguments: 'vit_tiny_patch16_224(patch_size=4, depth=3)'
+    # Its weights (.pth, .pt, .safetensors), or all of it from learn.export (.pkl: a pickle, open only those that you
+    # trust)
+    checkpoint: str = None,
+    pretrained: store_true = False,  # timm's own weights; without these two, random ones
+    # fashion_mnist, cifar10, ..., or a folder of class folders, of val/ or test/, or a parquet file (default: the
+    # profile's dataset, with its size, n and eps)
+    data: str = None,
+    attacks: str = 'fgsm,pgd20,apgd',  # Weak to strong: 'fgsm,pgd20_l2,PGD(8/255, steps=20, loss=dlr)'
+    # Radius where an attack gives none, pixel units of [0,1]: 0.1 or 8/255 (default: 8/255 for Linf, 0.5 for L2)
+    eps: number = None,
+    norm: str = 'Linf',  # Where an attack gives none: Linf or L2
+    n: int = None,  # Images, balanced over classes (default: all)
+    seed: int = None,  # Of the attacks, and of random weights (default: the profile's)
+    bs: int = None,  # Batch size (default: 64)
+    device: str = None,  # cpu, cuda, cuda:1, mps (default: a GPU where there is one)
+    # Folder for report.json, report.csv and verdicts.npz, continued if it holds them (default: eval/MODEL_DATA under
+    # `out` of settings.ini)
+    out: str = None,
+    overwrite: store_true = False,  # Start anew although the folder holds a report
+    size: int = None,  # Pixels (default: the dataset's, else the model's)
+    # Share of the shorter side that is kept when images are cut to size (default: timm's for the model, else 0.875
+    # above 64 pixels)
+    crop_pct: float = None,
+    # How images are resized: bilinear, bicubic, lanczos or nearest (default: timm's for the model, else bilinear)
+    interpolation: str = None,
+    # center, or squash for the whole image with other proportions (default: timm's for the model, else center)
+    crop_mode: str = None,
+    n_classes: int = None,  # Outputs of the model (default: those of its weights, else the classes of the images)
+    # Of the model's input, a number or one per channel: 0.485,0.456,0.406 (default: the checkpoint's, else timm's)
+    mean: numbers = None,
+    std: numbers = None,  # As mean
+    profile: str = None,  # Section of settings.ini: smoke, laptop, gpu
 ):
-    "Attack a timm model, a checkpoint or a fastai export on a dataset or folder, print the table and save it; run again to continue"
+    """Attack a timm model, a checkpoint or a fastai export on a dataset or folder, print the table and save it; run
+    again to continue"""
     t0 = time.time()
     try:
         s = eval_settings(profile, norm, data=data, eps=eps, n=n, seed=seed, bs=bs, device=device, size=size)
         out = Path(out or _out(s, model, checkpoint))
-        rep = run_eval(s, parse_attacks(attacks, s.eps, norm), model, checkpoint, n_classes, out, overwrite, sys.stdout.isatty(),
-            pretrained=pretrained, mean=mean, std=std, pct=crop_pct, interp=interpolation, crop_mode=crop_mode)
-    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as e: sys.exit(f'robust-eval: {" ".join(str(e).replace("overwrite=True","--overwrite").replace("pass path=","give --data a copy").split())}')
-    except KeyboardInterrupt: print('\nrobust-eval: interrupted; the same command continues where this one stopped', file=sys.stderr); sys.exit(130)
-    print(f'{rep}\n\n{time.time()-t0:.0f} seconds. In {out}/: report.html, report.png, report.json, report.csv, verdicts.npz, predictions.npz')
+        rep = run_eval(
+            s,
+            parse_attacks(attacks, s.eps, norm),
+            model,
+            checkpoint,
+            n_classes,
+            out,
+            overwrite,
+            sys.stdout.isatty(),
+            pretrained=pretrained,
+            mean=mean,
+            std=std,
+            pct=crop_pct,
+            interp=interpolation,
+            crop_mode=crop_mode,
+        )
+    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as e:
+        sys.exit(
+            'robust-eval:'
+            f' {" ".join(str(e).replace("overwrite=True", "--overwrite").replace("pass path=", "give --data a copy").split())}'
+        )
+    except KeyboardInterrupt:
+        print('\nrobust-eval: interrupted; the same command continues where this one stopped', file=sys.stderr)
+        sys.exit(130)
+    print(
+        f'{rep}\n\n{time.time() - t0:.0f} seconds. In {out}/: report.html, report.png, report.json, report.csv,'
+        ' verdicts.npz, predictions.npz'
+    )
 
 # %% ../nbs/08_cli.ipynb #dadbb706
 class BenchResult(NamedTuple):
     "What `robust_bench` returns: two accuracies between 0 and 1, and the report they are from"
-    clean:float
-    robust:float
-    report:Report
-    def __repr__(self): return f'BenchResult(clean={self.clean:.4f}, robust={self.robust:.4f}, n={self.report.meta["n"]})'
+
+    clean: float
+    robust: float
+    report: Report
+
+    def __repr__(self):
+        return f'BenchResult(clean={self.clean:.4f}, robust={self.robust:.4f}, n={self.report.meta["n"]})'
+
 
 def _bench_images(name, path, n, strict):
     "The first `n` test images, how their order is known, their whole number, and a warning or nothing"
-    src,says = find_images(name, path),[]
-    try: src = canonical(src, name)
+    src, says = find_images(name, path), []
+    try:
+        src = canonical(src, name)
     except ValueError as e:
-        if strict or 'test' not in src.splits: raise ValueError(f'{e}. strict=False takes what is there, and says so in the report') from None
+        if strict or 'test' not in src.splits:
+            raise ValueError(f'{e}. strict=False takes what is there, and says so in the report') from None
         says = [f'not comparable with the numbers of others: {e}']
-    N = len(src.labels('test')); n = ifnone(n, N)
-    if not 1<=n<=N: raise ValueError(f'asked for n={n} images, {name} has {N} test images here')
+    N = len(src.labels('test'))
+    n = ifnone(n, N)
+    if not 1 <= n <= N:
+        raise ValueError(f'asked for n={n} images, {name} has {N} test images here')
     order = 'the order of this copy' if says else f'published order, {src.order}'
     says += [o for o in [few_classes(src.labels('test')[:n], len(src.vocab), src.vocab)] if o]
-    return ImageSource(dict(test=src.take('test', np.arange(n))), src.vocab),order,N,says
+    return ImageSource(dict(test=src.take('test', np.arange(n))), src.vocab), order, N, says
+
 
 def _bench_attacks(attacks, eps, norm, version):
     "`attacks`, if they are of this threat model; AutoAttack where there are none"
     if attacks is None:
-        if 'AutoAttack' not in attack_types(): raise ValueError('this version of the library has no AutoAttack: give attacks=')
+        if 'AutoAttack' not in attack_types():
+            raise ValueError('this version of the library has no AutoAttack: give attacks=')
         return [attack_types()['AutoAttack'](eps, norm=norm, version=version)]
     attacks = L(attacks).filter(lambda a: a is not None)
-    bad = [a for a in attacks if getattr(a,'norm',norm)!=norm or not math.isclose(getattr(a,'eps',eps), eps)]
-    if bad or not attacks: raise ValueError(f'attacks must be of {norm}, eps={eps_str(eps)}, got {bad or "none"}')
+    bad = [a for a in attacks if getattr(a, 'norm', norm) != norm or not math.isclose(getattr(a, 'eps', eps), eps)]
+    if bad or not attacks:
+        raise ValueError(f'attacks must be of {norm}, eps={eps_str(eps)}, got {bad or "none"}')
     return list(attacks)
 
 # %% ../nbs/08_cli.ipynb #03162d38
 def robust_bench(
-    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-    dataset:str='cifar10', # A named dataset
-    norm:str='Linf', # `'Linf'` or `'L2'`
-    eps:float=None, # Radius; default: 8/255 for Linf, 0.5 for L2
-    n:int=None, # The first `n` test images in their published order; default: all
-    bs:int=100, # Batch size
-    out=None, # Folder to save to, and to continue from
-    version:str='standard', # Of AutoAttack
-    attacks=None, # Other attacks of the same threat model
-    path=None, # A copy of the dataset; default: see `find_images`
-    strict:bool=True, # Raise ValueError where the published order is lost; False: warn in the report
-    seed:int=0, # Of the attacks
-    size:int=None, # Pixels; default: as the images are
-    **kw # For `robust_report`: overwrite, progress, cascade
-)->BenchResult: # (clean, robust, report)
+    model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    dataset: str = 'cifar10',  # A named dataset
+    norm: str = 'Linf',  # `'Linf'` or `'L2'`
+    eps: float = None,  # Radius; default: 8/255 for Linf, 0.5 for L2
+    n: int = None,  # The first `n` test images in their published order; default: all
+    bs: int = 100,  # Batch size
+    out=None,  # Folder to save to, and to continue from
+    version: str = 'standard',  # Of AutoAttack
+    attacks=None,  # Other attacks of the same threat model
+    path=None,  # A copy of the dataset; default: see `find_images`
+    strict: bool = True,  # Raise ValueError where the published order is lost; False: warn in the report
+    seed: int = 0,  # Of the attacks
+    size: int = None,  # Pixels; default: as the images are
+    **kw,  # For `robust_report`: overwrite, progress, cascade
+) -> BenchResult:  # (clean, robust, report)
     "Clean and robust accuracy of AutoAttack as RobustBench reports them"
     eps = threat_model(ifnone(eps, _RADIUS.get(norm, 0)), norm).eps
     attacks = _bench_attacks(attacks, eps, norm, version)
-    src,order,N,says = _bench_images(dataset, path, n, strict)
+    src, order, N, says = _bench_images(dataset, path, n, strict)
     c = in_chans(model) if isinstance(model, nn.Module) else None
     size = size or open_image(src.take('test', [0])[0][0]).size[::-1]
-    mode = 'L' if ifnone(c, 1)==1 and dataset=='fashion_mnist' else 'RGB'
-    kept,side = src.take('test', [0])[0],size if isinstance(size, tuple) else (size,size)
-    dls = image_dls(src, bs=bs, size=size, valid='only', mode=mode, item_tfms=None, batch_tfms=None, device='cpu',
-        **timm_fit(model, side[-1]))
-    cut = '' if open_image(kept[0]).size[::-1]==side else _cut_line(kept, first(dls.valid.after_item.fs, risinstance(CenterFit)))
+    mode = 'L' if ifnone(c, 1) == 1 and dataset == 'fashion_mnist' else 'RGB'
+    kept, side = src.take('test', [0])[0], size if isinstance(size, tuple) else (size, size)
+    dls = image_dls(
+        src,
+        bs=bs,
+        size=size,
+        valid='only',
+        mode=mode,
+        item_tfms=None,
+        batch_tfms=None,
+        device='cpu',
+        **timm_fit(model, side[-1]),
+    )
+    cut = (
+        ''
+        if open_image(kept[0]).size[::-1] == side
+        else _cut_line(kept, first(dls.valid.after_item.fs, risinstance(CenterFit)))
+    )
     rep = robust_report(model, dls.valid, attacks, seed=seed, bs=bs, out=out, **kw)
-    _noted(rep, f'{dataset}, the first {len(dls.valid_ds)} of {N} test images ({order}){cut}, {norm}, eps={eps_str(eps)}', says, out)
-    stand = np.minimum.reduce([rep.verdicts[k] for k in ('clean',*map(repr, attacks))])
+    _noted(
+        rep,
+        f'{dataset}, the first {len(dls.valid_ds)} of {N} test images ({order}){cut}, {norm}, eps={eps_str(eps)}',
+        says,
+        out,
+    )
+    stand = np.minimum.reduce([rep.verdicts[k] for k in ('clean', *map(repr, attacks))])
     return BenchResult(float(rep.verdicts['clean'].mean()), float(stand.mean()), rep)

@@ -17,70 +17,91 @@ from .evaluate import *
 @dataclass(frozen=True, repr=False)
 class Difference:
     "By how much one method is better than another on the same images, as a share: .03 is three points"
-    value:float # Mean of the first minus the second
-    low:float # Lower end of the 95% interval
-    high:float # Upper end
-    n:int # Images
-    seeds:int # Runs of each method
-    wins:int # Images on which the first is right more often
-    losses:int # Images on which the second is right more often
+
+    value: float  # Mean of the first minus the second
+    low: float  # Lower end of the 95% interval
+    high: float  # Upper end
+    n: int  # Images
+    seeds: int  # Runs of each method
+    wins: int  # Images on which the first is right more often
+    losses: int  # Images on which the second is right more often
+
     @property
     def p(self):
         "McNemar's exact p: of a split of the disagreements as uneven as this, if both were equally good"
         from scipy.stats import binomtest
-        k = self.wins+self.losses
-        return float(binomtest(self.wins, k).pvalue) if k else 1.
+
+        k = self.wins + self.losses
+        return float(binomtest(self.wins, k).pvalue) if k else 1.0
+
     def __repr__(self):
-        points = f'{100*self.value:+.1f} [{100*self.low:+.1f}, {100*self.high:+.1f}] points'
-        return f'{points}, n={self.n}, {self.seeds} seed{"s" if self.seeds>1 else ""}, {self.wins} : {self.losses}'
+        points = f'{100 * self.value:+.1f} [{100 * self.low:+.1f}, {100 * self.high:+.1f}] points'
+        return f'{points}, n={self.n}, {self.seeds} seed{"s" if self.seeds > 1 else ""}, {self.wins} : {self.losses}'
 
 # %% ../nbs/01f_compare.ipynb #e650d292
 def _half_width(d):
     "Half of the 95% interval of the mean of differences [S,N]"
     from scipy.stats import t
-    seeds,n = d.shape
-    of_image,of_seed = d.mean(0),d.mean(1)
-    squares = (of_image**2).sum()+1/seeds                  # one more image for each side (Agresti and Min, 2005):
-    spread = squares/(n+2)-(of_image.sum()/(n+2))**2       # models that never disagree are not known to be equal
-    images = t.ppf(.975, n-1)**2*spread/(n+2)
-    runs = t.ppf(.975, seeds-1)**2*of_seed.var(ddof=1)/seeds if seeds>1 else 0.
-    return float((images+runs)**.5)
+
+    seeds, n = d.shape
+    of_image, of_seed = d.mean(0), d.mean(1)
+    squares = (of_image**2).sum() + 1 / seeds  # one more image for each side (Agresti and Min, 2005):
+    spread = squares / (n + 2) - (of_image.sum() / (n + 2)) ** 2  # models that never disagree are not known to be equal
+    images = t.ppf(0.975, n - 1) ** 2 * spread / (n + 2)
+    runs = t.ppf(0.975, seeds - 1) ** 2 * of_seed.var(ddof=1) / seeds if seeds > 1 else 0.0
+    return float((images + runs) ** 0.5)
+
 
 def _verdicts(v, name):
     "Right or wrong per seed and image, as floats [S,N]"
     v = np.asarray(v, float)
-    v = v[None] if v.ndim==1 else v
-    if v.ndim!=2 or v.shape[1]<2: raise ValueError(f'{name} must be verdicts [N] or [seeds,N] of at least two images, got {list(v.shape)}')
-    if not ((v>=0)&(v<=1)).all(): raise ValueError(f'{name} must hold verdicts between 0 (wrong) and 1 (right)')
+    v = v[None] if v.ndim == 1 else v
+    if v.ndim != 2 or v.shape[1] < 2:
+        raise ValueError(f'{name} must be verdicts [N] or [seeds,N] of at least two images, got {list(v.shape)}')
+    if not ((v >= 0) & (v <= 1)).all():
+        raise ValueError(f'{name} must hold verdicts between 0 (wrong) and 1 (right)')
     return v
 
 # %% ../nbs/01f_compare.ipynb #d417b00c
 def paired(
-    a, # Verdicts of the first method: [N] or [seeds,N], true where an image is right (shares between 0 and 1 for random models)
-    b, # Of the second, on the same images in the same order; run s is compared with run s, or all with one finished model
-)->Difference: # Of `a` minus `b`
-    "How much better `a` is than `b`, with a 95% interval over images and seeds; raises ValueError if the two do not match"
-    a,b = _verdicts(a, 'a'),_verdicts(b, 'b')
-    if a.shape[1]!=b.shape[1]: raise ValueError(f'a has verdicts of {a.shape[1]} images, b of {b.shape[1]}: compare on the same images')
-    if len(a)!=len(b) and 1 not in (len(a),len(b)): raise ValueError(f'a has {len(a)} seeds, b has {len(b)}: give one run of each for every seed')
-    d = a-b
-    mean,half = float(d.mean()),_half_width(d)
+    # Verdicts of the first method: [N] or [seeds,N], true where an image is right (shares between 0 and 1 for random
+    # models)
+    a,
+    # Of the second, on the same images in the same order; run s is compared with run s, or all with one finished model
+    b,
+) -> Difference:  # Of `a` minus `b`
+    """How much better `a` is than `b`, with a 95% interval over images and seeds; raises ValueError if the two do not
+    match"""
+    a, b = _verdicts(a, 'a'), _verdicts(b, 'b')
+    if a.shape[1] != b.shape[1]:
+        raise ValueError(f'a has verdicts of {a.shape[1]} images, b of {b.shape[1]}: compare on the same images')
+    if len(a) != len(b) and 1 not in (len(a), len(b)):
+        raise ValueError(f'a has {len(a)} seeds, b has {len(b)}: give one run of each for every seed')
+    d = a - b
+    mean, half = float(d.mean()), _half_width(d)
     of_image = d.mean(0)
-    return Difference(mean, mean-half, mean+half, d.shape[1], len(d), int((of_image>0).sum()), int((of_image<0).sum()))
+    return Difference(
+        mean, mean - half, mean + half, d.shape[1], len(d), int((of_image > 0).sum()), int((of_image < 0).sum())
+    )
 
 # %% ../nbs/01f_compare.ipynb #c4d36b22
-def _several(reports): return list(reports) if isinstance(reports, (list,tuple,L)) else [reports]
+def _several(reports):
+    return list(reports) if isinstance(reports, (list, tuple, L)) else [reports]
+
 
 def _same_attacks(reports, names):
     "Raises ValueError where the rows of an attack are not of one attack, warns where that cannot be known"
     for name in names:
-        rows = [o for r in reports for o in r.rows if o.get('attack')==name!='clean']
+        rows = [o for r in reports for o in r.rows if o.get('attack') == name != 'clean']
         ids = {o.get('identity') for o in rows}
-        if len(ids-{None,''})>1:
-            raise ValueError(f'the rows {name} are of attacks that print alike, but differ in their code, their values or '
-                'the version of this library or of Python: make all reports anew with the same attack')
-        if len(rows)>1 and ids&{None,''}:
+        if len(ids - {None, ''}) > 1:
+            raise ValueError(
+                f'the rows {name} are of attacks that print alike, but differ in their code, their values or '
+                'the version of this library or of Python: make all reports anew with the same attack'
+            )
+        if len(rows) > 1 and ids & {None, ''}:
             warnings.warn(f'the rows {name} do not all say what the attack was made of: it may not have been the same')
+
 
 def _row_names(reports, attack):
     "The rows whose verdicts are asked for, after a look at whether they are the same attacks in all reports"
@@ -88,133 +109,188 @@ def _row_names(reports, attack):
     for r in reports:
         if name is not None and name not in r.verdicts:
             raise ValueError(f'the report has no row {name}, it has {list(r.verdicts)}')
-        if name is None and (odd := {*r.verdicts}^{*reports[0].verdicts}):
-            raise ValueError(f'the worst case is over other attacks in one report than in another, {sorted(odd)} are not in '
-                'both: give all reports the same attacks, or name one with attack=')
+        if name is None and (odd := {*r.verdicts} ^ {*reports[0].verdicts}):
+            raise ValueError(
+                f'the worst case is over other attacks in one report than in another, {sorted(odd)} are not in '
+                'both: give all reports the same attacks, or name one with attack='
+            )
     names = list(reports[0].verdicts) if name is None else [name]
     _same_attacks(reports, names)
     return names
 
+
 def report_verdicts(
-    reports, # A `Report`, or one for each seed
-    attack=None, # Whose row: an attack, or its name in the table; None: the worst case over all attacks
-)->np.ndarray: # [seeds,N], 1 where an image is right
+    reports,  # A `Report`, or one for each seed
+    attack=None,  # Whose row: an attack, or its name in the table; None: the worst case over all attacks
+) -> np.ndarray:  # [seeds,N], 1 where an image is right
     "Per-image verdicts of reports on the same images under the same attacks; raises ValueError if they are not"
     reports = _several(reports)
     about = {(r.meta['data'], r.meta['n']) for r in reports}
-    if len(about)>1: raise ValueError('the reports were made on different images: give each the same data and n')
+    if len(about) > 1:
+        raise ValueError('the reports were made on different images: give each the same data and n')
     names = _row_names(reports, attack)
     return np.stack([np.minimum.reduce([r.verdicts[k] for k in names]) for r in reports]).astype(float)
 
+
 def paired_reports(
-    a, # A `Report`, or one for each seed
-    b, # The same of the second method
-    attack=None, # Whose row: an attack, or its name in the table; None: the worst case over all attacks
-)->Difference: # Of `a` minus `b`
+    a,  # A `Report`, or one for each seed
+    b,  # The same of the second method
+    attack=None,  # Whose row: an attack, or its name in the table; None: the worst case over all attacks
+) -> Difference:  # Of `a` minus `b`
     "`paired`, for finished reports on the same images under the same attacks"
-    a,b = _several(a),_several(b)
-    if a[0].meta['data']!=b[0].meta['data']:
+    a, b = _several(a), _several(b)
+    if a[0].meta['data'] != b[0].meta['data']:
         raise ValueError('the two reports were made on different images: give both the same data and n')
-    _row_names([*a,*b], attack)
+    _row_names([*a, *b], attack)
     return paired(report_verdicts(a, attack), report_verdicts(b, attack))
 
 # %% ../nbs/01f_compare.ipynb #9ac3265a
 def expected_half_width(
-    images:int, # Test images
-    seeds:int=3, # Runs of each method; 1: for methods that are not trained, such as attacks
-    disagree:float=.1, # Share of the images on which one of the two is right and the other wrong
-    seed_sd:float=.01, # Standard deviation of the difference over seeds, as a share
-)->float: # Half of the 95% interval, as a share
+    images: int,  # Test images
+    seeds: int = 3,  # Runs of each method; 1: for methods that are not trained, such as attacks
+    disagree: float = 0.1,  # Share of the images on which one of the two is right and the other wrong
+    seed_sd: float = 0.01,  # Standard deviation of the difference over seeds, as a share
+) -> float:  # Half of the 95% interval, as a share
     "How precisely a paired difference will be known"
     from scipy.stats import t
-    if images<2 or seeds<1: raise ValueError(f'at least two images and one seed are needed, got {images} and {seeds}')
-    runs = (t.ppf(.975, seeds-1)*seed_sd)**2/seeds if seeds>1 else 0.
-    return float((t.ppf(.975, images-1)**2*disagree/images+runs)**.5)
+
+    if images < 2 or seeds < 1:
+        raise ValueError(f'at least two images and one seed are needed, got {images} and {seeds}')
+    runs = (t.ppf(0.975, seeds - 1) * seed_sd) ** 2 / seeds if seeds > 1 else 0.0
+    return float((t.ppf(0.975, images - 1) ** 2 * disagree / images + runs) ** 0.5)
 
 # %% ../nbs/01f_compare.ipynb #2fae41f8
 @dataclass(frozen=True, repr=False)
 class Need:
     "Something that must hold before a claim can be tested, with what was measured"
-    says:str # What must hold
-    value:float # What was measured
-    least:float # The smallest value that will do
+
+    says: str  # What must hold
+    value: float  # What was measured
+    least: float  # The smallest value that will do
+
     @property
     def met(self):
         "Does it hold?"
-        return self.value>=self.least
-    def __repr__(self): return f'{self.says}: {self.value:.3g}, needs {self.least:.3g}{"" if self.met else " (not met)"}'
+        return self.value >= self.least
+
+    def __repr__(self):
+        return f'{self.says}: {self.value:.3g}, needs {self.least:.3g}{"" if self.met else " (not met)"}'
+
 
 def learned(
-    clean:float, # Clean accuracy of the baseline, 0 to 1
-    classes:int, # Number of classes, at least 2
-    name:str='the baseline', # What to call it
-)->Need: # At least three times chance, or half of the way from chance to 1
+    clean: float,  # Clean accuracy of the baseline, 0 to 1
+    classes: int,  # Number of classes, at least 2
+    name: str = 'the baseline',  # What to call it
+) -> Need:  # At least three times chance, or half of the way from chance to 1
     "Has a model learned enough to be a baseline?"
-    chance = 1/classes
-    return Need(f'{name} has learned (clean accuracy)', clean, min(3*chance, (1+chance)/2))
+    chance = 1 / classes
+    return Need(f'{name} has learned (clean accuracy)', clean, min(3 * chance, (1 + chance) / 2))
+
 
 def above_chance(
-    robust:float, # Robust accuracy of the baseline, 0 to 1
-    classes:int, # Number of classes
-    n:int, # Images it was measured on
-    name:str='the baseline', # What to call it
-)->Need: # Chance and two standard errors
+    robust: float,  # Robust accuracy of the baseline, 0 to 1
+    classes: int,  # Number of classes
+    n: int,  # Images it was measured on
+    name: str = 'the baseline',  # What to call it
+) -> Need:  # Chance and two standard errors
     "Is a robust accuracy more than guessing? For claims that compare with it"
-    chance = 1/classes
-    return Need(f'{name} is above chance under attack', robust, chance+2*(chance*(1-chance)/n)**.5)
+    chance = 1 / classes
+    return Need(f'{name} is above chance under attack', robust, chance + 2 * (chance * (1 - chance) / n) ** 0.5)
 
 # %% ../nbs/01f_compare.ipynb #8ded576a
 @dataclass(frozen=True)
 class Claim:
     "A sentence of a paper that an experiment can decide"
-    says:str # The sentence, as an effect that is positive where the paper is right
-    published:str='' # The paper's numbers
-    least:float=.01 # Smallest effect that matters, as a share
-    trained:bool=True # Does it compare ways to train? Then one seed decides nothing; False: attacks, or finished models
+
+    says: str  # The sentence, as an effect that is positive where the paper is right
+    published: str = ''  # The paper's numbers
+    least: float = 0.01  # Smallest effect that matters, as a share
+    trained: bool = (
+        True  # Does it compare ways to train? Then one seed decides nothing; False: attacks, or finished models
+    )
+
 
 @dataclass(frozen=True)
 class Verdict:
     "What an experiment says of a claim, and why"
-    claim:Claim # What was claimed
-    word:str # `'holds'`, `'contradicted'`, `'not decided'` or `'not testable here'`
-    why:str # In a sentence
-    effect:object # The `Difference`, or one for each reading of the paper
-    needs:tuple=() # What had to hold
+
+    claim: Claim  # What was claimed
+    word: str  # `'holds'`, `'contradicted'`, `'not decided'` or `'not testable here'`
+    why: str  # In a sentence
+    effect: object  # The `Difference`, or one for each reading of the paper
+    needs: tuple = ()  # What had to hold
 
 # %% ../nbs/01f_compare.ipynb #169da50d
-def _word(effect): return 'holds' if effect.low>0 else 'contradicted' if effect.high<0 else 'not decided'
+def _word(effect):
+    return 'holds' if effect.low > 0 else 'contradicted' if effect.high < 0 else 'not decided'
+
 
 def _why(claim, effect):
     "The sentence behind the verdict on one effect"
-    if effect.low>0: return 'the interval lies above zero' if effect.value>=claim.least else f'real, but smaller than the {100*claim.least:g} points that matter'
-    if effect.high<0: return 'the interval lies below zero'
-    if effect.high<claim.least: return f'if there is an effect, it is smaller than the {100*claim.least:g} points that matter'
+    if effect.low > 0:
+        return (
+            'the interval lies above zero'
+            if effect.value >= claim.least
+            else f'real, but smaller than the {100 * claim.least:g} points that matter'
+        )
+    if effect.high < 0:
+        return 'the interval lies below zero'
+    if effect.high < claim.least:
+        return f'if there is an effect, it is smaller than the {100 * claim.least:g} points that matter'
     return 'zero lies inside the interval'
 
+
 def judge(
-    claim:Claim, # What is claimed
-    effect, # A `Difference`; or several, `{reading: Difference}`, where the paper leaves a choice open
-    needs=(), # What must hold, `Need`s
-    cost:float=1., # What the claimed method paid, relative to the other: steps against steps, epochs against epochs
-)->Verdict: # By the table above
+    claim: Claim,  # What is claimed
+    effect,  # A `Difference`; or several, `{reading: Difference}`, where the paper leaves a choice open
+    needs=(),  # What must hold, `Need`s
+    # What the claimed method paid, relative to the other: steps against steps, epochs against epochs
+    cost: float = 1.0,
+) -> Verdict:  # By the table above
     "The verdict on a claim, by the rule that all papers share"
-    readings,needs = effect if isinstance(effect, dict) else {'':effect},tuple(L(needs))
-    if not readings: raise ValueError('there is no effect to judge: give a Difference')
-    if unmet := [o for o in needs if not o.met]: return Verdict(claim, 'not testable here', f'{unmet[0]}', effect, needs)
-    if claim.trained and any(o.seeds<2 for o in readings.values()):
+    readings, needs = effect if isinstance(effect, dict) else {'': effect}, tuple(L(needs))
+    if not readings:
+        raise ValueError('there is no effect to judge: give a Difference')
+    if unmet := [o for o in needs if not o.met]:
+        return Verdict(claim, 'not testable here', f'{unmet[0]}', effect, needs)
+    if claim.trained and any(o.seeds < 2 for o in readings.values()):
         return Verdict(claim, 'not testable here', 'one seed of a training says nothing of the next', effect, needs)
-    if cost>1.1: return Verdict(claim, 'not testable here', f'the method paid {cost:.2g} times what the other did', effect, needs)
-    words = {k:_word(o) for k,o in readings.items()}
-    if len(set(words.values()))==1: return Verdict(claim, first(words.values()), _why(claim, first(readings.values())), effect, needs)
-    return Verdict(claim, 'not decided', 'it depends on the reading: '+', '.join(f'{k} {w}' for k,w in words.items()), effect, needs)
+    if cost > 1.1:
+        return Verdict(
+            claim, 'not testable here', f'the method paid {cost:.2g} times what the other did', effect, needs
+        )
+    words = {k: _word(o) for k, o in readings.items()}
+    if len(set(words.values())) == 1:
+        return Verdict(claim, first(words.values()), _why(claim, first(readings.values())), effect, needs)
+    return Verdict(
+        claim,
+        'not decided',
+        'it depends on the reading: ' + ', '.join(f'{k} {w}' for k, w in words.items()),
+        effect,
+        needs,
+    )
 
 # %% ../nbs/01f_compare.ipynb #3e229302
 def claims_table(
-    verdicts, # Of `judge`
-)->pd.DataFrame: # A row per claim
+    verdicts,  # Of `judge`
+) -> pd.DataFrame:  # A row per claim
     "Claims with their published numbers, effects, needs and verdicts"
+
     def effects(v):
-        many = v.effect if isinstance(v.effect, dict) else {'':v.effect}
-        return '; '.join(f'{k} {o}'.strip() for k,o in many.items())
-    return pd.DataFrame([dict(claim=v.claim.says, published=v.claim.published, effect=effects(v), matters=f'{100*v.claim.least:g} points',
-        needs='; '.join(map(repr, v.needs)), verdict=v.word, why=v.why) for v in L(verdicts)])
+        many = v.effect if isinstance(v.effect, dict) else {'': v.effect}
+        return '; '.join(f'{k} {o}'.strip() for k, o in many.items())
+
+    return pd.DataFrame(
+        [
+            dict(
+                claim=v.claim.says,
+                published=v.claim.published,
+                effect=effects(v),
+                matters=f'{100 * v.claim.least:g} points',
+                needs='; '.join(map(repr, v.needs)),
+                verdict=v.word,
+                why=v.why,
+            )
+            for v in L(verdicts)
+        ]
+    )

@@ -19,396 +19,567 @@ from fastai.data.transforms import Normalize
 
 # %% ../nbs/00_core.ipynb #58e902fc
 def eps_str(
-    eps:float, # Radius in pixel units of [0,1]
-)->str: # `'8/255'` where that is exact, else a short decimal
+    eps: float,  # Radius in pixel units of [0,1]
+) -> str:  # `'8/255'` where that is exact, else a short decimal
     "Write `eps` the way papers do"
-    n = round(float(eps)*255, 2)
-    return f'{n:.10g}/255' if n and abs(eps*255-n)<1e-5 and f'{eps:.3g}'!=f'{eps:.9g}' else f'{eps:.6g}'
+    n = round(float(eps) * 255, 2)
+    return f'{n:.10g}/255' if n and abs(eps * 255 - n) < 1e-5 and f'{eps:.3g}' != f'{eps:.9g}' else f'{eps:.6g}'
+
 
 @lru_cache(maxsize=1024)
 def _rounded(v):
-    single = 0<abs(v)<1e30 and float(np.float32(v))==v
-    near = lambda c: np.float32(c)==np.float32(v) if single else math.isclose(c, v, rel_tol=1e-14)
-    return next((c for c in (float(f'{v:.6g}'), round(v*255,2)/255) if near(c)), v) if math.isfinite(v) else v
+    single = 0 < abs(v) < 1e30 and float(np.float32(v)) == v
+    near = lambda c: np.float32(c) == np.float32(v) if single else math.isclose(c, v, rel_tol=1e-14)
+    return next((c for c in (float(f'{v:.6g}'), round(v * 255, 2) / 255) if near(c)), v) if math.isfinite(v) else v
+
 
 def _meant(v):
     "The number of six digits, or of hundredths of a grey level, that `v` is but for rounding; else `v`, a float"
     return _rounded(float(v))
 
+
 def _exact(v):
     "`v` as `eps_str` writes it, or with all its digits where that is another number"
-    s = eps_str(v); a,_,b = s.partition('/')
-    return s if float(a)/float(b or 1)==v else repr(v)
+    s = eps_str(v)
+    a, _, b = s.partition('/')
+    return s if float(a) / float(b or 1) == v else repr(v)
 
 # %% ../nbs/00_core.ipynb #21cbc6f1
-_GOLD,_M1,_M2 = -7046029254386353131,-4658895280553007687,-7723592293110705685  # splitmix64's constants as signed int64
-def _shr(z, n): return (z>>n) & ((1<<(64-n))-1)
+_GOLD, _M1, _M2 = (
+    -7046029254386353131,
+    -4658895280553007687,
+    -7723592293110705685,
+)  # splitmix64's constants as signed int64
+
+
+def _shr(z, n):
+    return (z >> n) & ((1 << (64 - n)) - 1)
+
 
 def mix64(
-    z:Tensor, # Integers, any shape, int64
-)->Tensor: # Same shape, int64, every input bit spread over every output bit
+    z: Tensor,  # Integers, any shape, int64
+) -> Tensor:  # Same shape, int64, every input bit spread over every output bit
     "The splitmix64 finaliser: a hash of 64-bit integers"
-    z = (z^_shr(z,30))*_M1
-    z = (z^_shr(z,27))*_M2
-    return z^_shr(z,31)
+    z = (z ^ _shr(z, 30)) * _M1
+    z = (z ^ _shr(z, 27)) * _M2
+    return z ^ _shr(z, 31)
 
 # %% ../nbs/00_core.ipynb #35add0be
 def image_seed(
-    x:Tensor, # Images [B,...], floating point
-    seed=0, # An int, mixed with each image's pixels; or an int64 tensor [B], used as it is
-)->Tensor: # [B] int64
+    x: Tensor,  # Images [B,...], floating point
+    seed=0,  # An int, mixed with each image's pixels; or an int64 tensor [B], used as it is
+) -> Tensor:  # [B] int64
     "One seed per image, from nothing but its own pixels and `seed`"
     if isinstance(seed, Tensor):
-        if seed.shape!=(len(x),): raise ValueError(f'seed needs one integer per image, [{len(x)}], got {list(seed.shape)}')
+        if seed.shape != (len(x),):
+            raise ValueError(f'seed needs one integer per image, [{len(x)}], got {list(seed.shape)}')
         return seed.to(x.device, torch.long)
-    ints = {2:torch.int16, 4:torch.int32, 8:torch.int64}[x.element_size()]
+    ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     bits = x.detach().contiguous().view(ints).flatten(1).long()
-    salt = mix64(torch.tensor((int(seed)+1)*-_GOLD % 2**63, device=x.device))
-    return mix64((bits*mix64(torch.arange(1, bits.shape[1]+1, device=x.device))).sum(1)+salt)
+    salt = mix64(torch.tensor((int(seed) + 1) * -_GOLD % 2**63, device=x.device))
+    return mix64((bits * mix64(torch.arange(1, bits.shape[1] + 1, device=x.device))).sum(1) + salt)
 
 # %% ../nbs/00_core.ipynb #0ba83159
 def uniform(
-    seed:Tensor, # [B] int64, see `image_seed`
-    like:Tensor, # [B,...]: gives shape and device
-    stream:int=0, # Another stream gives independent numbers for the same seeds
-)->Tensor: # As `like`, strictly between 0 and 1, float32 (float64 if `like` is)
+    seed: Tensor,  # [B] int64, see `image_seed`
+    like: Tensor,  # [B,...]: gives shape and device
+    stream: int = 0,  # Another stream gives independent numbers for the same seeds
+) -> Tensor:  # As `like`, strictly between 0 and 1, float32 (float64 if `like` is)
     "Uniform noise that depends on each image's seed and on nothing else"
-    j = torch.arange(1, like[0].numel()+1, device=like.device)
-    bits = mix64(mix64(seed+((stream*_M1+2**63)%2**64-2**63))[:,None] + j*_GOLD)
+    j = torch.arange(1, like[0].numel() + 1, device=like.device)
+    bits = mix64(mix64(seed + ((stream * _M1 + 2**63) % 2**64 - 2**63))[:, None] + j * _GOLD)
     dt = torch.promote_types(like.dtype, torch.float32)
-    return ((_shr(bits,41).to(dt)+.5)/2**23).view(like.shape)
+    return ((_shr(bits, 41).to(dt) + 0.5) / 2**23).view(like.shape)
 
 # %% ../nbs/00_core.ipynb #6923ca5e
 def per_image(
-    v:Tensor, # [B]
-    x:Tensor, # [B,...]
-)->Tensor: # [B,1,...,1], broadcasts against `x`
+    v: Tensor,  # [B]
+    x: Tensor,  # [B,...]
+) -> Tensor:  # [B,1,...,1], broadcasts against `x`
     "One number per image, in a shape that multiplies images"
-    return v.view(-1, *[1]*(x.ndim-1))
+    return v.view(-1, *[1] * (x.ndim - 1))
 
 # %% ../nbs/00_core.ipynb #dc8116d4
 class Ball:
     "A radius `eps` in pixel units of [0,1]; `Linf` and `L2` say what distance means"
+
     largest = float('inf')
-    def __init__(self, eps:float): # Radius; raises ValueError if negative, not finite, or in units of 255
-        try: eps = _meant(eps)
-        except (TypeError, ValueError): raise TypeError(f'eps must be a number such as 8/255, got {eps!r}') from None
-        if not 0<=eps<float('inf'): raise ValueError(f'eps must be a finite number >= 0, got {eps}')
-        if eps>self.largest: raise ValueError(f'eps={eps:g} is larger than the pixel range [0,1]; write {eps:g}/255 for {eps:g} grey levels')
+
+    def __init__(self, eps: float):  # Radius; raises ValueError if negative, not finite, or in units of 255
+        try:
+            eps = _meant(eps)
+        except (TypeError, ValueError):
+            raise TypeError(f'eps must be a number such as 8/255, got {eps!r}') from None
+        if not 0 <= eps < float('inf'):
+            raise ValueError(f'eps must be a finite number >= 0, got {eps}')
+        if eps > self.largest:
+            raise ValueError(
+                f'eps={eps:g} is larger than the pixel range [0,1]; write {eps:g}/255 for {eps:g} grey levels'
+            )
         self.eps = eps
-    def __repr__(self): return f'{type(self).__name__}({_exact(self.eps)})'
-    def __eq__(self, o): return type(o) is type(self) and o.eps==self.eps
-    def __hash__(self): return hash((type(self), self.eps))
+
+    def __repr__(self):
+        return f'{type(self).__name__}({_exact(self.eps)})'
+
+    def __eq__(self, o):
+        return type(o) is type(self) and o.eps == self.eps
+
+    def __hash__(self):
+        return hash((type(self), self.eps))
 
 # %% ../nbs/00_core.ipynb #a057c4ad
-def _shapeless(ball): return f'a {type(ball).__name__} has a radius and no shape: use Linf(eps) or L2(eps), or a subclass with rand, step, project and size'
+def _shapeless(ball):
+    return (
+        f'a {type(ball).__name__} has a radius and no shape: use Linf(eps) or L2(eps), or a subclass with rand, step,'
+        ' project and size'
+    )
+
 
 @patch
-def rand(self:Ball,
-    x:Tensor, # Images [B,...] in [0,1]
-    seed=0, # An int, or an int64 tensor [B] with one seed per image
-)->Tensor: # [B,...], no larger than `eps`; `project` brings it back into [0,1]
+def rand(
+    self: Ball,
+    x: Tensor,  # Images [B,...] in [0,1]
+    seed=0,  # An int, or an int64 tensor [B] with one seed per image
+) -> Tensor:  # [B,...], no larger than `eps`; `project` brings it back into [0,1]
     "A random change"
     raise TypeError(_shapeless(self))
 
+
 @patch
-def step(self:Ball,
-    g:Tensor, # Gradient [B,...]
-)->Tensor: # [B,...], of length 1 for each image; 0 where the gradient is 0 or not finite
+def step(
+    self: Ball,
+    g: Tensor,  # Gradient [B,...]
+) -> Tensor:  # [B,...], of length 1 for each image; 0 where the gradient is 0 or not finite
     "The steepest direction"
     raise TypeError(_shapeless(self))
 
+
 @patch
-def project(self:Ball,
-    x:Tensor, # Images [B,...] in [0,1]
-    delta:Tensor, # Change [B,...]
-)->Tensor: # [B,...], with `x` plus it in [0,1]
+def project(
+    self: Ball,
+    x: Tensor,  # Images [B,...] in [0,1]
+    delta: Tensor,  # Change [B,...]
+) -> Tensor:  # [B,...], with `x` plus it in [0,1]
     "The change, brought back into the ball and the image into [0,1]"
     raise TypeError(_shapeless(self))
 
+
 @patch
-def size(self:Ball,
-    delta:Tensor, # Change [B,...]
-)->Tensor: # [B], pixel units
+def size(
+    self: Ball,
+    delta: Tensor,  # Change [B,...]
+) -> Tensor:  # [B], pixel units
     "How large the change of each image is"
     raise TypeError(_shapeless(self))
 
 # %% ../nbs/00_core.ipynb #7ad035e8
 class Linf(Ball):
     "Each pixel moves by at most `eps`"
-    largest = 1.
-    def rand(self, x, seed=0): return (2*uniform(image_seed(x, seed), x)-1)*self.eps
-    def step(self, g): return g.nan_to_num(0,0,0).sign()
-    def project(self, x, delta): return (x+delta.clamp(-self.eps, self.eps)).clamp(0,1)-x
-    def size(self, delta): return delta.flatten(1).abs().amax(1)
+
+    largest = 1.0
+
+    def rand(self, x, seed=0):
+        return (2 * uniform(image_seed(x, seed), x) - 1) * self.eps
+
+    def step(self, g):
+        return g.nan_to_num(0, 0, 0).sign()
+
+    def project(self, x, delta):
+        return (x + delta.clamp(-self.eps, self.eps)).clamp(0, 1) - x
+
+    def size(self, delta):
+        return delta.flatten(1).abs().amax(1)
 
 # %% ../nbs/00_core.ipynb #3d269dce
 class L2(Ball):
     "The Euclidean length of an image's whole change is at most `eps`"
+
     def rand(self, x, seed=0):
-        n,seed = x[0].numel(),image_seed(x, seed)
-        return self.step(torch.special.ndtri(uniform(seed, x)))*self.eps*per_image(uniform(seed, x[:,:1].flatten(1)[:,:1], 1), x)**(1/n)
+        n, seed = x[0].numel(), image_seed(x, seed)
+        return (
+            self.step(torch.special.ndtri(uniform(seed, x)))
+            * self.eps
+            * per_image(uniform(seed, x[:, :1].flatten(1)[:, :1], 1), x) ** (1 / n)
+        )
+
     def step(self, g):
-        g = g.nan_to_num(0,0,0)
-        g = g/per_image(g.abs().flatten(1).amax(1), g).clamp(min=torch.finfo(g.dtype).tiny)
-        return g/per_image(g.flatten(1).norm(dim=1), g).clamp(min=.5)
+        g = g.nan_to_num(0, 0, 0)
+        g = g / per_image(g.abs().flatten(1).amax(1), g).clamp(min=torch.finfo(g.dtype).tiny)
+        return g / per_image(g.flatten(1).norm(dim=1), g).clamp(min=0.5)
+
     def project(self, x, delta):
         r = per_image(delta.flatten(1).norm(dim=1), delta)
-        return (x+delta*(self.eps/r.clamp(min=torch.finfo(r.dtype).tiny)).clamp(max=1)).clamp(0,1)-x
-    def size(self, delta): return delta.flatten(1).norm(dim=1)
+        return (x + delta * (self.eps / r.clamp(min=torch.finfo(r.dtype).tiny)).clamp(max=1)).clamp(0, 1) - x
+
+    def size(self, delta):
+        return delta.flatten(1).norm(dim=1)
 
 # %% ../nbs/00_core.ipynb #d0083710
 def threat_model(
-    eps, # Radius in pixel units, or a `Ball`, which is returned as it is
-    norm:str='Linf', # `'Linf'` or `'L2'`
-)->Ball: # `Linf(eps)` or `L2(eps)`
+    eps,  # Radius in pixel units, or a `Ball`, which is returned as it is
+    norm: str = 'Linf',  # `'Linf'` or `'L2'`
+) -> Ball:  # `Linf(eps)` or `L2(eps)`
     "The threat model with this norm and radius"
-    if isinstance(eps, Ball): return eps
-    balls = {'Linf':Linf, 'L2':L2}
-    if norm not in balls: raise ValueError(f"norm must be one of {list(balls)}, got {norm!r}")
+    if isinstance(eps, Ball):
+        return eps
+    balls = {'Linf': Linf, 'L2': L2}
+    if norm not in balls:
+        raise ValueError(f"norm must be one of {list(balls)}, got {norm!r}")
     return balls[norm](eps)
 
 # %% ../nbs/00_core.ipynb #5d12f5ee
 class Wrapper(nn.Module):
     "A module around `self.model` that adds no layers to it, such as `Normalized` and `Logits`"
-    def __init__(self, model:nn.Module): # Any module; a function works too, where nothing else asks for a module
-        super().__init__(); self.model = model
+
+    def __init__(self, model: nn.Module):  # Any module; a function works too, where nothing else asks for a module
+        super().__init__()
+        self.model = model
+
 
 def unwrap(
-    model:nn.Module, # Any model, maybe inside a `Wrapper`, DDP, DataParallel or `torch.compile`
-)->nn.Module: # The network itself
+    model: nn.Module,  # Any model, maybe inside a `Wrapper`, DDP, DataParallel or `torch.compile`
+) -> nn.Module:  # The network itself
     "The network inside its wrappers"
     while True:
         inner = get_model(getattr(model, '_orig_mod', model))
-        if isinstance(inner, Wrapper): inner = inner.model
-        if inner is model: return model
+        if isinstance(inner, Wrapper):
+            inner = inner.model
+        if inner is model:
+            return model
         model = inner
 
 # %% ../nbs/00_core.ipynb #53fa60ad
-def _cfg(model): return getattr(model,'pretrained_cfg',None) or getattr(model,'default_cfg',None) or {}
+def _cfg(model):
+    return getattr(model, 'pretrained_cfg', None) or getattr(model, 'default_cfg', None) or {}
+
 
 def in_chans(
-    model:nn.Module, # A timm model, or anything that wraps one
-)->int|None: # Input channels, or None for a model that does not say
-    "How many channels the model's first layer takes, read from the layer that its timm configuration names (None where that layer sees folded pixels)"
+    model: nn.Module,  # A timm model, or anything that wraps one
+) -> int | None:  # Input channels, or None for a model that does not say
+    """How many channels the model's first layer takes, read from the layer that its timm configuration names (None
+    where that layer sees folded pixels)"""
     model = unwrap(model)
     first = _cfg(model).get('first_conv')
-    if isinstance(first, (tuple,list)): first = next(iter(first), None)
-    try: m = model.get_submodule(first or ''); w = m.weight
-    except (AttributeError, RuntimeError): return None
-    c = w.shape[1]*getattr(m,'groups',1) if w.ndim==4 else None
-    return None if c is None or c%(4*_cfg(model).get('input_size',(c,))[0])==0 else c
+    if isinstance(first, (tuple, list)):
+        first = next(iter(first), None)
+    try:
+        m = model.get_submodule(first or '')
+        w = m.weight
+    except (AttributeError, RuntimeError):
+        return None
+    c = w.shape[1] * getattr(m, 'groups', 1) if w.ndim == 4 else None
+    return None if c is None or c % (4 * _cfg(model).get('input_size', (c,))[0]) == 0 else c
 
 # %% ../nbs/00_core.ipynb #6afea213
 def _refuse_grey_levels(mean, std):
     "Raises ValueError if statistics are not those of images in [0,1]"
-    if mean.abs().max()<=1 and std.max()<=10: return
-    raise ValueError(f'mean {mean.flatten().tolist()} and std {std.flatten().tolist()} count grey levels to 255, '
-        'but images lie in [0,1]: divide both by 255')
+    if mean.abs().max() <= 1 and std.max() <= 10:
+        return
+    raise ValueError(
+        f'mean {mean.flatten().tolist()} and std {std.flatten().tolist()} count grey levels to 255, '
+        'but images lie in [0,1]: divide both by 255'
+    )
+
 
 class Normalized(Wrapper):
     "`model((x-mean)/std)`, for images `x` in [0,1]"
-    def __init__(self,
-        model:nn.Module, # Takes normalised images [B,C,H,W]
-        mean=None, # One number per channel; default: the model's own timm configuration
-        std=None, # One number per channel; default: the model's own timm configuration
+
+    def __init__(
+        self,
+        model: nn.Module,  # Takes normalised images [B,C,H,W]
+        mean=None,  # One number per channel; default: the model's own timm configuration
+        std=None,  # One number per channel; default: the model's own timm configuration
     ):
         super().__init__(model)
-        if any(isinstance(m, Normalized) for m in model.modules()): raise ValueError('the model normalises already: wrapping it in Normalized again would do it twice')
-        cfg,c = _cfg(unwrap(model)),in_chans(model)
-        if (mean is None or std is None) and 'mean' not in cfg: raise ValueError(f'{type(unwrap(model)).__name__} has no timm configuration to read statistics from: give mean= and std=')
-        for n,v in (('mean',mean),('std',std)): self.register_buffer(n, self._stat(cfg[n] if v is None else v, c))
-        if c is not None and not {len(self.mean),len(self.std)}<={1,c}: raise ValueError(f'the model takes {c} channels, got {len(self.mean)} means and {len(self.std)} deviations')
-        if not (self.std>0).all(): raise ValueError(f'std must be positive, got {self.std.flatten().tolist()}')
+        if any(isinstance(m, Normalized) for m in model.modules()):
+            raise ValueError('the model normalises already: wrapping it in Normalized again would do it twice')
+        cfg, c = _cfg(unwrap(model)), in_chans(model)
+        if (mean is None or std is None) and 'mean' not in cfg:
+            raise ValueError(
+                f'{type(unwrap(model)).__name__} has no timm configuration to read statistics from: give mean= and std='
+            )
+        for n, v in (('mean', mean), ('std', std)):
+            self.register_buffer(n, self._stat(cfg[n] if v is None else v, c))
+        if c is not None and not {len(self.mean), len(self.std)} <= {1, c}:
+            raise ValueError(f'the model takes {c} channels, got {len(self.mean)} means and {len(self.std)} deviations')
+        if not (self.std > 0).all():
+            raise ValueError(f'std must be positive, got {self.std.flatten().tolist()}')
         _refuse_grey_levels(self.mean, self.std)
 
     @staticmethod
     def _stat(v, c):
         v = torch.as_tensor(v, dtype=torch.float32).flatten()
-        return (v.mean().view(1) if c==1 else v).view(-1,1,1)
+        return (v.mean().view(1) if c == 1 else v).view(-1, 1, 1)
 
-    def forward(self,
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-    )->Tensor: # Whatever the model returns, logits [B,classes] as a rule
+    def forward(
+        self,
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+    ) -> Tensor:  # Whatever the model returns, logits [B,classes] as a rule
         "Normalise, then run the model"
-        if x.ndim!=4 or len(self.mean) not in (1, x.shape[1]): raise ValueError(f'expected images [B,{len(self.mean)},H,W], got {list(x.shape)}')
-        return self.model((x-self.mean)/self.std)
+        if x.ndim != 4 or len(self.mean) not in (1, x.shape[1]):
+            raise ValueError(f'expected images [B,{len(self.mean)},H,W], got {list(x.shape)}')
+        return self.model((x - self.mean) / self.std)
 
-    def extra_repr(self): return f'mean={[round(o,4) for o in self.mean.flatten().tolist()]}, std={[round(o,4) for o in self.std.flatten().tolist()]}'
+    def extra_repr(self):
+        return (
+            f'mean={[round(o, 4) for o in self.mean.flatten().tolist()]},'
+            f' std={[round(o, 4) for o in self.std.flatten().tolist()]}'
+        )
 
 # %% ../nbs/00_core.ipynb #29339d19
 class Logits(Wrapper):
     "A model whose output is a tuple, a dict or an object, made to return its logits alone"
-    def __init__(self,
-        model:nn.Module, # For instance a Hugging Face classifier
-        pick='logits', # Key, attribute or position of the logits in the output
+
+    def __init__(
+        self,
+        model: nn.Module,  # For instance a Hugging Face classifier
+        pick='logits',  # Key, attribute or position of the logits in the output
     ):
         super().__init__(model)
         self.pick = pick
-    def forward(self,
-        x:Tensor, # Images [B,C,H,W]
-    )->Tensor: # Logits [B,classes]
+
+    def forward(
+        self,
+        x: Tensor,  # Images [B,C,H,W]
+    ) -> Tensor:  # Logits [B,classes]
         "Run the model and pick its logits"
         o = self.model(x)
-        return o[self.pick] if isinstance(o,dict) or isinstance(self.pick,int) else getattr(o, self.pick)
+        return o[self.pick] if isinstance(o, dict) or isinstance(self.pick, int) else getattr(o, self.pick)
 
 # %% ../nbs/00_core.ipynb #e471b110
 @contextmanager
 def attack_mode(
-    model, # An `nn.Module`; any other callable is left alone
-)->Iterator: # Yields `model`
-    "Evaluation mode, frozen weights, gradients on; every module's mode and every parameter's `requires_grad` restored at the end"
+    model,  # An `nn.Module`; any other callable is left alone
+) -> Iterator:  # Yields `model`
+    """Evaluation mode, frozen weights, gradients on; every module's mode and every parameter's `requires_grad` restored
+    at the end"""
     m = model if isinstance(model, nn.Module) else nn.Identity()
-    m_mode,modes,grads = m.training,[(o,o.training) for o in m.modules()],[(p,p.requires_grad) for p in m.parameters()]
+    m_mode, modes, grads = (
+        m.training,
+        [(o, o.training) for o in m.modules()],
+        [(p, p.requires_grad) for p in m.parameters()],
+    )
     try:
         m.eval()
-        for p,_ in grads: p.requires_grad_(False)
-        with torch.inference_mode(False), torch.enable_grad(): yield model
+        for p, _ in grads:
+            p.requires_grad_(False)
+        with torch.inference_mode(False), torch.enable_grad():
+            yield model
     finally:
         m.train(m_mode)
-        for o,t in modes: o.training = t
-        for p,g in grads: p.requires_grad_(g)
+        for o, t in modes:
+            o.training = t
+        for p, g in grads:
+            p.requires_grad_(g)
 
 # %% ../nbs/00_core.ipynb #2448d329
 def outputs(
-    model, # Takes images [B,C,H,W]
-    x:Tensor, # Images [B,C,H,W]; not changed, whatever the model does to its input
-)->object: # Whatever the model returns
+    model,  # Takes images [B,C,H,W]
+    x: Tensor,  # Images [B,C,H,W]; not changed, whatever the model does to its input
+) -> object:  # Whatever the model returns
     "What the model returns for a copy of `x`; to keep it beyond the next call, `own` it"
     return model(x.clone())
 
+
 def own(
-    o, # A tensor; or tuples, lists and dicts of tensors
-)->object: # The same with copies
+    o,  # A tensor; or tuples, lists and dicts of tensors
+) -> object:  # The same with copies
     "A copy of a model's output: some models answer in a buffer that they use again"
     return o.clone() if isinstance(o, Tensor) else tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, o)
 
 # %% ../nbs/00_core.ipynb #8b8ef42e
 _quiet = ContextVar('the images were checked, and warned about, further out', default=False)
 
+
 @contextmanager
 def checked():
     "Inside, `check_images` does not warn a second time"
     was = _quiet.set(True)
-    try: yield
-    finally: _quiet.reset(was)
+    try:
+        yield
+    finally:
+        _quiet.reset(was)
+
 
 def check_images(
-    x:Tensor, # Images [B,C,H,W]
-    model=None, # If given, its number of input channels is checked too
-    tol:float=1e-4, # What counts as rounding
-)->Tensor: # A plain, detached tensor in [0,1], same dtype
+    x: Tensor,  # Images [B,C,H,W]
+    model=None,  # If given, its number of input channels is checked too
+    tol: float = 1e-4,  # What counts as rounding
+) -> Tensor:  # A plain, detached tensor in [0,1], same dtype
     "Images that an attack may take; raises TypeError or ValueError and says what was given"
-    if not isinstance(x, Tensor) or not x.is_floating_point(): raise TypeError(f'images must be a floating point tensor in [0,1], got {x.dtype if isinstance(x, Tensor) else type(x).__name__}: use torch.as_tensor(x).float(), divided by 255 if it counts to 255')
-    if x.ndim<2 or not len(x): raise ValueError(f'expected a batch of images [B,C,H,W] with B>=1, got shape {list(x.shape)}')
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(
+            'images must be a floating point tensor in [0,1], got'
+            f' {x.dtype if isinstance(x, Tensor) else type(x).__name__}: use torch.as_tensor(x).float(), divided by 255'
+            ' if it counts to 255'
+        )
+    if x.ndim < 2 or not len(x):
+        raise ValueError(f'expected a batch of images [B,C,H,W] with B>=1, got shape {list(x.shape)}')
     x = x.detach().as_subclass(Tensor)
-    lo,hi = torch.stack(x.aminmax()).tolist()
-    if not (lo>=-tol and hi<=1+tol): raise ValueError(f'images must lie in [0,1], got values from {lo:g} to {hi:g}: divide by 255, or remove Normalize from the data and use Normalized(model)')
+    lo, hi = torch.stack(x.aminmax()).tolist()
+    if not (lo >= -tol and hi <= 1 + tol):
+        raise ValueError(
+            f'images must lie in [0,1], got values from {lo:g} to {hi:g}: divide by 255, or remove Normalize from the'
+            ' data and use Normalized(model)'
+        )
     c = in_chans(model) if isinstance(model, nn.Module) else None
-    if x.ndim==4 and c not in (None, x.shape[1]): raise ValueError(f'the model takes {c} channel(s), the images have {x.shape[1]}: shape {list(x.shape)}')
-    if 0<hi<=1.001/255 and not _quiet.get():
-        warnings.warn(f'all pixels lie between {lo:.2g} and {hi:.2g}, below one grey level: were the images divided by 255 twice? (ToTensor and IntToFloatTensor have done it already)', stacklevel=2)
-    return x.clamp(0,1)
+    if x.ndim == 4 and c not in (None, x.shape[1]):
+        raise ValueError(f'the model takes {c} channel(s), the images have {x.shape[1]}: shape {list(x.shape)}')
+    if 0 < hi <= 1.001 / 255 and not _quiet.get():
+        warnings.warn(
+            f'all pixels lie between {lo:.2g} and {hi:.2g}, below one grey level: were the images divided by 255 twice?'
+            ' (ToTensor and IntToFloatTensor have done it already)',
+            stacklevel=2,
+        )
+    return x.clamp(0, 1)
 
 # %% ../nbs/00_core.ipynb #5101ce15
 def check_labels(
-    y, # Labels [B] or [B,1] of any integer type, or soft labels [B,C] of a floating type
-    x:Tensor, # The images [B,...] they belong to
-)->Tensor: # [B] int64, or [B,C] as given, on the device of `x`
+    y,  # Labels [B] or [B,1] of any integer type, or soft labels [B,C] of a floating type
+    x: Tensor,  # The images [B,...] they belong to
+) -> Tensor:  # [B] int64, or [B,C] as given, on the device of `x`
     "Labels in the one form that losses take; raises TypeError or ValueError and says what was given"
     y = torch.as_tensor(y, device=x.device).detach().as_subclass(Tensor).clone()
     if y.is_floating_point():
-        if y.ndim!=2 or len(y)!=len(x): raise TypeError(f'labels of type {y.dtype} are taken as soft labels [B,C], got shape {list(y.shape)}: use y.long() for class numbers')
+        if y.ndim != 2 or len(y) != len(x):
+            raise TypeError(
+                f'labels of type {y.dtype} are taken as soft labels [B,C], got shape {list(y.shape)}: use y.long() for'
+                ' class numbers'
+            )
         return y
-    if y.numel()!=len(x): raise ValueError(f'{len(x)} images need {len(x)} labels, got shape {list(y.shape)}: give one-hot labels as floats')
+    if y.numel() != len(x):
+        raise ValueError(
+            f'{len(x)} images need {len(x)} labels, got shape {list(y.shape)}: give one-hot labels as floats'
+        )
     y = y.reshape(-1).long()
-    if y.min()<0: raise ValueError(f'labels must be class numbers >= 0, got {y.min().item()}')
+    if y.min() < 0:
+        raise ValueError(f'labels must be class numbers >= 0, got {y.min().item()}')
     return y
 
 # %% ../nbs/00_core.ipynb #17d5d2b7
 def check_logits(
-    z, # What the model returned
-    x:Tensor, # For these images [B,...]
-    y:Tensor|None=None, # Labels [B] or [B,C]; None: any shape of output is fine
-    n:int=0, # Number of classes that the labels need (`y.max()+1`)
-)->Tensor: # `z` as float32 (float64 stays)
-    "The model's output, if it is logits [B,C] for the labels at hand; raises TypeError or ValueError and says what to do"
-    if y is None and not isinstance(z, Tensor): return z
-    if not isinstance(z, Tensor): raise TypeError(f'the model returned {type(z).__name__}, not a tensor of logits [B,C]: wrap it, Logits(model, pick=...)')
-    if y is not None and (z.ndim!=2 or len(z)!=len(x)): raise TypeError(f'expected logits [{len(x)},C] from the model, got shape {list(z.shape)}')
-    if y is not None and z.shape[1]==1: raise ValueError('the model has one output, and one logit has no runner-up: make it two, torch.cat([torch.zeros_like(z), z], 1), with labels 0 and 1')
-    if y is not None and (z.shape[1]<n or (y.ndim==2 and y.shape!=z.shape)): raise ValueError(f'labels for {max(n, y.shape[-1] if y.ndim==2 else 0)} classes do not fit a model with {z.shape[1]} outputs')
-    return z.float() if z.dtype in (torch.float16,torch.bfloat16) else z
+    z,  # What the model returned
+    x: Tensor,  # For these images [B,...]
+    y: Tensor | None = None,  # Labels [B] or [B,C]; None: any shape of output is fine
+    n: int = 0,  # Number of classes that the labels need (`y.max()+1`)
+) -> Tensor:  # `z` as float32 (float64 stays)
+    """The model's output, if it is logits [B,C] for the labels at hand; raises TypeError or ValueError and says what to
+    do"""
+    if y is None and not isinstance(z, Tensor):
+        return z
+    if not isinstance(z, Tensor):
+        raise TypeError(
+            f'the model returned {type(z).__name__}, not a tensor of logits [B,C]: wrap it, Logits(model, pick=...)'
+        )
+    if y is not None and (z.ndim != 2 or len(z) != len(x)):
+        raise TypeError(f'expected logits [{len(x)},C] from the model, got shape {list(z.shape)}')
+    if y is not None and z.shape[1] == 1:
+        raise ValueError(
+            'the model has one output, and one logit has no runner-up: make it two, torch.cat([torch.zeros_like(z), z],'
+            ' 1), with labels 0 and 1'
+        )
+    if y is not None and (z.shape[1] < n or (y.ndim == 2 and y.shape != z.shape)):
+        raise ValueError(
+            f'labels for {max(n, y.shape[-1] if y.ndim == 2 else 0)} classes do not fit a model with {z.shape[1]}'
+            ' outputs'
+        )
+    return z.float() if z.dtype in (torch.float16, torch.bfloat16) else z
 
 # %% ../nbs/00_core.ipynb #aee5d8a7
 def check_dls(
-    dl, # A DataLoader of fastai or of torch
+    dl,  # A DataLoader of fastai or of torch
 ):
     "Raises ValueError if `dl` normalises its batches: images would leave [0,1]"
-    if any(isinstance(t, Normalize) for t in getattr(getattr(dl,'after_batch',None),'fs',[])):
-        raise ValueError('the DataLoader ends with Normalize, so images are not in [0,1] and eps has no meaning: remove it (vision_learner: normalize=False) and wrap the model, Normalized(model, mean, std)')
+    if any(isinstance(t, Normalize) for t in getattr(getattr(dl, 'after_batch', None), 'fs', [])):
+        raise ValueError(
+            'the DataLoader ends with Normalize, so images are not in [0,1] and eps has no meaning: remove it'
+            ' (vision_learner: normalize=False) and wrap the model, Normalized(model, mean, std)'
+        )
 
 # %% ../nbs/00_core.ipynb #e1b9b1b2
 class Epochs:
     "The number of the epoch in a Learner's life, whatever fits it was trained in"
-    def __init__(self,
-        before:int=0, # Epochs of earlier fits
-        epoch:int=-1, # The last one of this fit
-        open:bool=False, # Is it incomplete?
-    ): store_attr()
-    def begin(self,
-        epoch:int, # Number of the epoch in its fit, from 0
+
+    def __init__(
+        self,
+        before: int = 0,  # Epochs of earlier fits
+        epoch: int = -1,  # The last one of this fit
+        open: bool = False,  # Is it incomplete?
+    ):
+        store_attr()
+
+    def begin(
+        self,
+        epoch: int,  # Number of the epoch in its fit, from 0
     ):
         "An epoch begins; saying so twice changes nothing"
-        if self.open and epoch==self.epoch: return
-        if epoch<=self.epoch: self.before += self.epoch if self.open else self.epoch+1
-        self.epoch,self.open = epoch,True
+        if self.open and epoch == self.epoch:
+            return
+        if epoch <= self.epoch:
+            self.before += self.epoch if self.open else self.epoch + 1
+        self.epoch, self.open = epoch, True
+
     def end(self):
         "The epoch is complete"
         self.open = False
+
     @property
     def now(self):
         "Epochs before this one"
-        return self.before+self.epoch
+        return self.before + self.epoch
 
 # %% ../nbs/00_core.ipynb #5f9eaceb
 def refuse_second(
-    cb:Callback, # Is in a Learner
-    kind:type=None, # Class of which there may be only one; default: that of `cb`
+    cb: Callback,  # Is in a Learner
+    kind: type = None,  # Class of which there may be only one; default: that of `cb`
 ):
     "Raises ValueError if the Learner has another callback of this kind"
     kind = kind or type(cb)
     two = [c for c in cb.learn.cbs if isinstance(c, kind)]
-    if len(two)<2: return
-    raise ValueError(f'the Learner has two {kind.__name__} callbacks, '
+    if len(two) < 2:
+        return
+    raise ValueError(
+        f'the Learner has two {kind.__name__} callbacks, '
         f'{two[0]!r} and {two[1]!r}, which would act twice: '
-        f'remove one, learn.remove_cb({type(two[1]).__name__})')
+        f'remove one, learn.remove_cb({type(two[1]).__name__})'
+    )
 
 # %% ../nbs/00_core.ipynb #ada0ef78
 class AdvCallback(Callback):
     "Base of the callbacks that attack training batches"
-    order,run_valid = MixUp.order+1,False
-    def __call__(self, event_name): # `before_fit`, `before_train`, ...
+
+    order, run_valid = MixUp.order + 1, False
+
+    def __call__(self, event_name):  # `before_fit`, `before_train`, ...
         "Count the epochs and refuse a second copy; then do what the subclass does at this event"
-        if event_name in ('before_train','before_validate'): self.only_one()
-        if event_name=='before_train' and not hasattr(self.learn,'lr_finder'): self.epochs.begin(self.epoch)
-        try: return super().__call__(event_name)
+        if event_name in ('before_train', 'before_validate'):
+            self.only_one()
+        if event_name == 'before_train' and not hasattr(self.learn, 'lr_finder'):
+            self.epochs.begin(self.epoch)
+        try:
+            return super().__call__(event_name)
         finally:
-            if event_name=='after_train': self.epochs.end()
+            if event_name == 'after_train':
+                self.epochs.end()
+
     def only_one(self):
         "Raises ValueError if the Learner has a second copy; a subclass may widen or lift this"
         refuse_second(self)
+
     @property
-    def epochs(self)->Epochs: # One for all callbacks of the Learner
+    def epochs(self) -> Epochs:  # One for all callbacks of the Learner
         "The epochs of the Learner's life"
         return self.learn.__dict__.setdefault('epochs_lived', Epochs())
+
     @property
-    def epoch_seed(self)->int: # Below 2**63
+    def epoch_seed(self) -> int:  # Below 2**63
         "For random numbers of this epoch: torch's own seed, moved far by each epoch of the Learner's life"
-        return (torch.initial_seed()%2**62-max(self.epochs.now, 0)*_GOLD)%2**63
+        return (torch.initial_seed() % 2**62 - max(self.epochs.now, 0) * _GOLD) % 2**63
+
     def before_train(self):
         "Refuse a DataLoader that normalises"
         check_dls(self.dl)
+
     def before_validate(self):
         "Refuse a DataLoader that normalises"
         check_dls(self.dl)
@@ -418,17 +589,20 @@ class AdvCallback(Callback):
         "The model that is attacked: the Learner's own, without DDP around it"
         return get_model(self.learn.model)
 
-    def amp(self)->Iterator: # Of MixedPrecision where the Learner has it; else one that does nothing
+    def amp(self) -> Iterator:  # Of MixedPrecision where the Learner has it; else one that does nothing
         "A scope of the Learner's mixed precision, closed before the training step opens its own"
         return next((c.autocast for c in self.learn.cbs if isinstance(c, MixedPrecision)), None) or nullcontext()
 
-    def attack_batch(self,
-        attack, # `attack(model, x, y, seed=) -> x_adv`
-        seed:int=0, # Mixed with each image's pixels into its random start
-        labels:bool=True, # Give the attack the batch's labels? No, if its loss has them already
+    def attack_batch(
+        self,
+        attack,  # `attack(model, x, y, seed=) -> x_adv`
+        seed: int = 0,  # Mixed with each image's pixels into its random start
+        labels: bool = True,  # Give the attack the batch's labels? No, if its loss has them already
     ):
         "Replace the batch's images by `attack`'s"
-        if len(self.xb)!=1: raise ValueError(f'attacks need a model with one input tensor, this batch has {len(self.xb)}')
-        y = self.yb[0] if labels and len(self.yb)==1 else None
-        with self.amp(): x = attack(self.victim, self.x, y, seed=seed)
+        if len(self.xb) != 1:
+            raise ValueError(f'attacks need a model with one input tensor, this batch has {len(self.xb)}')
+        y = self.yb[0] if labels and len(self.yb) == 1 else None
+        with self.amp():
+            x = attack(self.victim, self.x, y, seed=seed)
         self.learn.xb = (x,)

@@ -10,7 +10,7 @@ __all__ = ['NOISES', 'CORRUPTIONS', 'EXTRA_CORRUPTIONS', 'PERTURBATIONS', 'ALEXN
            'CorruptValid', 'flip_report']
 
 # %% ../nbs/01c_corruptions.ipynb #c1c87396
-import hashlib,io,importlib.util,re,time,warnings
+import hashlib, io, importlib.util, re, time, warnings
 from functools import lru_cache
 from PIL import Image
 from scipy import ndimage
@@ -20,619 +20,954 @@ from timm.utils.misc import natural_key
 from .core import *
 from .datasets import *
 from .evaluate import *
-from .evaluate import _batches,_images_of,_names,_raw
+from .evaluate import _batches, _images_of, _names, _raw
 from fastai.basics import *
 from fastai.vision.core import show_image
 from fastprogress.fastprogress import progress_bar
 
 # %% ../nbs/01c_corruptions.ipynb #685f4d3f
-NOISES = ('gaussian_noise','shot_noise','impulse_noise')
-CORRUPTIONS = (*NOISES, 'defocus_blur','glass_blur','motion_blur','zoom_blur', 'snow','frost','fog','brightness', 'contrast','elastic_transform','pixelate','jpeg_compression')
-EXTRA_CORRUPTIONS = ('speckle_noise','gaussian_blur','spatter','saturate')
+NOISES = ('gaussian_noise', 'shot_noise', 'impulse_noise')
+CORRUPTIONS = (
+    *NOISES,
+    'defocus_blur',
+    'glass_blur',
+    'motion_blur',
+    'zoom_blur',
+    'snow',
+    'frost',
+    'fog',
+    'brightness',
+    'contrast',
+    'elastic_transform',
+    'pixelate',
+    'jpeg_compression',
+)
+EXTRA_CORRUPTIONS = ('speckle_noise', 'gaussian_blur', 'spatter', 'saturate')
 
 _KINDS = {}
+
+
 def _kind(c32, c64, c224):
     "Register a corruption under its name: what each severity means at 32, 64 and 224 pixels"
+
     def _register(f):
-        _KINDS[f.__name__[1:]] = SimpleNamespace(f=f, levels={32:c32, 64:c64, 224:c224})
+        _KINDS[f.__name__[1:]] = SimpleNamespace(f=f, levels={32: c32, 64: c64, 224: c224})
         return f
+
     return _register
 
 # %% ../nbs/01c_corruptions.ipynb #9d6b5252
 def size_table(
-    x:Tensor, # Images [B,C,H,W]
-)->int: # 32, 64 or 224
-    "The published size whose severities fit images of this size: the one whose ratio to the shorter side is nearest to one"
-    return min((32,64,224), key=lambda t: abs(np.log(min(x.shape[-2:])/t)))
+    x: Tensor,  # Images [B,C,H,W]
+) -> int:  # 32, 64 or 224
+    """The published size whose severities fit images of this size: the one whose ratio to the shorter side is nearest
+    to one"""
+    return min((32, 64, 224), key=lambda t: abs(np.log(min(x.shape[-2:]) / t)))
+
 
 def _size_doubt(x, table, tables):
     "A line for images [B,C,H,W] whose size is far from that of their settings, else nothing"
-    side = min(x.shape[-2:]); t = ifnone(table, min(tables, key=lambda t: abs(np.log(side/t))))
-    if max(side/t, t/side)<1.25: return []
-    return [f'images of {side} pixels under the settings for {t} pixels, whose lengths in pixels are not scaled: '
-        f'compare with images of {side} pixels only']
+    side = min(x.shape[-2:])
+    t = ifnone(table, min(tables, key=lambda t: abs(np.log(side / t))))
+    if max(side / t, t / side) < 1.25:
+        return []
+    return [
+        f'images of {side} pixels under the settings for {t} pixels, whose lengths in pixels are not scaled: '
+        f'compare with images of {side} pixels only'
+    ]
 
-def _bits(x): return (x*255).round()/255
 
-def _normal(seed, like, stream=0): return torch.special.ndtri(uniform(seed, like, stream))
+def _bits(x):
+    return (x * 255).round() / 255
+
+
+def _normal(seed, like, stream=0):
+    return torch.special.ndtri(uniform(seed, like, stream))
 
 # %% ../nbs/01c_corruptions.ipynb #bacf5ec2
-@_kind([.04,.06,.08,.09,.1], [.04,.08,.12,.15,.18], [.08,.12,.18,.26,.38])
-def _gaussian_noise(x, c, seed): return x+c*_normal(seed, x)
+@_kind([0.04, 0.06, 0.08, 0.09, 0.1], [0.04, 0.08, 0.12, 0.15, 0.18], [0.08, 0.12, 0.18, 0.26, 0.38])
+def _gaussian_noise(x, c, seed):
+    return x + c * _normal(seed, x)
 
-@_kind([.06,.1,.12,.16,.2], [.15,.2,.25,.3,.35], [.15,.2,.35,.45,.6])
-def _speckle_noise(x, c, seed): return x+c*x*_normal(seed, x)
 
-@_kind([.01,.02,.03,.05,.07], [.01,.02,.05,.08,.14], [.03,.06,.09,.17,.27])
-def _impulse_noise(x, c, seed): return torch.where(uniform(seed, x)<c, (uniform(seed, x, 1)<.5).to(x), x)
+@_kind([0.06, 0.1, 0.12, 0.16, 0.2], [0.15, 0.2, 0.25, 0.3, 0.35], [0.15, 0.2, 0.35, 0.45, 0.6])
+def _speckle_noise(x, c, seed):
+    return x + c * x * _normal(seed, x)
+
+
+@_kind([0.01, 0.02, 0.03, 0.05, 0.07], [0.01, 0.02, 0.05, 0.08, 0.14], [0.03, 0.06, 0.09, 0.17, 0.27])
+def _impulse_noise(x, c, seed):
+    return torch.where(uniform(seed, x) < c, (uniform(seed, x, 1) < 0.5).to(x), x)
+
 
 @lru_cache
 def _photons(c):
     "The Poisson distributions of all 256 grey levels, one above the other in one rising list, and the length of each"
-    k = np.arange(int(c+12*c**.5+20))
-    return torch.from_numpy((poisson.cdf(k, np.arange(256)[:,None]/255*c)+2*np.arange(256)[:,None]).ravel()),len(k)
+    k = np.arange(int(c + 12 * c**0.5 + 20))
+    return torch.from_numpy(
+        (poisson.cdf(k, np.arange(256)[:, None] / 255 * c) + 2 * np.arange(256)[:, None]).ravel()
+    ), len(k)
 
-@_kind([500,250,100,75,50], [250,100,50,30,15], [60,25,12,5,3])
+
+@_kind([500, 250, 100, 75, 50], [250, 100, 50, 30, 15], [60, 25, 12, 5, 3])
 def _shot_noise(x, c, seed):
-    (cdf,n),level = _photons(c),(255*x).round().long()
-    return (torch.searchsorted(cdf.to(x.device), uniform(seed, x).double()+2*level)-n*level).to(x)/c
+    (cdf, n), level = _photons(c), (255 * x).round().long()
+    return (torch.searchsorted(cdf.to(x.device), uniform(seed, x).double() + 2 * level) - n * level).to(x) / c
 
 # %% ../nbs/01c_corruptions.ipynb #f4892353
 @lru_cache
 def _gauss(n, sigma, mode, truncate):
     "A Gaussian filter over `n` pixels as a matrix [n,n], with scipy's treatment of the edges"
     eye = np.eye(n)
-    return torch.from_numpy(eye if sigma<1e-9 else ndimage.gaussian_filter1d(eye, sigma, axis=0, mode=mode, truncate=truncate)).float()
+    return torch.from_numpy(
+        eye if sigma < 1e-9 else ndimage.gaussian_filter1d(eye, sigma, axis=0, mode=mode, truncate=truncate)
+    ).float()
 
-def _smooth(x, sigma, mode='nearest', truncate=4.):
-    h,w = [_gauss(n, sigma, mode, truncate).to(x) for n in x.shape[-2:]]
-    return h@x@w.T
 
-@_kind([.4,.6,.7,.8,1], [.5,.75,1,1.25,1.5], [1,2,3,4,6])
-def _gaussian_blur(x, c, seed): return _smooth(x, c)
+def _smooth(x, sigma, mode='nearest', truncate=4.0):
+    h, w = [_gauss(n, sigma, mode, truncate).to(x) for n in x.shape[-2:]]
+    return h @ x @ w.T
+
+
+@_kind([0.4, 0.6, 0.7, 0.8, 1], [0.5, 0.75, 1, 1.25, 1.5], [1, 2, 3, 4, 6])
+def _gaussian_blur(x, c, seed):
+    return _smooth(x, c)
 
 # %% ../nbs/01c_corruptions.ipynb #06f728f0
 @lru_cache
 def _disk(radius, alias):
     "The image of a point through a lens out of focus, its edge softened"
-    n = 8 if radius<=8 else radius
-    j,i = np.arange(-n, n+1),np.arange(-2, 3) if radius>8 else np.arange(-1, 2)
-    k,g = (j[:,None]**2+j**2<=radius**2).astype(float),np.exp(-i**2/(2*alias**2))
-    k = k/k.sum()
-    for ax in (0,1): k = ndimage.convolve1d(k, g/g.sum(), axis=ax, mode='mirror')
-    r = int(abs(j[(k>0).any(0)]).max())
-    return torch.from_numpy(k[n-r:n+r+1,n-r:n+r+1]).float()
+    n = 8 if radius <= 8 else radius
+    j, i = np.arange(-n, n + 1), np.arange(-2, 3) if radius > 8 else np.arange(-1, 2)
+    k, g = (j[:, None] ** 2 + j**2 <= radius**2).astype(float), np.exp(-(i**2) / (2 * alias**2))
+    k = k / k.sum()
+    for ax in (0, 1):
+        k = ndimage.convolve1d(k, g / g.sum(), axis=ax, mode='mirror')
+    r = int(abs(j[(k > 0).any(0)]).max())
+    return torch.from_numpy(k[n - r : n + r + 1, n - r : n + r + 1]).float()
 
-@_kind([(.3,.4),(.4,.5),(.5,.6),(1,.2),(1.5,.1)], [(.5,.6),(1,.1),(1.5,.1),(2.5,.01),(3,.1)], [(3,.1),(4,.5),(6,.5),(8,.5),(10,.5)])
+
+@_kind(
+    [(0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1)],
+    [(0.5, 0.6), (1, 0.1), (1.5, 0.1), (2.5, 0.01), (3, 0.1)],
+    [(3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)],
+)
 def _defocus_blur(x, c, seed):
-    k,(b,ch,h,w) = _disk(*c).to(x),x.shape
-    return F.conv2d(F.pad(x, [len(k)//2]*4, mode='reflect').view(b*ch,1,h+len(k)-1,w+len(k)-1), k[None,None]).view(x.shape)
+    k, (b, ch, h, w) = _disk(*c).to(x), x.shape
+    return F.conv2d(
+        F.pad(x, [len(k) // 2] * 4, mode='reflect').view(b * ch, 1, h + len(k) - 1, w + len(k) - 1), k[None, None]
+    ).view(x.shape)
 
 # %% ../nbs/01c_corruptions.ipynb #57dc79db
 def _jumble(steps, h, w, d):
-    "Where each pixel's value comes from, after every pixel in turn has been overwritten by a neighbour; `steps`: [times,2,H,W]"
-    r,c = np.mgrid[h-d:d:-1, w-d:d:-1]
-    p,to = list(range(h*w)),(r*w+c).ravel().tolist()
-    for dy,dx in steps:
-        for a,b in zip(to, ((r+dy[r,c])*w+c+dx[r,c]).ravel().tolist()): p[a] = p[b]
+    """Where each pixel's value comes from, after every pixel in turn has been overwritten by a neighbour; `steps`:
+    [times,2,H,W]"""
+    r, c = np.mgrid[h - d : d : -1, w - d : d : -1]
+    p, to = list(range(h * w)), (r * w + c).ravel().tolist()
+    for dy, dx in steps:
+        for a, b in zip(to, ((r + dy[r, c]) * w + c + dx[r, c]).ravel().tolist()):
+            p[a] = p[b]
     return p
 
-@_kind([(.05,1,1),(.25,1,1),(.4,1,1),(.25,1,2),(.4,1,2)], [(.1,1,1),(.5,1,1),(.6,1,2),(.7,2,1),(.9,2,2)], [(.7,1,2),(.9,2,1),(1,2,3),(1.1,3,2),(1.5,4,2)])
+
+@_kind(
+    [(0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)],
+    [(0.1, 1, 1), (0.5, 1, 1), (0.6, 1, 2), (0.7, 2, 1), (0.9, 2, 2)],
+    [(0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)],
+)
 def _glass_blur(x, c, seed):
-    (sigma,d,times),(b,ch,h,w) = c,x.shape
+    (sigma, d, times), (b, ch, h, w) = c, x.shape
     x = _bits(_smooth(x, sigma))
-    steps = (uniform(seed, x.new_empty(b,times,2,h,w))*2*d).long()-d
+    steps = (uniform(seed, x.new_empty(b, times, 2, h, w)) * 2 * d).long() - d
     p = torch.tensor([_jumble(o, h, w, d) for o in steps.cpu().numpy()], device=x.device)
-    return _smooth(x.flatten(2).gather(2, p[:,None].expand(-1,ch,-1)).view(x.shape), sigma)
+    return _smooth(x.flatten(2).gather(2, p[:, None].expand(-1, ch, -1)).view(x.shape), sigma)
 
 # %% ../nbs/01c_corruptions.ipynb #2bc77159
 def _streak(x, angle, radius, sigma):
     "ImageMagick's motion blur: half a Gaussian along `angle` [B] in degrees; the edge pixels go on outside"
-    k = np.exp(-np.arange(2*radius+1)**2/(2*sigma**2)); k = k[k>1e-5]/k[k>1e-5].sum()
-    n,(h,w),out = len(k)-1,x.shape[-2:],torch.zeros_like(x)
-    for o,px,a in zip(out, F.pad(x, [n]*4, mode='replicate'), np.deg2rad(angle.tolist())):
-        for j,v in enumerate(k):
-            t,l = [n+int(np.ceil(j*f(a)-.5)) for f in (np.sin,np.cos)]
-            o.add_(px[:,t:t+h,l:l+w], alpha=float(v))
+    k = np.exp(-(np.arange(2 * radius + 1) ** 2) / (2 * sigma**2))
+    k = k[k > 1e-5] / k[k > 1e-5].sum()
+    n, (h, w), out = len(k) - 1, x.shape[-2:], torch.zeros_like(x)
+    for o, px, a in zip(out, F.pad(x, [n] * 4, mode='replicate'), np.deg2rad(angle.tolist())):
+        for j, v in enumerate(k):
+            t, l = [n + int(np.ceil(j * f(a) - 0.5)) for f in (np.sin, np.cos)]
+            o.add_(px[:, t : t + h, l : l + w], alpha=float(v))
     return out
 
-def _angle(seed, lo, hi): return lo+(hi-lo)*uniform(seed, seed[:,None], 9)[:,0]
 
-@_kind([(6,1),(6,1.5),(6,2),(8,2),(9,2.5)], [(10,1),(10,1.5),(10,2),(10,2.5),(12,3)], [(10,3),(15,5),(15,8),(15,12),(20,15)])
-def _motion_blur(x, c, seed): return _streak(x, _angle(seed, -45, 45), *c)
+def _angle(seed, lo, hi):
+    return lo + (hi - lo) * uniform(seed, seed[:, None], 9)[:, 0]
+
+
+@_kind(
+    [(6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5)],
+    [(10, 1), (10, 1.5), (10, 2), (10, 2.5), (12, 3)],
+    [(10, 3), (15, 5), (15, 8), (15, 12), (20, 15)],
+)
+def _motion_blur(x, c, seed):
+    return _streak(x, _angle(seed, -45, 45), *c)
 
 # %% ../nbs/01c_corruptions.ipynb #4a32d8ab
 def _zoom(x, f):
     "The middle of images, magnified `f` times"
-    (h,w),(ch,cw) = x.shape[-2:],[int(np.ceil(o/f)) for o in x.shape[-2:]]
-    t,l = (h-ch)//2,(w-cw)//2
-    y = F.interpolate(x[...,t:t+ch,l:l+cw], size=(round(ch*f),round(cw*f)), mode='bilinear', align_corners=True)
-    t,l = (y.shape[-2]-h)//2,(y.shape[-1]-w)//2
-    return y[...,t:t+h,l:l+w]
+    (h, w), (ch, cw) = x.shape[-2:], [int(np.ceil(o / f)) for o in x.shape[-2:]]
+    t, l = (h - ch) // 2, (w - cw) // 2
+    y = F.interpolate(
+        x[..., t : t + ch, l : l + cw], size=(round(ch * f), round(cw * f)), mode='bilinear', align_corners=True
+    )
+    t, l = (y.shape[-2] - h) // 2, (y.shape[-1] - w) // 2
+    return y[..., t : t + h, l : l + w]
 
-@_kind(*[[np.arange(1, hi, .01) for hi in (1.06,1.11,1.16,1.21,1.26)]]*2, [np.arange(1, hi, by) for hi,by in ((1.11,.01),(1.16,.01),(1.21,.02),(1.26,.02),(1.31,.03))])
-def _zoom_blur(x, c, seed): return (x+sum(_zoom(x, f) for f in c))/(len(c)+1)
+
+@_kind(
+    *[[np.arange(1, hi, 0.01) for hi in (1.06, 1.11, 1.16, 1.21, 1.26)]] * 2,
+    [np.arange(1, hi, by) for hi, by in ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03))],
+)
+def _zoom_blur(x, c, seed):
+    return (x + sum(_zoom(x, f) for f in c)) / (len(c) + 1)
 
 # %% ../nbs/01c_corruptions.ipynb #5fdc5e3e
 def _plasma(seed, n, decay):
     "Clouds [B,n,n] between 0 and 1 by the diamond-square method; `n` is a power of two"
-    u = 2*uniform(seed, torch.empty(len(seed),n,n, device=seed.device))-1
-    m,step,amp = torch.zeros_like(u),n,100.
-    def fill(rows, cols, around): m[:,rows,cols] = around/4+amp**2*u[:,rows,cols]
-    while step>=2:
-        on,half = slice(0,None,step),slice(step//2,None,step)
-        c = m[:,on,on]; two = c+c.roll(-1,1)
-        fill(half, half, two+two.roll(-1,2))
-        d = m[:,half,half]
-        fill(on, half, d+d.roll(1,1)+c+c.roll(-1,2))
-        fill(half, on, d+d.roll(1,2)+c+c.roll(-1,1))
-        step,amp = step//2,amp/decay
-    m = m-m.amin((1,2), keepdim=True)
-    return m/m.amax((1,2), keepdim=True)
+    u = 2 * uniform(seed, torch.empty(len(seed), n, n, device=seed.device)) - 1
+    m, step, amp = torch.zeros_like(u), n, 100.0
 
-@_kind([(.2,3),(.5,3),(.75,2.5),(1,2),(1.5,1.75)], [(.4,3),(.7,3),(1,2.5),(1.5,2),(2,1.75)], [(1.5,2),(2,2),(2.5,1.7),(2.5,1.5),(3,1.4)])
+    def fill(rows, cols, around):
+        m[:, rows, cols] = around / 4 + amp**2 * u[:, rows, cols]
+
+    while step >= 2:
+        on, half = slice(0, None, step), slice(step // 2, None, step)
+        c = m[:, on, on]
+        two = c + c.roll(-1, 1)
+        fill(half, half, two + two.roll(-1, 2))
+        d = m[:, half, half]
+        fill(on, half, d + d.roll(1, 1) + c + c.roll(-1, 2))
+        fill(half, on, d + d.roll(1, 2) + c + c.roll(-1, 1))
+        step, amp = step // 2, amp / decay
+    m = m - m.amin((1, 2), keepdim=True)
+    return m / m.amax((1, 2), keepdim=True)
+
+
+@_kind(
+    [(0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)],
+    [(0.4, 3), (0.7, 3), (1, 2.5), (1.5, 2), (2, 1.75)],
+    [(1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)],
+)
 def _fog(x, c, seed):
-    (a,decay),(h,w),top = c,x.shape[-2:],x.amax((1,2,3), keepdim=True)
-    return (x+a*_plasma(seed, 1<<(max(h,w)-1).bit_length(), decay)[:,None,:h,:w])*top/(top+a)
+    (a, decay), (h, w), top = c, x.shape[-2:], x.amax((1, 2, 3), keepdim=True)
+    return (x + a * _plasma(seed, 1 << (max(h, w) - 1).bit_length(), decay)[:, None, :h, :w]) * top / (top + a)
 
 # %% ../nbs/01c_corruptions.ipynb #3e53fac8
-def _grey(x): return x if x.shape[1]==1 else (x*x.new_tensor([.299,.587,.114]).view(3,1,1)).sum(1, keepdim=True)
+def _grey(x):
+    return x if x.shape[1] == 1 else (x * x.new_tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1, keepdim=True)
 
-@_kind([(.1,.2,1,.6,8,3,.95),(.1,.2,1,.5,10,4,.9),(.15,.3,1.75,.55,10,4,.9),(.25,.3,2.25,.6,12,6,.85),(.3,.3,1.25,.65,14,12,.8)],
-       [(.1,.2,1,.6,8,3,.8),(.1,.2,1,.5,10,4,.8),(.15,.3,1.75,.55,10,4,.7),(.25,.3,2.25,.6,12,6,.65),(.3,.3,1.25,.65,14,12,.6)],
-       [(.1,.3,3,.5,10,4,.8),(.2,.3,2,.5,12,4,.7),(.55,.3,4,.9,12,8,.7),(.55,.3,4.5,.85,12,8,.65),(.55,.3,2.5,.85,12,12,.55)])
+
+@_kind(
+    [
+        (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
+        (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
+        (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
+        (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
+        (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
+    ],
+    [
+        (0.1, 0.2, 1, 0.6, 8, 3, 0.8),
+        (0.1, 0.2, 1, 0.5, 10, 4, 0.8),
+        (0.15, 0.3, 1.75, 0.55, 10, 4, 0.7),
+        (0.25, 0.3, 2.25, 0.6, 12, 6, 0.65),
+        (0.3, 0.3, 1.25, 0.65, 14, 12, 0.6),
+    ],
+    [
+        (0.1, 0.3, 3, 0.5, 10, 4, 0.8),
+        (0.2, 0.3, 2, 0.5, 12, 4, 0.7),
+        (0.55, 0.3, 4, 0.9, 12, 8, 0.7),
+        (0.55, 0.3, 4.5, 0.85, 12, 8, 0.65),
+        (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
+    ],
+)
 def _snow(x, c, seed, angle=None):
-    mean,std,zoom,least,radius,sigma,keep = c
-    flakes = _zoom(mean+std*_normal(seed, x[:,:1]), zoom)
-    flakes = _bits(torch.where(flakes<least, 0, flakes).clamp(0,1))
+    mean, std, zoom, least, radius, sigma, keep = c
+    flakes = _zoom(mean + std * _normal(seed, x[:, :1]), zoom)
+    flakes = _bits(torch.where(flakes < least, 0, flakes).clamp(0, 1))
     flakes = _streak(flakes, _angle(seed, -135, -45) if angle is None else angle, radius, sigma)
-    return keep*x+(1-keep)*torch.maximum(x, 1.5*_grey(x)+.5)+flakes+flakes.rot90(2, (2,3))
+    return keep * x + (1 - keep) * torch.maximum(x, 1.5 * _grey(x) + 0.5) + flakes + flakes.rot90(2, (2, 3))
 
 # %% ../nbs/01c_corruptions.ipynb #39e6fda8
-_FROST = {'frost1.png':'ff9f907860','frost2.png':'fe211a89b3','frost3.png':'2d0d50b4a9','frost4.jpg':'3f8b91ca1a','frost5.jpg':'5fc6a19df4'}
+_FROST = {
+    'frost1.png': 'ff9f907860',
+    'frost2.png': 'fe211a89b3',
+    'frost3.png': '2d0d50b4a9',
+    'frost4.jpg': '3f8b91ca1a',
+    'frost5.jpg': '5fc6a19df4',
+}
+
 
 def _frost_folder():
-    for pkg,sub in (('corrupt_tta','assets/frost'),('imagecorruptions','frost'),('imagenet_c','frost')):
+    for pkg, sub in (('corrupt_tta', 'assets/frost'), ('imagecorruptions', 'frost'), ('imagenet_c', 'frost')):
         spec = importlib.util.find_spec(pkg)
         for o in spec.submodule_search_locations or [] if spec else []:
-            if (Path(o)/sub).is_dir(): return Path(o)/sub
+            if (Path(o) / sub).is_dir():
+                return Path(o) / sub
     raise ImportError("frost needs photographs of ice: pip install corrupt-tta, or leave frost out of the corruptions")
+
 
 @lru_cache
 def _photos():
     "The five photographs of ImageNet-C [3,H,W], on 256 levels"
-    out,folder = [],_frost_folder()
-    for f,sha in _FROST.items():
-        b = (folder/f).read_bytes()
-        if not hashlib.sha256(b).hexdigest().startswith(sha): raise ValueError(f'{folder/f} is not the photograph of ImageNet-C: install corrupt-tta again')
-        out.append(torch.from_numpy(np.array(Image.open(io.BytesIO(b)).convert('RGB'))).permute(2,0,1))
+    out, folder = [], _frost_folder()
+    for f, sha in _FROST.items():
+        b = (folder / f).read_bytes()
+        if not hashlib.sha256(b).hexdigest().startswith(sha):
+            raise ValueError(f'{folder / f} is not the photograph of ImageNet-C: install corrupt-tta again')
+        out.append(torch.from_numpy(np.array(Image.open(io.BytesIO(b)).convert('RGB'))).permute(2, 0, 1))
     return out
 
-@lru_cache(maxsize=10)      # of all photographs at two scales; one at full size takes 10 MB
-def _photo(i, h, w): return _bits(F.interpolate(_photos()[i][None]/255, size=(h,w), mode='bilinear'))[0]
+
+@lru_cache(maxsize=10)  # of all photographs at two scales; one at full size takes 10 MB
+def _photo(i, h, w):
+    return _bits(F.interpolate(_photos()[i][None] / 255, size=(h, w), mode='bilinear'))[0]
+
 
 def _ice(scale, h, w):
     "The photographs at `scale`, or larger where an image of h times w pixels would not fit in"
-    fit = lambda n,m,t: max(m, round(t*n))
-    ts = [max(scale, h/o.shape[1], w/o.shape[2]) for o in _photos()]
-    return [_photo(i, fit(o.shape[1], h, t), fit(o.shape[2], w, t)) for i,(o,t) in enumerate(zip(_photos(), ts))]
+    fit = lambda n, m, t: max(m, round(t * n))
+    ts = [max(scale, h / o.shape[1], w / o.shape[2]) for o in _photos()]
+    return [_photo(i, fit(o.shape[1], h, t), fit(o.shape[2], w, t)) for i, (o, t) in enumerate(zip(_photos(), ts))]
 
 # %% ../nbs/01c_corruptions.ipynb #a7b82813
 def _crop(photo, h, w, u, v):
-    t,l = [int(o*max(n-m, 1)) for o,n,m in zip((u,v), photo.shape[1:], (h,w))]
-    return photo[:,t:t+h,l:l+w]
+    t, l = [int(o * max(n - m, 1)) for o, n, m in zip((u, v), photo.shape[1:], (h, w))]
+    return photo[:, t : t + h, l : l + w]
 
-@_kind([(1,.2,.2),(1,.3,.2),(.9,.4,.2),(.85,.4,.2),(.75,.45,.2)], [(1,.3,.3),(.9,.4,.3),(.8,.45,.3),(.75,.5,.3),(.7,.55,.3)], [(1,.4,1.),(.8,.6,1.),(.7,.7,1.),(.65,.7,1.),(.6,.75,1.)])
+
+@_kind(
+    [(1, 0.2, 0.2), (1, 0.3, 0.2), (0.9, 0.4, 0.2), (0.85, 0.4, 0.2), (0.75, 0.45, 0.2)],
+    [(1, 0.3, 0.3), (0.9, 0.4, 0.3), (0.8, 0.45, 0.3), (0.75, 0.5, 0.3), (0.7, 0.55, 0.3)],
+    [(1, 0.4, 1.0), (0.8, 0.6, 1.0), (0.7, 0.7, 1.0), (0.65, 0.7, 1.0), (0.6, 0.75, 1.0)],
+)
 def _frost(x, c, seed):
-    (a,b,scale),(h,w) = c,x.shape[-2:]
+    (a, b, scale), (h, w) = c, x.shape[-2:]
     photos = _ice(scale, h, w)
-    ice = torch.stack([_crop(photos[int(i*5)], h, w, u, v) for i,u,v in uniform(seed, x.new_empty(len(x),3)).tolist()]).to(x)
-    return a*x+b*(ice if x.shape[1]==3 else _grey(ice))
+    ice = torch.stack(
+        [_crop(photos[int(i * 5)], h, w, u, v) for i, u, v in uniform(seed, x.new_empty(len(x), 3)).tolist()]
+    ).to(x)
+    return a * x + b * (ice if x.shape[1] == 3 else _grey(ice))
 
 # %% ../nbs/01c_corruptions.ipynb #c35419d7
 def _drops(liquid):
     "How much water lies where, between 0 and 1, shaded at the rims of the drops [H,W]"
-    wet = liquid>0
-    rim = wet&~ndimage.binary_erosion(wet)
-    if not rim.any(): return np.zeros_like(liquid)
+    wet = liquid > 0
+    rim = wet & ~ndimage.binary_erosion(wet)
+    if not rim.any():
+        return np.zeros_like(liquid)
     d = ndimage.uniform_filter(np.minimum(ndimage.distance_transform_edt(~rim), 20), 3).astype(np.uint8)
-    seen = np.cumsum(np.bincount(d.ravel(), minlength=256)); low = seen[seen>0][0]
-    d = (255*(seen[d]-low)/max(d.size-low, 1)).round()
-    d = ndimage.correlate(d, np.array([[-2,-1,0],[-1,1,1],[0,1,2]]), mode='mirror').clip(0,255)
-    m = liquid*ndimage.uniform_filter(d, 3)
-    return m/max(m.max(), 1e-9)
+    seen = np.cumsum(np.bincount(d.ravel(), minlength=256))
+    low = seen[seen > 0][0]
+    d = (255 * (seen[d] - low) / max(d.size - low, 1)).round()
+    d = ndimage.correlate(d, np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]]), mode='mirror').clip(0, 255)
+    m = liquid * ndimage.uniform_filter(d, 3)
+    return m / max(m.max(), 1e-9)
 
-@_kind([(.62,.1,.7,.7,.5,0),(.65,.1,.8,.7,.5,0),(.65,.3,1,.69,.5,0),(.65,.1,.7,.69,.6,1),(.65,.1,.5,.68,.6,1)],
-       [(.62,.1,.7,.7,.6,0),(.65,.1,.8,.7,.6,0),(.65,.3,1,.69,.6,0),(.65,.1,.7,.68,.6,1),(.65,.1,.5,.67,.6,1)],
-       [(.65,.3,4,.69,.6,0),(.65,.3,3,.68,.6,0),(.65,.3,2,.68,.5,0),(.65,.3,1,.65,1.5,1),(.67,.4,1,.65,1.5,1)])
+
+@_kind(
+    [
+        (0.62, 0.1, 0.7, 0.7, 0.5, 0),
+        (0.65, 0.1, 0.8, 0.7, 0.5, 0),
+        (0.65, 0.3, 1, 0.69, 0.5, 0),
+        (0.65, 0.1, 0.7, 0.69, 0.6, 1),
+        (0.65, 0.1, 0.5, 0.68, 0.6, 1),
+    ],
+    [
+        (0.62, 0.1, 0.7, 0.7, 0.6, 0),
+        (0.65, 0.1, 0.8, 0.7, 0.6, 0),
+        (0.65, 0.3, 1, 0.69, 0.6, 0),
+        (0.65, 0.1, 0.7, 0.68, 0.6, 1),
+        (0.65, 0.1, 0.5, 0.67, 0.6, 1),
+    ],
+    [
+        (0.65, 0.3, 4, 0.69, 0.6, 0),
+        (0.65, 0.3, 3, 0.68, 0.6, 0),
+        (0.65, 0.3, 2, 0.68, 0.5, 0),
+        (0.65, 0.3, 1, 0.65, 1.5, 1),
+        (0.67, 0.4, 1, 0.65, 1.5, 1),
+    ],
+)
 def _spatter(x, c, seed):
-    mean,std,sigma,least,much,mud = c
-    liquid = _smooth(mean+std*_normal(seed, x[:,:1]), sigma)
-    colour = x.new_tensor([63,42,20] if mud else [175,238,238]).view(1,3,1,1)/255
-    if x.shape[1]==1: colour = _grey(colour)
-    if not mud: return x+much*colour*torch.from_numpy(np.stack([_drops(np.where(o<least, 0, o)) for o in liquid[:,0].cpu().numpy()])).to(x)[:,None]
-    m = _smooth((liquid>least).to(x), much); m = torch.where(m<.8, 0, m)
-    return x*(1-m)+colour*m
+    mean, std, sigma, least, much, mud = c
+    liquid = _smooth(mean + std * _normal(seed, x[:, :1]), sigma)
+    colour = x.new_tensor([63, 42, 20] if mud else [175, 238, 238]).view(1, 3, 1, 1) / 255
+    if x.shape[1] == 1:
+        colour = _grey(colour)
+    if not mud:
+        return (
+            x
+            + much
+            * colour
+            * torch.from_numpy(np.stack([_drops(np.where(o < least, 0, o)) for o in liquid[:, 0].cpu().numpy()])).to(x)[
+                :, None
+            ]
+        )
+    m = _smooth((liquid > least).to(x), much)
+    m = torch.where(m < 0.8, 0, m)
+    return x * (1 - m) + colour * m
 
 # %% ../nbs/01c_corruptions.ipynb #40d10384
-@_kind([.05,.1,.15,.2,.3], *[[.1,.2,.3,.4,.5]]*2)
+@_kind([0.05, 0.1, 0.15, 0.2, 0.3], *[[0.1, 0.2, 0.3, 0.4, 0.5]] * 2)
 def _brightness(x, c, seed):
-    v = x.amax(1, keepdim=True); new = (v+c).clamp(0,1)
-    return torch.where(v>0, x*new/v.clamp(min=1e-9), new)
+    v = x.amax(1, keepdim=True)
+    new = (v + c).clamp(0, 1)
+    return torch.where(v > 0, x * new / v.clamp(min=1e-9), new)
 
-@_kind([.75,.5,.4,.3,.15], *[[.4,.3,.2,.1,.05]]*2)
-def _contrast(x, c, seed): m = x.mean((2,3), keepdim=True); return (x-m)*c+m
 
-@_kind([(.3,0),(.1,0),(1.5,0),(2,.1),(2.5,.2)], [(.3,0),(.1,0),(2,0),(5,.1),(30,.2)], [(.3,0),(.1,0),(2,0),(5,.1),(20,.2)])
+@_kind([0.75, 0.5, 0.4, 0.3, 0.15], *[[0.4, 0.3, 0.2, 0.1, 0.05]] * 2)
+def _contrast(x, c, seed):
+    m = x.mean((2, 3), keepdim=True)
+    return (x - m) * c + m
+
+
+@_kind(
+    [(0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)],
+    [(0.3, 0), (0.1, 0), (2, 0), (5, 0.1), (30, 0.2)],
+    [(0.3, 0), (0.1, 0), (2, 0), (5, 0.1), (20, 0.2)],
+)
 def _saturate(x, c, seed):
-    v,low = x.amax(1, keepdim=True),x.amin(1, keepdim=True); d = v-low
-    hue = torch.where(d>0, (v-x)/d.clamp(min=1e-9), x.new_tensor([0.,1,1])[:x.shape[1]].view(-1,1,1))
-    return v*(1-(c[0]*d/v.clamp(min=1e-9)+c[1]).clamp(0,1)*hue)
+    v, low = x.amax(1, keepdim=True), x.amin(1, keepdim=True)
+    d = v - low
+    hue = torch.where(d > 0, (v - x) / d.clamp(min=1e-9), x.new_tensor([0.0, 1, 1])[: x.shape[1]].view(-1, 1, 1))
+    return v * (1 - (c[0] * d / v.clamp(min=1e-9) + c[1]).clamp(0, 1) * hue)
 
 # %% ../nbs/01c_corruptions.ipynb #61585ebb
 def _sample(x, rows, cols, corners, pad='reflection'):
     "Images at fractional positions [B,H,W]; reflected about the outermost pixels' centres (`corners`) or edges"
-    g = [2*o/(n-1)-1 if corners else (2*o+1)/n-1 for o,n in zip((cols,rows), (x.shape[-1],x.shape[-2]))]
+    g = [
+        2 * o / (n - 1) - 1 if corners else (2 * o + 1) / n - 1
+        for o, n in zip((cols, rows), (x.shape[-1], x.shape[-2]))
+    ]
     return F.grid_sample(x, torch.stack(g, -1).to(x), mode='bilinear', padding_mode=pad, align_corners=corners)
 
-def _grid(x): return torch.meshgrid(*[torch.arange(float(n), device=x.device) for n in x.shape[-2:]], indexing='ij')
+
+def _grid(x):
+    return torch.meshgrid(*[torch.arange(float(n), device=x.device) for n in x.shape[-2:]], indexing='ij')
+
 
 def _jolt(x, seed, far):
     "An affine map that moves three points by at most `far` pixels"
-    (b,_,h,w),one = x.shape,x.new_ones(len(x),3,1)
-    c,d = x.new_tensor([w//2,h//2]),min(h,w)//3
-    pts = torch.stack([c+d, c+x.new_tensor([d,-d]), c-d]).expand(b,-1,-1)
-    to = pts+far*(2*uniform(seed, pts, 3)-1)
-    r,c = _grid(x)
-    src = torch.stack([c,r,torch.ones_like(r)], -1).view(-1,3)@torch.linalg.solve(torch.cat([to,one], -1), pts)
-    return _sample(x, src[...,1].view(b,h,w), src[...,0].view(b,h,w), corners=True)
+    (b, _, h, w), one = x.shape, x.new_ones(len(x), 3, 1)
+    c, d = x.new_tensor([w // 2, h // 2]), min(h, w) // 3
+    pts = torch.stack([c + d, c + x.new_tensor([d, -d]), c - d]).expand(b, -1, -1)
+    to = pts + far * (2 * uniform(seed, pts, 3) - 1)
+    r, c = _grid(x)
+    src = torch.stack([c, r, torch.ones_like(r)], -1).view(-1, 3) @ torch.linalg.solve(torch.cat([to, one], -1), pts)
+    return _sample(x, src[..., 1].view(b, h, w), src[..., 0].view(b, h, w), corners=True)
 
 # %% ../nbs/01c_corruptions.ipynb #913d16f4
-_side = lambda rows: [tuple(o*244/224 for o in r) for r in rows]
-@_kind([(0,0,.08),(.05,.2,.07),(.08,.06,.06),(.1,.04,.05),(.1,.03,.03)], [(0,0,.08),(.05,.3,.06),(.1,.08,.06),(.1,.03,.03),(.16,.03,.02)],
-       _side([(2,.7,.1),(2,.08,.2),(.05,.01,.02),(.07,.01,.02),(.12,.01,.02)]))
+_side = lambda rows: [tuple(o * 244 / 224 for o in r) for r in rows]
+
+
+@_kind(
+    [(0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03)],
+    [(0, 0, 0.08), (0.05, 0.3, 0.06), (0.1, 0.08, 0.06), (0.1, 0.03, 0.03), (0.16, 0.03, 0.02)],
+    _side([(2, 0.7, 0.1), (2, 0.08, 0.2), (0.05, 0.01, 0.02), (0.07, 0.01, 0.02), (0.12, 0.01, 0.02)]),
+)
 def _elastic_transform(x, c, seed):
-    alpha,sigma,far = [o*min(x.shape[-2:]) for o in c]
+    alpha, sigma, far = [o * min(x.shape[-2:]) for o in c]
     x = _jolt(x, seed, far)
-    dy,dx = [alpha*_smooth(2*uniform(seed, x[:,:1], i)-1, sigma, 'reflect', 3.)[:,0] for i in (1,2)]
-    r,c = _grid(x)
-    return _sample(x, r+dy, c+dx, corners=False)
+    dy, dx = [alpha * _smooth(2 * uniform(seed, x[:, :1], i) - 1, sigma, 'reflect', 3.0)[:, 0] for i in (1, 2)]
+    r, c = _grid(x)
+    return _sample(x, r + dy, c + dx, corners=False)
 
 # %% ../nbs/01c_corruptions.ipynb #2732741b
 def _each(x, f):
     "`f` of every image, as PIL knows it"
-    px = (255*x).round().byte().permute(0,2,3,1).cpu().numpy()
-    out = np.stack([np.asarray(f(Image.fromarray(o if o.shape[2]==3 else o[...,0]))) for o in px])
-    return torch.from_numpy(out.reshape(px.shape)).permute(0,3,1,2).to(x)/255
+    px = (255 * x).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+    out = np.stack([np.asarray(f(Image.fromarray(o if o.shape[2] == 3 else o[..., 0]))) for o in px])
+    return torch.from_numpy(out.reshape(px.shape)).permute(0, 3, 1, 2).to(x) / 255
 
-@_kind([.95,.9,.85,.75,.65], [.9,.8,.7,.6,.5], [.6,.5,.4,.3,.25])
-def _pixelate(x, c, seed): return _each(x, lambda o: o.resize((int(o.width*c),int(o.height*c)), Image.BOX).resize(o.size, Image.BOX))
+
+@_kind([0.95, 0.9, 0.85, 0.75, 0.65], [0.9, 0.8, 0.7, 0.6, 0.5], [0.6, 0.5, 0.4, 0.3, 0.25])
+def _pixelate(x, c, seed):
+    return _each(x, lambda o: o.resize((int(o.width * c), int(o.height * c)), Image.BOX).resize(o.size, Image.BOX))
+
 
 def _jpeg(o, quality):
-    f = io.BytesIO(); o.save(f, 'JPEG', quality=quality)
+    f = io.BytesIO()
+    o.save(f, 'JPEG', quality=quality)
     return Image.open(f)
 
-@_kind([80,65,58,50,40], [65,58,50,40,25], [25,18,15,10,7])
-def _jpeg_compression(x, c, seed): return _each(x, lambda o: _jpeg(o, c))
+
+@_kind([80, 65, 58, 50, 40], [65, 58, 50, 40, 25], [25, 18, 15, 10, 7])
+def _jpeg_compression(x, c, seed):
+    return _each(x, lambda o: _jpeg(o, c))
 
 # %% ../nbs/01c_corruptions.ipynb #5777098a
 def _check_severity(s):
-    if isinstance(s, bool) or not hasattr(s,'__index__') or s not in range(1,6):
+    if isinstance(s, bool) or not hasattr(s, '__index__') or s not in range(1, 6):
         raise ValueError(f'severity must be a whole number from 1 to 5, got {s!r}')
 
+
 def _check_seed(s):
-    if isinstance(s, Tensor) and s.ndim: return          # one per image, checked by `image_seed`
-    if isinstance(s, bool) or not hasattr(s,'__index__'):
+    if isinstance(s, Tensor) and s.ndim:
+        return  # one per image, checked by `image_seed`
+    if isinstance(s, bool) or not hasattr(s, '__index__'):
         raise ValueError(f'seed must be a whole number, or an int64 tensor [B], got {s!r}')
+
 
 def _check_kind(x, name, severity, table):
     "Images [B,1 or 3,H,W] on 256 levels; raises ValueError for what cannot be corrupted"
     if name not in _KINDS:
-        raise ValueError(f'no corruption {name!r}, there are: {", ".join(CORRUPTIONS+EXTRA_CORRUPTIONS)}')
+        raise ValueError(f'no corruption {name!r}, there are: {", ".join(CORRUPTIONS + EXTRA_CORRUPTIONS)}')
     _check_severity(severity)
-    if table not in (None,32,64,224): raise ValueError(f'table must be 32, 64, 224 or None, got {table!r}')
+    if table not in (None, 32, 64, 224):
+        raise ValueError(f'table must be 32, 64, 224 or None, got {table!r}')
     x = check_images(x)
-    if x.ndim!=4 or x.shape[1] not in (1,3) or min(x.shape[2:])<16:
-        raise ValueError('corruptions take images [B,C,H,W] with 1 or 3 channels and at least 16 pixels a side, got '
-            f'{list(x.shape)}')
+    if x.ndim != 4 or x.shape[1] not in (1, 3) or min(x.shape[2:]) < 16:
+        raise ValueError(
+            f'corruptions take images [B,C,H,W] with 1 or 3 channels and at least 16 pixels a side, got {list(x.shape)}'
+        )
     return x
+
 
 @torch.no_grad()
 def corrupt(
-    x:Tensor, # Images [B,C,H,W] in [0,1], grey or colour, any size from 16 pixels
-    name:str, # One of `CORRUPTIONS` or `EXTRA_CORRUPTIONS`
-    severity:int, # 1 to 5
-    seed=0, # An int, mixed with each image's pixels; or an int64 tensor [B], one seed per image
-    table:int=None, # Severities of which size: 32, 64 or 224; None: `size_table(x)`
-)->Tensor: # Same shape and type, in [0,1], on the 256 levels of an 8-bit file
+    x: Tensor,  # Images [B,C,H,W] in [0,1], grey or colour, any size from 16 pixels
+    name: str,  # One of `CORRUPTIONS` or `EXTRA_CORRUPTIONS`
+    severity: int,  # 1 to 5
+    seed=0,  # An int, mixed with each image's pixels; or an int64 tensor [B], one seed per image
+    table: int = None,  # Severities of which size: 32, 64 or 224; None: `size_table(x)`
+) -> Tensor:  # Same shape and type, in [0,1], on the 256 levels of an 8-bit file
     "Images under a corruption; the same image and seed give the same pixels whatever the batch"
     given = _check_kind(x, name, severity, table)
     _check_seed(seed)
-    x,kind = _bits(given.float()).contiguous(),_KINDS[name]
-    seeds = mix64(image_seed(x, seed)+1+sorted(_KINDS).index(name))
-    level = kind.levels[ifnone(table, size_table(x))][severity-1]
-    with torch.autocast(x.device.type, enabled=False): x = kind.f(x, level, seeds)
-    return _bits(x.clamp(0,1)).to(given)
+    x, kind = _bits(given.float()).contiguous(), _KINDS[name]
+    seeds = mix64(image_seed(x, seed) + 1 + sorted(_KINDS).index(name))
+    level = kind.levels[ifnone(table, size_table(x))][severity - 1]
+    with torch.autocast(x.device.type, enabled=False):
+        x = kind.f(x, level, seeds)
+    return _bits(x.clamp(0, 1)).to(given)
 
 # %% ../nbs/01c_corruptions.ipynb #208cdd40
 def show_corruptions(
-    x:Tensor, # One image [C,H,W] in [0,1]
-    names=CORRUPTIONS, # Corruptions: a row for each
-    severities=range(1,6), # A column for each, after the clean image
-    seed:int=0, # Of the random ones
-    rows:int=8, # Rows before the next block of columns begins
+    x: Tensor,  # One image [C,H,W] in [0,1]
+    names=CORRUPTIONS,  # Corruptions: a row for each
+    severities=range(1, 6),  # A column for each, after the clean image
+    seed: int = 0,  # Of the random ones
+    rows: int = 8,  # Rows before the next block of columns begins
 ):
     "A grid of one image under corruptions"
-    names,severities = L(names),L(severities)
-    blocks = -(-len(names)//rows); rows = min(rows, len(names))
-    fig,axs = plt.subplots(rows, blocks*(len(severities)+1), figsize=(.75*blocks*(len(severities)+1),.85*rows), squeeze=False, layout='constrained')
-    for ax in axs.flat: ax.axis('off')
-    for i,name in enumerate(names):
-        row = axs[i%rows][(i//rows)*(len(severities)+1):]
-        for ax,o in zip(row, [x[None]]+[corrupt(x[None], name, o, seed) for o in severities]): show_image(o[0].as_subclass(Tensor).cpu(), ctx=ax, cmap='gray', vmin=0, vmax=1)
-        row[0].set_title(name.replace('_',' '), fontsize=10, loc='left')
+    names, severities = L(names), L(severities)
+    blocks = -(-len(names) // rows)
+    rows = min(rows, len(names))
+    fig, axs = plt.subplots(
+        rows,
+        blocks * (len(severities) + 1),
+        figsize=(0.75 * blocks * (len(severities) + 1), 0.85 * rows),
+        squeeze=False,
+        layout='constrained',
+    )
+    for ax in axs.flat:
+        ax.axis('off')
+    for i, name in enumerate(names):
+        row = axs[i % rows][(i // rows) * (len(severities) + 1) :]
+        for ax, o in zip(row, [x[None]] + [corrupt(x[None], name, o, seed) for o in severities]):
+            show_image(o[0].as_subclass(Tensor).cpu(), ctx=ax, cmap='gray', vmin=0, vmax=1)
+        row[0].set_title(name.replace('_', ' '), fontsize=10, loc='left')
 
 # %% ../nbs/01c_corruptions.ipynb #801795d3
 def distortion(
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    names=CORRUPTIONS, # Corruptions
-    seed:int=0, # Of the random ones
-)->pd.DataFrame: # A row per corruption, a column per severity
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    names=CORRUPTIONS,  # Corruptions
+    seed: int = 0,  # Of the random ones
+) -> pd.DataFrame:  # A row per corruption, a column per severity
     "How far corruptions move a pixel: root mean square over a batch"
-    return pd.DataFrame({s:{n:(corrupt(x, n, s, seed)-x).square().mean().sqrt().item() for n in names} for s in range(1,6)}).rename_axis(columns='severity')
+    return pd.DataFrame(
+        {s: {n: (corrupt(x, n, s, seed) - x).square().mean().sqrt().item() for n in names} for s in range(1, 6)}
+    ).rename_axis(columns='severity')
 
 # %% ../nbs/01c_corruptions.ipynb #38c169eb
 _MOVES = {}
+
+
 def _move(p32, p224):
     "Register a perturbation sequence under its name: its settings at 32 and 224 pixels"
+
     def _register(f):
-        _MOVES[f.__name__[5:]] = SimpleNamespace(f=f, settings={32:p32, 224:p224})
+        _MOVES[f.__name__[5:]] = SimpleNamespace(f=f, settings={32: p32, 224: p224})
         return f
+
     return _register
 
-@_move(.02, .03)
-def _seq_gaussian_noise(x, seed, c): return [x]+[x+c*_normal(mix64(seed+i), x) for i in range(1,31)]
+
+@_move(0.02, 0.03)
+def _seq_gaussian_noise(x, seed, c):
+    return [x] + [x + c * _normal(mix64(seed + i), x) for i in range(1, 31)]
+
 
 @_move(700, 300)
-def _seq_shot_noise(x, seed, c): return [x]+[_shot_noise(x, c, mix64(seed+i)) for i in range(1,31)]
+def _seq_shot_noise(x, seed, c):
+    return [x] + [_shot_noise(x, c, mix64(seed + i)) for i in range(1, 31)]
 
-def _all(x, angle): return x.new_full((len(x),), float(angle))
 
-@_move((21,9,6,1.8), (31,4,10,3))
-def _seq_motion_blur(x, seed, c): return [_streak(x, _all(x, (i+1-c[0])*c[1]), *c[2:]) for i in range(c[0])]
+def _all(x, angle):
+    return x.new_full((len(x),), float(angle))
 
-@_move((.05,.3,2,.5,10,2,.85), (.05,.3,3,.5,14,4,.85))
-def _seq_snow(x, seed, c): return [_snow(x, c, seed, _all(x, 4*i-150)) for i in range(31)]
 
-@_move(.015, .02)
-def _seq_brightness(x, seed, c): return [_brightness(x, (i-15)*c, seed) for i in range(31)]
+@_move((21, 9, 6, 1.8), (31, 4, 10, 3))
+def _seq_motion_blur(x, seed, c):
+    return [_streak(x, _all(x, (i + 1 - c[0]) * c[1]), *c[2:]) for i in range(c[0])]
+
+
+@_move((0.05, 0.3, 2, 0.5, 10, 2, 0.85), (0.05, 0.3, 3, 0.5, 14, 4, 0.85))
+def _seq_snow(x, seed, c):
+    return [_snow(x, c, seed, _all(x, 4 * i - 150)) for i in range(31)]
+
+
+@_move(0.015, 0.02)
+def _seq_brightness(x, seed, c):
+    return [_brightness(x, (i - 15) * c, seed) for i in range(31)]
 
 # %% ../nbs/01c_corruptions.ipynb #b8a31a88
 def _warp(x, m):
-    "Images under a projective map: `m` [3,3] takes the position (column, row, 1) of an output pixel to where its value is; black outside"
-    r,c = _grid(x)
-    u,v,t = (torch.stack([c,r,torch.ones_like(r)], -1).double()@m.T.to(x.device)).unbind(-1)
-    return _sample(x, (v/t).float().expand(len(x),-1,-1), (u/t).float().expand(len(x),-1,-1), corners=True, pad='zeros')
+    """Images under a projective map: `m` [3,3] takes the position (column, row, 1) of an output pixel to where its
+    value is; black outside"""
+    r, c = _grid(x)
+    u, v, t = (torch.stack([c, r, torch.ones_like(r)], -1).double() @ m.T.to(x.device)).unbind(-1)
+    return _sample(
+        x, (v / t).float().expand(len(x), -1, -1), (u / t).float().expand(len(x), -1, -1), corners=True, pad='zeros'
+    )
+
 
 def _about(x, a):
     "A linear map [2,2] about the middle of the image, as a projective one"
-    m,mid = torch.eye(3, dtype=torch.float64),torch.tensor([(x.shape[-1]-1)/2,(x.shape[-2]-1)/2], dtype=torch.float64)
-    m[:2,:2] = torch.tensor(a, dtype=torch.float64); m[:2,2] = mid-m[:2,:2]@mid
+    m, mid = (
+        torch.eye(3, dtype=torch.float64),
+        torch.tensor([(x.shape[-1] - 1) / 2, (x.shape[-2] - 1) / 2], dtype=torch.float64),
+    )
+    m[:2, :2] = torch.tensor(a, dtype=torch.float64)
+    m[:2, 2] = mid - m[:2, :2] @ mid
     return m
 
-def _larger(x, f): return _warp(x, _about(x, [[1/f,0],[0,1/f]]))
 
-@_move((16,7), (41,20))
+def _larger(x, f):
+    return _warp(x, _about(x, [[1 / f, 0], [0, 1 / f]]))
+
+
+@_move((16, 7), (41, 20))
 def _seq_translate(x, seed, c):
-    def shift(n): return _warp(x, torch.tensor([[1,0,-n],[0,1,0],[0,0,1]], dtype=torch.float64))
-    return [shift(i-c[1]) for i in range(c[0])]
+    def shift(n):
+        return _warp(x, torch.tensor([[1, 0, -n], [0, 1, 0], [0, 0, 1]], dtype=torch.float64))
+
+    return [shift(i - c[1]) for i in range(c[0])]
+
 
 @_move(1, 1)
 def _seq_rotate(x, seed, c):
-    cs = [(np.cos(a),np.sin(a)) for a in np.deg2rad([c*(i-15) for i in range(31)])]
-    return [_warp(x, _about(x, [[o,p],[-p,o]])) for o,p in cs]
+    cs = [(np.cos(a), np.sin(a)) for a in np.deg2rad([c * (i - 15) for i in range(31)])]
+    return [_warp(x, _about(x, [[o, p], [-p, o]])) for o, p in cs]
 
-@_move((70,2), (40,2.5))
-def _seq_scale(x, seed, c): return [_larger(x, (c[0]+c[1]*i)/100) for i in range(31)]
+
+@_move((70, 2), (40, 2.5))
+def _seq_scale(x, seed, c):
+    return [_larger(x, (c[0] + c[1] * i) / 100) for i in range(31)]
 
 # %% ../nbs/01c_corruptions.ipynb #8867ecaf
-@_move(.004, .004)
+@_move(0.004, 0.004)
 def _seq_zoom_blur(x, seed, c):
-    out,total = [x],x
-    for i in range(1,31): total = total+_larger(x, 1+c*i); out.append(total/(i+1))
+    out, total = [x], x
+    for i in range(1, 31):
+        total = total + _larger(x, 1 + c * i)
+        out.append(total / (i + 1))
     return out
 
-@_move(.75, 1.)
-def _seq_tilt(x, seed, c):
-    h,w = x.shape[-2:]; f = np.hypot(w, h)
-    def view(a):
-        s,o = np.sin(a),np.cos(a)
-        lift = np.array([[1,0,-w/2],[0,1,-h/2],[0,0,1],[0,0,1]])
-        rx,ry = np.array([[1,0,0,0],[0,o,-s,0],[0,s,o,0],[0,0,0,1]]),np.array([[o,0,-s,0],[0,1,0,0],[s,0,o,0],[0,0,0,1]])
-        back = np.eye(4); back[2,3] = f
-        return np.array([[f,0,w/2,0],[0,f,h/2,0],[0,0,1,0]])@back@rx@ry@lift
-    return [_warp(x, torch.from_numpy(np.linalg.inv(view(np.deg2rad(c*(i-15)))))) for i in range(31)]
 
-PERTURBATIONS = ('gaussian_noise','shot_noise','motion_blur','zoom_blur','snow','brightness','translate','rotate','tilt','scale')
+@_move(0.75, 1.0)
+def _seq_tilt(x, seed, c):
+    h, w = x.shape[-2:]
+    f = np.hypot(w, h)
+
+    def view(a):
+        s, o = np.sin(a), np.cos(a)
+        lift = np.array([[1, 0, -w / 2], [0, 1, -h / 2], [0, 0, 1], [0, 0, 1]])
+        rx, ry = (
+            np.array([[1, 0, 0, 0], [0, o, -s, 0], [0, s, o, 0], [0, 0, 0, 1]]),
+            np.array([[o, 0, -s, 0], [0, 1, 0, 0], [s, 0, o, 0], [0, 0, 0, 1]]),
+        )
+        back = np.eye(4)
+        back[2, 3] = f
+        return np.array([[f, 0, w / 2, 0], [0, f, h / 2, 0], [0, 0, 1, 0]]) @ back @ rx @ ry @ lift
+
+    return [_warp(x, torch.from_numpy(np.linalg.inv(view(np.deg2rad(c * (i - 15)))))) for i in range(31)]
+
+
+PERTURBATIONS = (
+    'gaussian_noise',
+    'shot_noise',
+    'motion_blur',
+    'zoom_blur',
+    'snow',
+    'brightness',
+    'translate',
+    'rotate',
+    'tilt',
+    'scale',
+)
 
 # %% ../nbs/01c_corruptions.ipynb #b6a57136
 @torch.no_grad()
 def perturb(
-    x:Tensor, # Images [B,C,H,W] in [0,1], grey or colour, any size from 16 pixels
-    name:str, # One of `PERTURBATIONS`
-    seed=0, # An int, mixed with each image's pixels; or an int64 tensor [B], one seed per image
-    table:int=None, # Settings of which size: 32 (CIFAR-10-P) or 224 (ImageNet-P); None: the nearer one
-)->Tensor: # [B,T,C,H,W] in [0,1]: T=31 frames, but for a few
+    x: Tensor,  # Images [B,C,H,W] in [0,1], grey or colour, any size from 16 pixels
+    name: str,  # One of `PERTURBATIONS`
+    seed=0,  # An int, mixed with each image's pixels; or an int64 tensor [B], one seed per image
+    table: int = None,  # Settings of which size: 32 (CIFAR-10-P) or 224 (ImageNet-P); None: the nearer one
+) -> Tensor:  # [B,T,C,H,W] in [0,1]: T=31 frames, but for a few
     "A perturbation sequence of each image"
-    if name not in _MOVES: raise ValueError(f'no perturbation {name!r}, there are: {", ".join(PERTURBATIONS)}')
-    if table not in (None,32,224): raise ValueError(f'table must be 32, 224 or None, got {table!r}')
+    if name not in _MOVES:
+        raise ValueError(f'no perturbation {name!r}, there are: {", ".join(PERTURBATIONS)}')
+    if table not in (None, 32, 224):
+        raise ValueError(f'table must be 32, 224 or None, got {table!r}')
     given = _check_kind(x, 'fog', 1, None)
     _check_seed(seed)
-    x,move = _bits(given.float()).contiguous(),_MOVES[name]
-    table = ifnone(table, 32 if min(x.shape[-2:])<85 else 224)
-    seeds = mix64(image_seed(x, seed)-1-PERTURBATIONS.index(name))
-    with torch.autocast(x.device.type, enabled=False): out = move.f(x, seeds, move.settings[table])
-    return _bits(torch.stack(out, 1).clamp(0,1)).to(given)
+    x, move = _bits(given.float()).contiguous(), _MOVES[name]
+    table = ifnone(table, 32 if min(x.shape[-2:]) < 85 else 224)
+    seeds = mix64(image_seed(x, seed) - 1 - PERTURBATIONS.index(name))
+    with torch.autocast(x.device.type, enabled=False):
+        out = move.f(x, seeds, move.settings[table])
+    return _bits(torch.stack(out, 1).clamp(0, 1)).to(given)
 
 # %% ../nbs/01c_corruptions.ipynb #f56e31f4
-ALEXNET_C = dict(gaussian_noise=.886428, shot_noise=.894468, impulse_noise=.922640, defocus_blur=.819880, glass_blur=.826268, motion_blur=.785948, zoom_blur=.798360, snow=.866816,
-    frost=.826572, fog=.819324, brightness=.564592, contrast=.853204, elastic_transform=.646056, pixelate=.717840, jpeg_compression=.606500)
-ALEXNET_CLEAN = .43478
-ALEXNET_P = dict(gaussian_noise=.2365, shot_noise=.3006, motion_blur=.0930, zoom_blur=.0594, snow=.1193, brightness=.0489, translate=.1101, rotate=.1310, tilt=.0705, scale=.2353)
+ALEXNET_C = dict(
+    gaussian_noise=0.886428,
+    shot_noise=0.894468,
+    impulse_noise=0.922640,
+    defocus_blur=0.819880,
+    glass_blur=0.826268,
+    motion_blur=0.785948,
+    zoom_blur=0.798360,
+    snow=0.866816,
+    frost=0.826572,
+    fog=0.819324,
+    brightness=0.564592,
+    contrast=0.853204,
+    elastic_transform=0.646056,
+    pixelate=0.717840,
+    jpeg_compression=0.606500,
+)
+ALEXNET_CLEAN = 0.43478
+ALEXNET_P = dict(
+    gaussian_noise=0.2365,
+    shot_noise=0.3006,
+    motion_blur=0.0930,
+    zoom_blur=0.0594,
+    snow=0.1193,
+    brightness=0.0489,
+    translate=0.1101,
+    rotate=0.1310,
+    tilt=0.0705,
+    scale=0.2353,
+)
+
 
 def _pick(o, names, what):
     o = getattr(o, what, o)
     gone = [n for n in names if n not in o]
-    if gone: raise ValueError(f'the score needs all of {len(names)}: {", ".join(gone)} {"is" if len(gone)==1 else "are"} missing')
+    if gone:
+        raise ValueError(
+            f'the score needs all of {len(names)}: {", ".join(gone)} {"is" if len(gone) == 1 else "are"} missing'
+        )
     return np.array([float(o[n]) for n in names])
 
+
 def _own_base(errors, base):
-    if base is ALEXNET_C and not getattr(errors,'imagenet',True): raise ValueError("AlexNet's errors are those on ImageNet-C: for other images give base=, the report of a reference network on the same images")
+    if base is ALEXNET_C and not getattr(errors, 'imagenet', True):
+        raise ValueError(
+            "AlexNet's errors are those on ImageNet-C: for other images give base=, the report of a reference network"
+            " on the same images"
+        )
+
 
 def _ratio(a, b, names):
-    if (bad:=[n for n,o in zip(names, b) if o<=0]): raise ValueError(f'the reference has nothing to divide by at {", ".join(bad)}: choose one that errs there')
-    return 100*float((a/b).mean())
+    if bad := [n for n, o in zip(names, b) if o <= 0]:
+        raise ValueError(f'the reference has nothing to divide by at {", ".join(bad)}: choose one that errs there')
+    return 100 * float((a / b).mean())
 
 # %% ../nbs/01c_corruptions.ipynb #d9f33f39
 def mce(
-    errors, # Corruption -> mean error over the five severities, between 0 and 1; or a `CorruptionReport`
-    base=ALEXNET_C, # The same of the reference network; the default is for ImageNet-C at 224 pixels only
-    names=CORRUPTIONS, # What to average: the fifteen; without noise, those not in `NOISES`
-)->float: # In percent: 100 for the reference itself
+    errors,  # Corruption -> mean error over the five severities, between 0 and 1; or a `CorruptionReport`
+    base=ALEXNET_C,  # The same of the reference network; the default is for ImageNet-C at 224 pixels only
+    names=CORRUPTIONS,  # What to average: the fifteen; without noise, those not in `NOISES`
+) -> float:  # In percent: 100 for the reference itself
     "Mean corruption error; raises ValueError where one of the corruptions is missing"
     _own_base(errors, base)
     return _ratio(_pick(errors, names, 'errors'), _pick(base, names, 'errors'), names)
 
+
 def relative_mce(
-    errors, # Corruption -> mean error over the five severities, between 0 and 1; or a `CorruptionReport`
-    clean:float=None, # Error on clean images; None: the report's
-    base=ALEXNET_C, # The same of the reference network
-    base_clean:float=None, # Its error on clean images; None: the report's, or AlexNet's
-    names=CORRUPTIONS, # What to average
-)->float: # In percent: 100 for the reference itself
+    errors,  # Corruption -> mean error over the five severities, between 0 and 1; or a `CorruptionReport`
+    clean: float = None,  # Error on clean images; None: the report's
+    base=ALEXNET_C,  # The same of the reference network
+    base_clean: float = None,  # Its error on clean images; None: the report's, or AlexNet's
+    names=CORRUPTIONS,  # What to average
+) -> float:  # In percent: 100 for the reference itself
     "How much corruptions cost beyond clean images, relative to the reference"
     _own_base(errors, base)
-    c0,b0 = [ifnone(c, getattr(o, 'clean_error', d)) for c,o,d in ((clean,errors,None),(base_clean,base,ALEXNET_CLEAN if base is ALEXNET_C else None))]
-    if c0 is None or b0 is None: raise ValueError('relative mCE needs the error on clean images: give clean= and base_clean=')
-    return _ratio(_pick(errors, names, 'errors')-c0, _pick(base, names, 'errors')-b0, names)
+    c0, b0 = [
+        ifnone(c, getattr(o, 'clean_error', d))
+        for c, o, d in ((clean, errors, None), (base_clean, base, ALEXNET_CLEAN if base is ALEXNET_C else None))
+    ]
+    if c0 is None or b0 is None:
+        raise ValueError('relative mCE needs the error on clean images: give clean= and base_clean=')
+    return _ratio(_pick(errors, names, 'errors') - c0, _pick(base, names, 'errors') - b0, names)
 
 # %% ../nbs/01c_corruptions.ipynb #ed0180f1
 def flips(
-    preds, # Predicted classes [N,T] of N sequences
-    noise:bool, # Compare with the first frame (noise), else each frame with the one before
-)->np.ndarray: # [N] between 0 and 1
+    preds,  # Predicted classes [N,T] of N sequences
+    noise: bool,  # Compare with the first frame (noise), else each frame with the one before
+) -> np.ndarray:  # [N] between 0 and 1
     "How often each sequence changes its class: the flip probability of each, whose mean is the perturbation's"
     p = np.asarray(preds)
-    if p.ndim!=2 or p.shape[1]<2: raise ValueError(f'expected classes [N,T] of sequences of at least two frames, got shape {list(p.shape)}')
-    return (p[:,1:]!=(p[:,:1] if noise else p[:,:-1])).mean(1)
+    if p.ndim != 2 or p.shape[1] < 2:
+        raise ValueError(f'expected classes [N,T] of sequences of at least two frames, got shape {list(p.shape)}')
+    return (p[:, 1:] != (p[:, :1] if noise else p[:, :-1])).mean(1)
+
 
 def mfr(
-    rates, # Perturbation -> flip probability, between 0 and 1; or what `flip_report` returns
-    base=ALEXNET_P, # The same of the reference network; the default is for ImageNet-P only
-    names=PERTURBATIONS, # What to average
-)->float: # In percent: 100 for the reference itself
+    rates,  # Perturbation -> flip probability, between 0 and 1; or what `flip_report` returns
+    base=ALEXNET_P,  # The same of the reference network; the default is for ImageNet-P only
+    names=PERTURBATIONS,  # What to average
+) -> float:  # In percent: 100 for the reference itself
     "Mean flip rate; raises ValueError where one of the ten is missing"
-    if base is ALEXNET_P and getattr(rates,'attrs',{}).get('data','ImageNet-P')!='ImageNet-P': raise ValueError("AlexNet's rates are those on ImageNet-P: for other images give base=, what flip_report says of a reference network on the same images")
+    if base is ALEXNET_P and getattr(rates, 'attrs', {}).get('data', 'ImageNet-P') != 'ImageNet-P':
+        raise ValueError(
+            "AlexNet's rates are those on ImageNet-P: for other images give base=, what flip_report says of a reference"
+            " network on the same images"
+        )
     return _ratio(_pick(rates, names, 'flip'), _pick(base, names, 'flip'), names)
 
 # %% ../nbs/01c_corruptions.ipynb #e4cd47db
 def _folder(path, what):
     path = Path(path).expanduser()
-    if not path.is_dir(): raise FileNotFoundError(f'{path} is no folder: give the one that holds {what}')
+    if not path.is_dir():
+        raise FileNotFoundError(f'{path} is no folder: give the one that holds {what}')
     return path
+
 
 class CifarC:
     "CIFAR-10-C or CIFAR-100-C: a file per corruption, the test images at severity 1, then again at 2, ... 5"
-    def __init__(self,
-        path, # Folder with `labels.npy`, `fog.npy`, ...
-        n:int=None, # Images of each severity, from the start, or balanced where files come class by class; None: all
+
+    def __init__(
+        self,
+        path,  # Folder with `labels.npy`, `fog.npy`, ...
+        # Images of each severity, from the start, or balanced where files come class by class; None: all
+        n: int = None,
     ):
         self.path = _folder(path, 'labels.npy and a file per corruption')
-        if not (self.path/'labels.npy').is_file():
+        if not (self.path / 'labels.npy').is_file():
             raise FileNotFoundError(f'{self.path} holds no labels.npy: give the folder CIFAR-10-C itself')
-        self.y = np.load(self.path/'labels.npy')
-        five = self.y.reshape(5, -1) if self.y.ndim==1 and len(self.y)%5==0 else None
-        if five is None or (five!=five[0]).any():
-            raise ValueError(f'{self.path}/labels.npy must hold the same labels five times, once per severity; it has shape '
-                f'{list(self.y.shape)}')
-        self.n,self.name = five.shape[1] if n is None else whole(n),self.path.name
-        if self.n>five.shape[1]: raise ValueError(f'asked for n={n} images, each severity has {five.shape[1]}')
-        self.rows,self.at = five.shape[1],slice(self.n)
-        if class_sorted(five[0]): self.at = np.random.default_rng(42).permutation(balanced(five[0], self.n))
+        self.y = np.load(self.path / 'labels.npy')
+        five = self.y.reshape(5, -1) if self.y.ndim == 1 and len(self.y) % 5 == 0 else None
+        if five is None or (five != five[0]).any():
+            raise ValueError(
+                f'{self.path}/labels.npy must hold the same labels five times, once per severity; it has shape '
+                f'{list(self.y.shape)}'
+            )
+        self.n, self.name = five.shape[1] if n is None else whole(n), self.path.name
+        if self.n > five.shape[1]:
+            raise ValueError(f'asked for n={n} images, each severity has {five.shape[1]}')
+        self.rows, self.at = five.shape[1], slice(self.n)
+        if class_sorted(five[0]):
+            self.at = np.random.default_rng(42).permutation(balanced(five[0], self.n))
         self.y = five[0][self.at].astype(np.int64)
-    def pick(self,
-        name:str, # Corruption
-        severity:int, # 1 to 5
-    )->tuple: # (images [n,3,H,W] in [0,1], labels [n])
+
+    def pick(
+        self,
+        name: str,  # Corruption
+        severity: int,  # 1 to 5
+    ) -> tuple:  # (images [n,3,H,W] in [0,1], labels [n])
         "The images of one severity"
         _check_severity(severity)
-        f,m = self.path/f'{name}.npy',self.rows
+        f, m = self.path / f'{name}.npy', self.rows
         if not f.is_file():
-            raise FileNotFoundError(f'{f} is missing; there are: '
-                f'{", ".join(sorted(o.stem for o in self.path.glob("*.npy") if o.stem!="labels"))}')
+            raise FileNotFoundError(
+                f'{f} is missing; there are: '
+                f'{", ".join(sorted(o.stem for o in self.path.glob("*.npy") if o.stem != "labels"))}'
+            )
         a = np.load(f, mmap_mode='r')
-        if a.dtype!=np.uint8 or a.ndim!=4 or len(a)!=5*m:
-            raise ValueError(f'{f} must hold uint8 images [{5*m},H,W,3], five times as many as there are labels; got '
-                f'{a.dtype} {list(a.shape)}')
-        x = torch.from_numpy(a[(severity-1)*m:severity*m][self.at]).permute(0,3,1,2)
-        return x.float()/255,torch.tensor(self.y)
-    def __repr__(self): return f'{self.name}, {self.n} images per severity'
+        if a.dtype != np.uint8 or a.ndim != 4 or len(a) != 5 * m:
+            raise ValueError(
+                f'{f} must hold uint8 images [{5 * m},H,W,3], five times as many as there are labels; got '
+                f'{a.dtype} {list(a.shape)}'
+            )
+        x = torch.from_numpy(a[(severity - 1) * m : severity * m][self.at]).permute(0, 3, 1, 2)
+        return x.float() / 255, torch.tensor(self.y)
+
+    def __repr__(self):
+        return f'{self.name}, {self.n} images per severity'
 
 # %% ../nbs/01c_corruptions.ipynb #d7b1cec2
-def imagenet_classes(
-)->list: # 1000 names such as n01440764
+def imagenet_classes() -> list:  # 1000 names such as n01440764
     "The WordNet names of ImageNet's classes, in the order of a model's outputs, as timm has them"
     return ImageNetInfo('imagenet-1k').label_names()
 
+
 def class_folders(
-    path, # Holds a folder per class
-)->list: # Names
+    path,  # Holds a folder per class
+) -> list:  # Names
     "The class folders in the order of their classes: numbers by value, other names by the alphabet"
-    names = [d.name for d in _folder(path, 'a folder per class').iterdir() if d.is_dir() and d.name[0]!='.']
-    if not names: raise FileNotFoundError(f'{path} holds no class folders')
+    names = [d.name for d in _folder(path, 'a folder per class').iterdir() if d.is_dir() and d.name[0] != '.']
+    if not names:
+        raise FileNotFoundError(f'{path} holds no class folders')
     return by_value(names)
+
 
 def _outputs(checked, names):
     "Class folders that are numbers, as the outputs of these numbers"
     bad = [o for o in checked if not o.isdecimal()]
     if bad:
-        raise ValueError(f'the class folder {bad[0]!r} is no number of an output: give classes=, the names in the order of '
-            'its outputs')
+        raise ValueError(
+            f'the class folder {bad[0]!r} is no number of an output: give classes=, the names in the order of '
+            'its outputs'
+        )
     return torch.tensor([int(o) for o in names])
 
+
 def class_positions(
-    names, # Names of class folders
-    classes=None, # Names of all the model's classes, in the order of its outputs; None: those of ImageNet, or the numbers themselves
-)->Tensor: # [len(names)] int64
+    names,  # Names of class folders
+    # Names of all the model's classes, in the order of its outputs; None: those of ImageNet, or the numbers themselves
+    classes=None,
+) -> Tensor:  # [len(names)] int64
     "Which of the model's outputs stands for each folder; raises ValueError for an unknown one"
-    if classes is None and numeric(names): return _outputs(by_value(names), names)
+    if classes is None and numeric(names):
+        return _outputs(by_value(names), names)
     classes = list(ifnone(classes, imagenet_classes()))
-    o2i = {o:i for i,o in enumerate(classes)}
-    gone,twice = [o for o in names if o not in o2i],[o for o in names if classes.count(o)>1]
-    if twice: raise ValueError(f'{twice[0]!r} is the name of several outputs: give classes= with names that differ')
+    o2i = {o: i for i, o in enumerate(classes)}
+    gone, twice = [o for o in names if o not in o2i], [o for o in names if classes.count(o) > 1]
+    if twice:
+        raise ValueError(f'{twice[0]!r} is the name of several outputs: give classes= with names that differ')
     if gone:
-        raise ValueError(f'{len(gone)} of {len(names)} class folders are unknown to the model, among them {gone[:3]}: give '
-            'classes=, the names in the order of its outputs')
+        raise ValueError(
+            f'{len(gone)} of {len(names)} class folders are unknown to the model, among them {gone[:3]}: give '
+            'classes=, the names in the order of its outputs'
+        )
     return torch.tensor([o2i[o] for o in names])
 
 # %% ../nbs/01c_corruptions.ipynb #70cfc090
 def wnid_images(
-    path, # Holds a folder of images per class, such as imagenet-a, imagenet-r, or gaussian_noise/3 of ImageNet-C
-    subset:bool=False, # Count labels within the folders at hand (0 to 199 for ImageNet-A) instead of among the model's classes
-    classes=None, # See `class_positions`
-    size:int=224, # Pixels
-    pct:float=.875, # Share of the shorter side to keep; 1 for images that are cut already
-    n:int=None, # How many images, balanced over classes; None: all
-    bs:int=64, # Batch size
-    **kw # For `image_dls`: `interp`, `crop_mode`, ...
-)->TfmdDL: # Images in [0,1], in a mixed order that is always the same; `.about` says which and how they are cut
+    path,  # Holds a folder of images per class, such as imagenet-a, imagenet-r, or gaussian_noise/3 of ImageNet-C
+    # Count labels within the folders at hand (0 to 199 for ImageNet-A) instead of among the model's classes
+    subset: bool = False,
+    classes=None,  # See `class_positions`
+    size: int = 224,  # Pixels
+    pct: float = 0.875,  # Share of the shorter side to keep; 1 for images that are cut already
+    n: int = None,  # How many images, balanced over classes; None: all
+    bs: int = 64,  # Batch size
+    **kw,  # For `image_dls`: `interp`, `crop_mode`, ...
+) -> TfmdDL:  # Images in [0,1], in a mixed order that is always the same; `.about` says which and how they are cut
     "Images in folders named after their class, with the labels that a model's outputs have"
-    path,names = Path(path).expanduser(),class_folders(path)
-    at,vocab = class_positions(names, classes),ifnone(classes, imagenet_classes())
-    files = [sorted(get_image_files(path/o)) for o in names]
-    if (gone:=[o for o,f in zip(names, files) if not f]):
+    path, names = Path(path).expanduser(), class_folders(path)
+    at, vocab = class_positions(names, classes), ifnone(classes, imagenet_classes())
+    files = [sorted(get_image_files(path / o)) for o in names]
+    if gone := [o for o, f in zip(names, files) if not f]:
         raise FileNotFoundError(f'{path}: no images in {", ".join(gone[:3])}')
-    if int(at.max())>=len(vocab):
+    if int(at.max()) >= len(vocab):
         raise ValueError(f'{path}: folder {int(at.max())} does not fit {len(vocab)} classes: give classes=')
     y = np.repeat(np.arange(len(names)) if subset else at.numpy(), [len(f) for f in files])
     src = ImageSource(dict(test=([o for f in files for o in f], y)), names if subset else list(vocab))
@@ -645,313 +980,432 @@ def wnid_images(
 # %% ../nbs/01c_corruptions.ipynb #d3b1f10b
 class ImageNetC:
     "ImageNet-C: folders corruption/severity/class; images of 224 pixels, cut already, which stay as they are"
-    def __init__(self,
-        path, # Folder with `fog/3/n01440764/*.JPEG`; the download's `noise`, `blur`, ... may stand between
-        classes=None, # Names of the model's classes; None: ImageNet's
-        **kw # For `wnid_images`: `n`, `bs`, `num_workers`
+
+    def __init__(
+        self,
+        path,  # Folder with `fog/3/n01440764/*.JPEG`; the download's `noise`, `blur`, ... may stand between
+        classes=None,  # Names of the model's classes; None: ImageNet's
+        **kw,  # For `wnid_images`: `n`, `bs`, `num_workers`
     ):
-        self.path,self.classes,self.kw,self.name = _folder(path, 'a folder per corruption'),classes,kw,'ImageNet-C'
-    def pick(self,
-        name:str, # Corruption
-        severity:int, # 1 to 5
-    )->TfmdDL: # Batches (images, labels)
+        self.path, self.classes, self.kw, self.name = (
+            _folder(path, 'a folder per corruption'),
+            classes,
+            kw,
+            'ImageNet-C',
+        )
+
+    def pick(
+        self,
+        name: str,  # Corruption
+        severity: int,  # 1 to 5
+    ) -> TfmdDL:  # Batches (images, labels)
         "The images of one severity"
-        found = [d for d in (self.path/name, *sorted(self.path.glob(f'*/{name}'))) if (d/str(severity)).is_dir()]
-        if not found: raise FileNotFoundError(f'{self.path} holds no folder {name}/{severity}')
-        kw = merge(dict(pct=1., name=f'{name} {severity}'), self.kw)
-        return wnid_images(found[0]/str(severity), classes=self.classes, **kw)
-    def __repr__(self): return f'{self.name} in {self.path.name}'
+        found = [d for d in (self.path / name, *sorted(self.path.glob(f'*/{name}'))) if (d / str(severity)).is_dir()]
+        if not found:
+            raise FileNotFoundError(f'{self.path} holds no folder {name}/{severity}')
+        kw = merge(dict(pct=1.0, name=f'{name} {severity}'), self.kw)
+        return wnid_images(found[0] / str(severity), classes=self.classes, **kw)
+
+    def __repr__(self):
+        return f'{self.name} in {self.path.name}'
 
 # %% ../nbs/01c_corruptions.ipynb #0bfb4903
 class CifarP:
     "CIFAR-10-P or CIFAR-100-P: a file of image sequences per perturbation"
-    def __init__(self,
-        path, # Folder with `tilt.npy`, ...
-        n:int=None, # Sequences, from the start (there are no labels; CIFAR's test images are mixed); None: all
-        bs:int=8, # Sequences per batch
+
+    def __init__(
+        self,
+        path,  # Folder with `tilt.npy`, ...
+        n: int = None,  # Sequences, from the start (there are no labels; CIFAR's test images are mixed); None: all
+        bs: int = 8,  # Sequences per batch
     ):
-        self.path,self.bs,self.name = _folder(path, 'a file per perturbation'),bs,Path(path).name
+        self.path, self.bs, self.name = _folder(path, 'a file per perturbation'), bs, Path(path).name
         self.n = n if n is None else whole(n)
-    def pick(self,
-        name:str, # Perturbation, see `PERTURBATIONS`
-    )->Iterator: # Of tensors [B,T,3,H,W] in [0,1]
+
+    def pick(
+        self,
+        name: str,  # Perturbation, see `PERTURBATIONS`
+    ) -> Iterator:  # Of tensors [B,T,3,H,W] in [0,1]
         "Batches of one perturbation"
-        f = self.path/f'{name}.npy'
-        if not f.is_file(): raise FileNotFoundError(f'{f} is missing')
+        f = self.path / f'{name}.npy'
+        if not f.is_file():
+            raise FileNotFoundError(f'{f} is missing')
         a = np.load(f, mmap_mode='r')
-        if a.dtype!=np.uint8 or a.ndim!=5:
+        if a.dtype != np.uint8 or a.ndim != 5:
             raise ValueError(f'{f} must hold uint8 sequences [N,T,H,W,3], got {a.dtype} {list(a.shape)}')
-        if len(a)<(self.n or 0): raise ValueError(f'asked for n={self.n} sequences, {f} has {len(a)}')
-        a = a[:self.n]
+        if len(a) < (self.n or 0):
+            raise ValueError(f'asked for n={self.n} sequences, {f} has {len(a)}')
+        a = a[: self.n]
         for o in np.array_split(a, range(self.bs, len(a), self.bs)):
-            yield torch.from_numpy(np.ascontiguousarray(o)).permute(0,1,4,2,3)/255
+            yield torch.from_numpy(np.ascontiguousarray(o)).permute(0, 1, 4, 2, 3) / 255
 
 # %% ../nbs/01c_corruptions.ipynb #e2128a78
 def read_video(
-    path, # A video file, or a folder of frames
-)->Tensor: # [T,3,H,W] in [0,1]
+    path,  # A video file, or a folder of frames
+) -> Tensor:  # [T,3,H,W] in [0,1]
     "All frames, in order; raises ImportError without OpenCV, ValueError for an unreadable file"
     path = Path(path)
     if path.is_dir():
         frames = sorted(get_image_files(path), key=lambda f: natural_key(f.name))
-        return torch.stack([torch.from_numpy(np.array(open_image(f))).permute(2,0,1) for f in frames])/255
-    try: import cv2
-    except ImportError as e: raise ImportError("reading videos needs OpenCV: pip install opencv-python-headless") from e
-    v,out = cv2.VideoCapture(str(path)),[]
-    while (o := v.read())[0]: out.append(torch.from_numpy(o[1][...,::-1].copy()).permute(2,0,1))
+        return torch.stack([torch.from_numpy(np.array(open_image(f))).permute(2, 0, 1) for f in frames]) / 255
+    try:
+        import cv2
+    except ImportError as e:
+        raise ImportError("reading videos needs OpenCV: pip install opencv-python-headless") from e
+    v, out = cv2.VideoCapture(str(path)), []
+    while (o := v.read())[0]:
+        out.append(torch.from_numpy(o[1][..., ::-1].copy()).permute(2, 0, 1))
     v.release()
-    if not out: raise ValueError(f'{path} is no video that OpenCV can read')
-    return torch.stack(out)/255
+    if not out:
+        raise ValueError(f'{path} is no video that OpenCV can read')
+    return torch.stack(out) / 255
+
 
 class ImageNetP:
     "ImageNet-P: folders perturbation/class with a video per image"
-    def __init__(self,
-        path, # Folder with `tilt/n01440764/*.mp4`
-        n:int=None, # Sequences of each perturbation, evenly spread over the files; None: all
+
+    def __init__(
+        self,
+        path,  # Folder with `tilt/n01440764/*.mp4`
+        n: int = None,  # Sequences of each perturbation, evenly spread over the files; None: all
     ):
-        self.path,self.name = _folder(path, 'a folder per perturbation'),'ImageNet-P'
+        self.path, self.name = _folder(path, 'a folder per perturbation'), 'ImageNet-P'
         self.n = n if n is None else whole(n)
-    def pick(self,
-        name:str, # Perturbation, see `PERTURBATIONS`
-    )->Iterator: # Of tensors [1,T,3,H,W] in [0,1]
+
+    def pick(
+        self,
+        name: str,  # Perturbation, see `PERTURBATIONS`
+    ) -> Iterator:  # Of tensors [1,T,3,H,W] in [0,1]
         "Batches of one perturbation"
-        found = [o for d in (self.path/name, *self.path.glob(f'*/{name}')) for o in d.glob('*/*')]
-        fs = sorted((o for o in found if o.suffix in ('.mp4','.avi') or o.is_dir()), key=lambda f: natural_key(str(f)))
-        if not fs: raise FileNotFoundError(f'{self.path} holds no videos of {name}')
-        if len(fs)<(self.n or 0):
+        found = [o for d in (self.path / name, *self.path.glob(f'*/{name}')) for o in d.glob('*/*')]
+        fs = sorted((o for o in found if o.suffix in ('.mp4', '.avi') or o.is_dir()), key=lambda f: natural_key(str(f)))
+        if not fs:
+            raise FileNotFoundError(f'{self.path} holds no videos of {name}')
+        if len(fs) < (self.n or 0):
             raise ValueError(f'asked for n={self.n} sequences, {self.path} has {len(fs)} of {name}')
-        for i in np.linspace(0, len(fs)-1, ifnone(self.n, len(fs))).round().astype(int): yield read_video(fs[i])[None]
+        for i in np.linspace(0, len(fs) - 1, ifnone(self.n, len(fs))).round().astype(int):
+            yield read_video(fs[i])[None]
 
 # %% ../nbs/01c_corruptions.ipynb #9f7d6bd0
 class SubsetLogits(Wrapper):
     "A model that answers with some of its classes only"
-    def __init__(self,
-        model:nn.Module, # Returns logits [B,C]
-        at, # Which outputs to keep, see `class_positions`
+
+    def __init__(
+        self,
+        model: nn.Module,  # Returns logits [B,C]
+        at,  # Which outputs to keep, see `class_positions`
     ):
         super().__init__(model)
         self.register_buffer('at', torch.as_tensor(at))
-    def forward(self,
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-    )->Tensor: # Logits [B,n] of the classes that are kept
+
+    def forward(
+        self,
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+    ) -> Tensor:  # Logits [B,n] of the classes that are kept
         "Run the model and keep the logits of some classes"
         z = self.model(x)
-        if int(self.at.max())>=z.shape[1]: raise ValueError(f'class {int(self.at.max())} is wanted of a model with {z.shape[1]} outputs: give classes=, the names in the order of its outputs')
-        return z[:,self.at]
+        if int(self.at.max()) >= z.shape[1]:
+            raise ValueError(
+                f'class {int(self.at.max())} is wanted of a model with {z.shape[1]} outputs: give classes=, the names'
+                ' in the order of its outputs'
+            )
+        return z[:, self.at]
 
 # %% ../nbs/01c_corruptions.ipynb #f0a59656
 @torch.no_grad()
 def subset_report(
-    model, # Takes images [B,3,H,W] in [0,1], returns logits over `classes`
-    path, # Folder of ImageNet-A, ImageNet-R or the like
-    classes=None, # Names of the model's classes in the order of its outputs; None: ImageNet's
-    **kw # For `wnid_images`: `size`, `n`, `bs`, ...; `pct`, `interp`, `crop_mode`: else the model's, see `timm_fit`
-)->pd.DataFrame: # A row per protocol: accuracy between 0 and 1 with its 95% interval, n, and how many classes could be said; `.attrs['images']` says how they were cut
+    model,  # Takes images [B,3,H,W] in [0,1], returns logits over `classes`
+    path,  # Folder of ImageNet-A, ImageNet-R or the like
+    classes=None,  # Names of the model's classes in the order of its outputs; None: ImageNet's
+    **kw,  # For `wnid_images`: `size`, `n`, `bs`, ...; `pct`, `interp`, `crop_mode`: else the model's, see `timm_fit`
+) -> pd.DataFrame:  # A row per protocol: accuracy between 0 and 1 with its 95% interval, n, and how many classes could be said; `.attrs['images']` says how they were cut
     "Accuracy on images of some of the classes, under both protocols"
-    at,full = class_positions(class_folders(path), classes),len(ifnone(classes, imagenet_classes()))
-    ok,dev = {'subset':[], 'all':[]},next((p.device for p in model.parameters()), None)
+    at, full = class_positions(class_folders(path), classes), len(ifnone(classes, imagenet_classes()))
+    ok, dev = {'subset': [], 'all': []}, next((p.device for p in model.parameters()), None)
     dl = wnid_images(path, subset=True, classes=classes, **merge(timm_fit(model, kw.get('size', 224)), kw))
-    for _,x,y in eval_batches(dl, device=dev):
-        with attack_mode(model), torch.no_grad(): z = check_logits(outputs(model, x), x)
-        if z.shape[1]!=full:
-            raise ValueError(f'the model has {z.shape[1]} outputs, the list of classes {full}: give classes=, the names in '
-                'the order of its outputs')
-        said = ~z.isnan().any(1).cpu()      # an answer that is not a number is wrong
-        ok['subset'].append((z[:,at.to(z.device)].argmax(1)==y).cpu()&said)
-        ok['all'].append((z.argmax(1).cpu()==at[y.cpu()])&said)
-    ok,classes = {k:torch.cat(v) for k,v in ok.items()},dict(subset=len(at), all=full)
-    rows = [dict(protocol=k, accuracy=v.float().mean().item(), interval=interval(v.sum(), len(v)), n=len(v), classes=classes[k])
-        for k,v in ok.items()]
+    for _, x, y in eval_batches(dl, device=dev):
+        with attack_mode(model), torch.no_grad():
+            z = check_logits(outputs(model, x), x)
+        if z.shape[1] != full:
+            raise ValueError(
+                f'the model has {z.shape[1]} outputs, the list of classes {full}: give classes=, the names in '
+                'the order of its outputs'
+            )
+        said = ~z.isnan().any(1).cpu()  # an answer that is not a number is wrong
+        ok['subset'].append((z[:, at.to(z.device)].argmax(1) == y).cpu() & said)
+        ok['all'].append((z.argmax(1).cpu() == at[y.cpu()]) & said)
+    ok, classes = {k: torch.cat(v) for k, v in ok.items()}, dict(subset=len(at), all=full)
+    rows = [
+        dict(
+            protocol=k,
+            accuracy=v.float().mean().item(),
+            interval=interval(v.sum(), len(v)),
+            n=len(v),
+            classes=classes[k],
+        )
+        for k, v in ok.items()
+    ]
     df = pd.DataFrame(rows).set_index('protocol')
     df.attrs['images'] = dl.about
     return df
 
 # %% ../nbs/01c_corruptions.ipynb #a9c2fcee
 class CorruptionReport(Report):
-    "Accuracy per corruption and severity, with verdicts per image; renders in a notebook, prints in a terminal, saves to a folder"
+    """Accuracy per corruption and severity, with verdicts per image; renders in a notebook, prints in a terminal, saves
+    to a folder"""
+
     @property
     def df(self):
         "One row per corruption and severity, clean images first (severity 0); accuracies between 0 and 1"
-        return pd.DataFrame(self.rows, columns=['corruption','severity','accuracy','low','high','n','seed','seconds'])
+        return pd.DataFrame(
+            self.rows, columns=['corruption', 'severity', 'accuracy', 'low', 'high', 'n', 'seed', 'seconds']
+        )
+
     @property
     def table(self):
         "Accuracy: a row per corruption, a column per severity, and their mean"
-        d = self.df[self.df.severity>0]
+        d = self.df[self.df.severity > 0]
         t = d.pivot(index='corruption', columns='severity', values='accuracy').reindex(d.corruption.unique())
         return t.assign(mean=t.mean(axis=1))
+
     @property
     def errors(self):
         "Mean error of each corruption over all five severities"
         t = self.table
-        if set(t.columns)!={1,2,3,4,5,'mean'} or t.isna().any(axis=None): raise ValueError('mean errors need all five severities of each corruption')
-        return (1-t['mean']).to_dict()
+        if set(t.columns) != {1, 2, 3, 4, 5, 'mean'} or t.isna().any(axis=None):
+            raise ValueError('mean errors need all five severities of each corruption')
+        return (1 - t['mean']).to_dict()
+
     @property
     def clean(self):
         "Accuracy on clean images, 0 to 1, or None"
-        return next((r['accuracy'] for r in self.rows if r['severity']==0), None)
+        return next((r['accuracy'] for r in self.rows if r['severity'] == 0), None)
+
     @property
     def clean_error(self):
         "Error on clean images, 0 to 1, or None"
-        return None if self.clean is None else 1-self.clean
+        return None if self.clean is None else 1 - self.clean
+
     @property
     def imagenet(self):
         "Are the images those of ImageNet-C, so that AlexNet's errors are those of the same files?"
-        return self.meta['data']=='ImageNet-C'
-    def accuracy(self,
-        noise:bool=True, # False: over the twelve without noise
-    )->float: # 0 to 1
+        return self.meta['data'] == 'ImageNet-C'
+
+    def accuracy(
+        self,
+        noise: bool = True,  # False: over the twelve without noise
+    ) -> float:  # 0 to 1
         "Mean accuracy over the fifteen corruptions"
-        return 1-float(_pick(self, [o for o in CORRUPTIONS if noise or o not in NOISES], 'errors').mean())
+        return 1 - float(_pick(self, [o for o in CORRUPTIONS if noise or o not in NOISES], 'errors').mean())
 
 # %% ../nbs/01c_corruptions.ipynb #8049b322
 @patch
-def headline(self:CorruptionReport)->str: # One line
+def headline(self: CorruptionReport) -> str:  # One line
     "What was measured, and the clean accuracy where clean images were there"
-    return self.meta['title']+('' if self.clean is None else f'; clean {100*self.clean:.1f}%')
+    return self.meta['title'] + ('' if self.clean is None else f'; clean {100 * self.clean:.1f}%')
+
 
 @patch
-def __repr__(self:CorruptionReport): return '\n'.join([self.headline(), (100*self.table).round(1).to_string()]+[f'warning: {o}' for o in self.warnings])
+def __repr__(self: CorruptionReport):
+    return '\n'.join(
+        [self.headline(), (100 * self.table).round(1).to_string()] + [f'warning: {o}' for o in self.warnings]
+    )
+
 
 @patch
-def _repr_html_(self:CorruptionReport):
-    t = (100*self.table).rename_axis(index=None, columns='accuracy % at severity')
-    return f'<p>{self.headline()}</p>'+t.to_html(border=0, float_format='{:.1f}'.format)+''.join(f'<p><b>warning:</b> {o}</p>' for o in self.warnings)
+def _repr_html_(self: CorruptionReport):
+    t = (100 * self.table).rename_axis(index=None, columns='accuracy % at severity')
+    return (
+        f'<p>{self.headline()}</p>'
+        + t.to_html(border=0, float_format='{:.1f}'.format)
+        + ''.join(f'<p><b>warning:</b> {o}</p>' for o in self.warnings)
+    )
 
 # %% ../nbs/01c_corruptions.ipynb #86d09eb7
 @patch
-def plot(self:CorruptionReport,
-    ax=None, # Matplotlib axes; None: new ones
-    label:str=None, # For the legend
-    shift:float=0, # Of the bars, to draw several reports beside each other
-    **kw # For `ax.barh`
-)->plt.Axes: # The axes
+def plot(
+    self: CorruptionReport,
+    ax=None,  # Matplotlib axes; None: new ones
+    label: str = None,  # For the legend
+    shift: float = 0,  # Of the bars, to draw several reports beside each other
+    **kw,  # For `ax.barh`
+) -> plt.Axes:  # The axes
     "A bar per corruption, its mean accuracy, with a dot per severity"
-    t = 100*self.table[::-1]
-    ax = ax or plt.subplots(figsize=(6,.6+.25*len(t)), layout='constrained')[1]
-    bars = ax.barh(np.arange(len(t))+shift, t['mean'], label=label, alpha=.5, **{'height':.8, **kw})
-    for s in t.columns[:-1]: ax.plot(t[s], np.arange(len(t))+shift, '.', ms=3, color=bars[0].get_facecolor(), alpha=1)
-    if self.clean is not None: ax.axvline(100*self.clean, ls=':', lw=1, color=bars[0].get_facecolor(), alpha=1)
-    ax.set_yticks(range(len(t)), [o.replace('_',' ') for o in t.index], fontsize=8)
-    ax.set(xlabel=f'accuracy %, n={self.meta["n"]}; dotted: clean', xlim=(0,100))
-    if label: ax.legend(fontsize=8)
+    t = 100 * self.table[::-1]
+    ax = ax or plt.subplots(figsize=(6, 0.6 + 0.25 * len(t)), layout='constrained')[1]
+    bars = ax.barh(np.arange(len(t)) + shift, t['mean'], label=label, alpha=0.5, **{'height': 0.8, **kw})
+    for s in t.columns[:-1]:
+        ax.plot(t[s], np.arange(len(t)) + shift, '.', ms=3, color=bars[0].get_facecolor(), alpha=1)
+    if self.clean is not None:
+        ax.axvline(100 * self.clean, ls=':', lw=1, color=bars[0].get_facecolor(), alpha=1)
+    ax.set_yticks(range(len(t)), [o.replace('_', ' ') for o in t.index], fontsize=8)
+    ax.set(xlabel=f'accuracy %, n={self.meta["n"]}; dotted: clean', xlim=(0, 100))
+    if label:
+        ax.legend(fontsize=8)
     return ax
 
+
 @patch
-def save(self:CorruptionReport,
-    out, # Folder; made if it does not exist
-    page:bool=True, # The picture too
+def save(
+    self: CorruptionReport,
+    out,  # Folder; made if it does not exist
+    page: bool = True,  # The picture too
 ):
     "Write report.json and .csv, verdicts.npz and predictions.npz (per image), and report.png"
     Report.save(self, out, page=False)
-    if not page or self.table.empty: return
-    ax = self.plot(); ax.figure.savefig(Path(out)/'report.png', dpi=110); plt.close(ax.figure)
+    if not page or self.table.empty:
+        return
+    ax = self.plot()
+    ax.figure.savefig(Path(out) / 'report.png', dpi=110)
+    plt.close(ax.figure)
 
 # %% ../nbs/01c_corruptions.ipynb #845c90c8
 class Corrupted:
     "Clean images to corrupt on the way; what `CifarC` and `ImageNetC` are for files"
-    def __init__(self,
-        data, # A DataLoader or (images, labels), see `eval_batches`
-        n:int=None, # Images from the start; None: all
-        seed:int=0, # Of the random corruptions
-        bs:int=64, # Batch size, where `data` are tensors
-        table:int=None, # See `corrupt`
-        device=None, # Where to work; None: where the images are
+
+    def __init__(
+        self,
+        data,  # A DataLoader or (images, labels), see `eval_batches`
+        n: int = None,  # Images from the start; None: all
+        seed: int = 0,  # Of the random corruptions
+        bs: int = 64,  # Batch size, where `data` are tensors
+        table: int = None,  # See `corrupt`
+        device=None,  # Where to work; None: where the images are
     ):
         _check_seed(seed)
         n = n if n is None else whole(n)
-        store_attr(); self.name = 'corrupted here'
-    def clean(self)->Iterator: # Of (positions, images, labels)
+        store_attr()
+        self.name = 'corrupted here'
+
+    def clean(self) -> Iterator:  # Of (positions, images, labels)
         "Batches of the clean images; the report itself says where they are of few classes"
         return _batches(fair(self.data, self.n)[0], self.n, self.bs, self.device)
-    def pick(self,
-        name:str, # Corruption
-        severity:int, # 1 to 5
-    )->Iterator: # Of (images [B,C,H,W], labels [B])
+
+    def pick(
+        self,
+        name: str,  # Corruption
+        severity: int,  # 1 to 5
+    ) -> Iterator:  # Of (images [B,C,H,W], labels [B])
         "Batches of one severity"
-        for _,x,y in self.clean(): yield corrupt(check_images(x), name, severity, self.seed, self.table),y
+        for _, x, y in self.clean():
+            yield corrupt(check_images(x), name, severity, self.seed, self.table), y
 
 # %% ../nbs/01c_corruptions.ipynb #4376b7f2
 def _keys(i, x, y):
     "A hash per image, from its pixels, its label and its position"
-    return mix64(image_seed(x)+mix64(y+1)).cpu()*mix64(i.cpu())
+    return mix64(image_seed(x) + mix64(y + 1)).cpu() * mix64(i.cpu())
+
 
 def _few(data, n, y, c):
     "A line where the first `n` images, of labels `y`, are of few of the `c` classes that a model knows, else nothing"
-    if n is None or fair(data, n)[1] is not None: return []
+    if n is None or fair(data, n)[1] is not None:
+        return []
     return [o for o in [few_classes(y, c, _names(data))] if o]
 
-def _hex(keys): return f'{int(keys.sum())%2**64:016x}'
+
+def _hex(keys):
+    return f'{int(keys.sum()) % 2**64:016x}'
+
 
 def _logits(model, x):
     "Outputs [B,C] for images [B,C,H,W], in evaluation mode"
-    with attack_mode(model), torch.no_grad(): z = outputs(model, check_images(x, model))
+    with attack_mode(model), torch.no_grad():
+        z = outputs(model, check_images(x, model))
     return check_logits(z, x, torch.zeros(len(x))).as_subclass(Tensor)
+
 
 def _modules(model):
     "Names and modules of a model, without what compiles it or shares it among GPUs"
     net = getattr(model, '_orig_mod', model)
     return list(get_model(net).named_modules()) if isinstance(net, nn.Module) else []
 
+
 def _numbers(model):
     "Numbers among the attributes of a model and its parts"
-    return {(n,k):v for n,m in _modules(model) for k,v in vars(m).items() if isinstance(v, (int,float))}
+    return {(n, k): v for n, m in _modules(model) for k, v in vars(m).items() if isinstance(v, (int, float))}
+
 
 def _judge_all(model, data, bs, dev):
     "Per image: right or wrong, class, label; hashes of all and of the first 16 images; the first batch and its outputs"
-    got,begin,numbers = [],None,_numbers(model)
-    for i,x,y in eval_batches(data, None, bs, dev):
+    got, begin, numbers = [], None, _numbers(model)
+    for i, x, y in eval_batches(data, None, bs, dev):
         z = _logits(model, x)
         p = z.argmax(1).masked_fill(z.isnan().any(1), -1)
-        begin = begin or (x,z)
-        got.append([o.cpu() for o in (p==y, p, y, _keys(i, x, y))])
-    if not got: raise ValueError('there are no images to evaluate: the data is empty')
-    ok,pred,y,keys = [torch.cat(o) for o in zip(*got)]
+        begin = begin or (x, z)
+        got.append([o.cpu() for o in (p == y, p, y, _keys(i, x, y))])
+    if not got:
+        raise ValueError('there are no images to evaluate: the data is empty')
+    ok, pred, y, keys = [torch.cat(o) for o in zip(*got)]
     res = SimpleNamespace(ok=ok.numpy(), pred=pred.numpy(), y=y.numpy(), images=_hex(keys), first=_hex(keys[:16]))
-    res.x,res.z = begin
-    res.counted = {k for k,v in _numbers(model).items() if numbers.get(k)!=v}
+    res.x, res.z = begin
+    res.counted = {k for k, v in _numbers(model).items() if numbers.get(k) != v}
     return res
 
+
 def _line(name, severity, judged, seed, t):
-    ok = judged.ok; lo,hi = interval(ok.sum(), len(ok))
-    return dict(corruption=name, severity=severity, accuracy=round(float(ok.mean()),6), low=lo, high=hi,
-        n=len(ok), seed=seed, seconds=round(time.time()-t,2), first=judged.first, images=judged.images)
+    ok = judged.ok
+    lo, hi = interval(ok.sum(), len(ok))
+    return dict(
+        corruption=name,
+        severity=severity,
+        accuracy=round(float(ok.mean()), 6),
+        low=lo,
+        high=hi,
+        n=len(ok),
+        seed=seed,
+        seconds=round(time.time() - t, 2),
+        first=judged.first,
+        images=judged.images,
+    )
+
 
 def _add(rep, name, severity, judged, t):
     "A row, and its verdicts and predictions"
     rep.rows.append(_line(name, severity, judged, rep.meta['seed'], t))
     key = f'{name} {severity}' if severity else name
-    rep.verdicts[key],rep.preds[key] = judged.ok,judged.pred.astype(np.int32)
-    if not np.array_equal(judged.y, rep.preds['label']): rep.meta.setdefault('moved', []).append(key)
+    rep.verdicts[key], rep.preds[key] = judged.ok, judged.pred.astype(np.int32)
+    if not np.array_equal(judged.y, rep.preds['label']):
+        rep.meta.setdefault('moved', []).append(key)
 
 # %% ../nbs/01c_corruptions.ipynb #63648dc3
-_same_run = ('fingerprint','images','data','n','seed','table')
+_same_run = ('fingerprint', 'images', 'data', 'n', 'seed', 'table')
+
 
 def _settings(model, counted):
     "A hash of a model's attributes and globals, without weights, mode and the numbers that `counted` names"
+
     def bare(name, m):
         twin = object.__new__(type(m))
-        leave = {'training','_parameters','_modules'}
-        twin.__dict__.update({k:v for k,v in vars(m).items() if k not in leave and (name,k) not in counted})
+        leave = {'training', '_parameters', '_modules'}
+        twin.__dict__.update({k: v for k, v in vars(m).items() if k not in leave and (name, k) not in counted})
         return twin
+
     return identity(*[bare(*o) for o in _modules(model)])
+
 
 def _model_meta(model, judged):
     "What tells a model from another one: its name, weights, code, settings, and its outputs for the first batch"
-    net = type(unwrap(model)).__name__ if isinstance(model, nn.Module) else getattr(model,'__name__','model')
-    return dict(model=net, fingerprint=fingerprint(model), code=identity(model, data=False),
-        settings=_settings(model, judged.counted), outputs=sketch(judged.z))
+    net = type(unwrap(model)).__name__ if isinstance(model, nn.Module) else getattr(model, '__name__', 'model')
+    return dict(
+        model=net,
+        fingerprint=fingerprint(model),
+        code=identity(model, data=False),
+        settings=_settings(model, judged.counted),
+        outputs=sketch(judged.z),
+    )
+
 
 def _fresh_report(model, src, begin, seed, table, dev):
     "A report with its first row; `begin`: (what was judged, corruption, severity, when it began)"
-    judged,name,sev,t = begin
-    n,about = len(judged.ok),_model_meta(model, judged)
+    judged, name, sev, t = begin
+    n, about = len(judged.ok), _model_meta(model, judged)
     title = f'Accuracy of {about["model"]} under common corruptions ({src.name}), n={n}, seed={seed}'
     here = isinstance(src, Corrupted)
     few = _few(src.data, src.n, judged.y, judged.z.shape[1]) if here else []
-    doubts = (_size_doubt(judged.x, table, (32,64,224)) if here else [])+few
+    doubts = (_size_doubt(judged.x, table, (32, 64, 224)) if here else []) + few
     run = dict(images=judged.images, data=src.name, n=n, seed=seed, table=table, doubts=doubts)
     meta = dict(title=title, **about, **run, device=str(dev), torch=torch.__version__)
-    rep = CorruptionReport(meta, preds={'label':judged.y})
+    rep = CorruptionReport(meta, preds={'label': judged.y})
     _add(rep, name, sev, judged, t)
     return rep
 
@@ -959,180 +1413,234 @@ def _fresh_report(model, src, begin, seed, table, dev):
 def _saved(new, out):
     "The report in `out` if its rows are what would be measured now, else None; ValueError for one of another run"
     old = CorruptionReport.load(out)
-    diff = [k for k in _same_run if old.meta.get(k)!=new.meta[k]]
-    if not new.meta['fingerprint']: diff.append('the model, a plain function, which cannot be recognised')
+    diff = [k for k in _same_run if old.meta.get(k) != new.meta[k]]
+    if not new.meta['fingerprint']:
+        diff.append('the model, a plain function, which cannot be recognised')
     if diff:
-        raise ValueError(f'{out} holds a report that differs in {", ".join(diff)}: choose another folder, or overwrite=True')
-    says,row = dict(code='its code', settings='its attributes or globals'),first(new.verdicts)
-    changed = [v for k,v in says.items() if not new.meta[k] or old.meta.get(k)!=new.meta[k]]
-    if row not in old.preds or not np.array_equal(old.preds[row], new.preds[row]): changed.append('its answers')
-    if not alike(old.meta.get('outputs'), new.meta['outputs']): changed.append('its outputs')
-    old.warnings,old.meta['doubts'] = [],new.meta['doubts']
-    if not changed: return old
-    warnings.warn(f'{out}: all rows are measured again, since the model has the weights that it had, '
-        f'but {" and ".join(changed)} changed or cannot be compared')
+        raise ValueError(
+            f'{out} holds a report that differs in {", ".join(diff)}: choose another folder, or overwrite=True'
+        )
+    says, row = dict(code='its code', settings='its attributes or globals'), first(new.verdicts)
+    changed = [v for k, v in says.items() if not new.meta[k] or old.meta.get(k) != new.meta[k]]
+    if row not in old.preds or not np.array_equal(old.preds[row], new.preds[row]):
+        changed.append('its answers')
+    if not alike(old.meta.get('outputs'), new.meta['outputs']):
+        changed.append('its outputs')
+    old.warnings, old.meta['doubts'] = [], new.meta['doubts']
+    if not changed:
+        return old
+    warnings.warn(
+        f'{out}: all rows are measured again, since the model has the weights that it had, '
+        f'but {" and ".join(changed)} changed or cannot be compared'
+    )
+
 
 def _key(batches, n, bs, dev):
     "The hash of the first `n` images, or of all"
-    keys,seen = [],0
+    keys, seen = [], 0
     for b in eval_batches(batches, None, bs, dev):
-        keys.append(_keys(*b)[:None if n is None else n-seen]); seen += len(keys[-1])
-        if seen==n: break
+        keys.append(_keys(*b)[: None if n is None else n - seen])
+        seen += len(keys[-1])
+        if seen == n:
+            break
     return _hex(torch.cat(keys))
 
+
 def _as_saved(rep, name, sev, src, bs, dev):
-    "Is the row in the report, and made of the images that it would be made of now? Clean images are known already, files are not"
-    if f'{name} {sev}' not in rep.verdicts: return False
-    row = first(r for r in rep.rows if (r['corruption'],r['severity'])==(name,sev))
-    which,n = ('first',16) if isinstance(src, Corrupted) else ('images',None)
-    if row.get(which)==_key(src.pick(name, sev), n, bs, dev): return True
+    """Is the row in the report, and made of the images that it would be made of now? Clean images are known already,
+    files are not"""
+    if f'{name} {sev}' not in rep.verdicts:
+        return False
+    row = first(r for r in rep.rows if (r['corruption'], r['severity']) == (name, sev))
+    which, n = ('first', 16) if isinstance(src, Corrupted) else ('images', None)
+    if row.get(which) == _key(src.pick(name, sev), n, bs, dev):
+        return True
     warnings.warn(f'{name} {sev} is measured again: its images are not those of the saved row')
-    rep.rows.remove(row); rep.verdicts.pop(f'{name} {sev}'); rep.preds.pop(f'{name} {sev}')
+    rep.rows.remove(row)
+    rep.verdicts.pop(f'{name} {sev}')
+    rep.preds.pop(f'{name} {sev}')
     return False
+
 
 def _doubts(rep, model):
     few = f'{rep.meta["n"]} images only: differences of a few points mean nothing'
-    says = [few] if rep.meta['n']<1000 else []
+    says = [few] if rep.meta['n'] < 1000 else []
     if isinstance(model, nn.Module) and model.training:
         says.append('the model was in training mode; it was evaluated in evaluation mode')
-    bad,moved = sum(int((p==-1).sum()) for p in rep.preds.values()),rep.meta.get('moved')
-    if bad: says.append(f'{bad} answers were not a number, which count as wrong')
+    bad, moved = sum(int((p == -1).sum()) for p in rep.preds.values()), rep.meta.get('moved')
+    if bad:
+        says.append(f'{bad} answers were not a number, which count as wrong')
     if moved:
-        says.append(f'{", ".join(moved[:3])}: other labels than in the first row, so verdicts per image are not of the '
-            'same images')
-    return says+_raw(model)+rep.meta.get('doubts', [])
+        says.append(
+            f'{", ".join(moved[:3])}: other labels than in the first row, so verdicts per image are not of the '
+            'same images'
+        )
+    return says + _raw(model) + rep.meta.get('doubts', [])
 
 # %% ../nbs/01c_corruptions.ipynb #f333b595
 def _todo(corruptions, severities, seed, table):
     "Pairs of corruption and severity; ValueError for what cannot be measured, a warning for scores that cannot be made"
-    todo = [(c,o) for c in L(corruptions) for o in L(severities)]
+    todo = [(c, o) for c in L(corruptions) for o in L(severities)]
     if not todo:
         raise ValueError(f'there is nothing to measure: corruptions={corruptions!r}, severities={severities!r}')
-    for name,sev in todo: _check_kind(torch.zeros(1,1,16,16), name, sev, table)
+    for name, sev in todo:
+        _check_kind(torch.zeros(1, 1, 16, 16), name, sev, table)
     _check_seed(seed)
-    if {o for _,o in todo}!={1,2,3,4,5}:
+    if {o for _, o in todo} != {1, 2, 3, 4, 5}:
         warnings.warn('not all five severities are measured here, and mean errors and mCE need all: accuracies only')
     return todo
 
+
 def corruption_report(
-    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-    data, # Clean images: a DataLoader or (images, labels); or files: a `CifarC` or `ImageNetC`
-    corruptions=CORRUPTIONS, # Which
-    severities=range(1,6), # Which
-    n:int=None, # Images from the start of clean data; None: all
-    seed:int=0, # Of the random corruptions
-    bs:int=64, # Batch size, where the images are tensors
-    table:int=None, # Severities of which size, see `corrupt`; None: the nearest
-    clean=None, # The clean images of files: a DataLoader or (images, labels); None: no clean accuracy
-    out=None, # Folder to save to after every row, and to continue from; None: keep nothing
-    overwrite:bool=False, # Start anew although `out` holds a report
-    progress:bool=False, # Show fastai's progress bar
-)->CorruptionReport: # A row per corruption and severity
+    model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    data,  # Clean images: a DataLoader or (images, labels); or files: a `CifarC` or `ImageNetC`
+    corruptions=CORRUPTIONS,  # Which
+    severities=range(1, 6),  # Which
+    n: int = None,  # Images from the start of clean data; None: all
+    seed: int = 0,  # Of the random corruptions
+    bs: int = 64,  # Batch size, where the images are tensors
+    table: int = None,  # Severities of which size, see `corrupt`; None: the nearest
+    clean=None,  # The clean images of files: a DataLoader or (images, labels); None: no clean accuracy
+    out=None,  # Folder to save to after every row, and to continue from; None: keep nothing
+    overwrite: bool = False,  # Start anew although `out` holds a report
+    progress: bool = False,  # Show fastai's progress bar
+) -> CorruptionReport:  # A row per corruption and severity
     "Clean accuracy, and accuracy for every corruption and severity"
-    if isinstance(model, Learner): raise TypeError('give the model, learn.model, or call learn.corruption_report()')
+    if isinstance(model, Learner):
+        raise TypeError('give the model, learn.model, or call learn.corruption_report()')
     dev = next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None
-    if hasattr(data,'pick') and n is not None:
+    if hasattr(data, 'pick') and n is not None:
         raise ValueError(f'n= goes with clean images: give it to {type(data).__name__}(path, n=...)')
-    src = data if hasattr(data,'pick') else Corrupted(data, n, seed, bs, table, dev)
+    src = data if hasattr(data, 'pick') else Corrupted(data, n, seed, bs, table, dev)
     todo = _todo(corruptions, severities, seed, table)
-    if isinstance(src, Corrupted): clean = ((x,y) for _,x,y in src.clean())
-    row,t = todo[0] if clean is None else ('clean',0),time.time()
+    if isinstance(src, Corrupted):
+        clean = ((x, y) for _, x, y in src.clean())
+    row, t = todo[0] if clean is None else ('clean', 0), time.time()
     judged = _judge_all(model, src.pick(*row) if clean is None else clean, bs, dev)
-    rep = _fresh_report(model, src, (judged,*row,t), seed, table, dev)
-    if out is not None and not overwrite and (Path(out)/'report.json').exists(): rep = _saved(rep, out) or rep
-    for name,sev in progress_bar(todo, leave=False) if progress else todo:
-        if (name,sev)==row or _as_saved(rep, name, sev, src, bs, dev): continue
-        t = time.time(); _add(rep, name, sev, _judge_all(model, src.pick(name, sev), bs, dev), t)
-        if out is not None: rep.save(out, page=False)
+    rep = _fresh_report(model, src, (judged, *row, t), seed, table, dev)
+    if out is not None and not overwrite and (Path(out) / 'report.json').exists():
+        rep = _saved(rep, out) or rep
+    for name, sev in progress_bar(todo, leave=False) if progress else todo:
+        if (name, sev) == row or _as_saved(rep, name, sev, src, bs, dev):
+            continue
+        t = time.time()
+        _add(rep, name, sev, _judge_all(model, src.pick(name, sev), bs, dev), t)
+        if out is not None:
+            rep.save(out, page=False)
     rep.warnings = _doubts(rep, model)
-    if out is not None: rep.save(out)
+    if out is not None:
+        rep.save(out)
     return rep
 
 # %% ../nbs/01c_corruptions.ipynb #10b9b3c5
 @patch
-def corruption_report(self:Learner,
-    corruptions=CORRUPTIONS, # Which
-    severities=range(1,6), # Which
-    ds_idx:int=1, # 0: training images, 1: validation images
-    dl=None, # Another DataLoader, or a `CifarC` or `ImageNetC`
-    progress:bool=None, # None: if the Learner shows progress bars
-    **kw # See `corruption_report`
-)->CorruptionReport: # A row per corruption and severity
+def corruption_report(
+    self: Learner,
+    corruptions=CORRUPTIONS,  # Which
+    severities=range(1, 6),  # Which
+    ds_idx: int = 1,  # 0: training images, 1: validation images
+    dl=None,  # Another DataLoader, or a `CifarC` or `ImageNetC`
+    progress: bool = None,  # None: if the Learner shows progress bars
+    **kw,  # See `corruption_report`
+) -> CorruptionReport:  # A row per corruption and severity
     "`corruption_report` of this Learner's model on its validation images"
     dl = _images_of(self, ds_idx, dl)
     self.model.to(self.dls.device)
-    progress = hasattr(self,'progress') if progress is None else progress
+    progress = hasattr(self, 'progress') if progress is None else progress
     return corruption_report(get_model(self.model), dl, corruptions, severities, progress=progress, **kw)
 
 # %% ../nbs/01c_corruptions.ipynb #344c7b31
 class CorruptValid(AdvCallback):
-    """Corrupt every validation batch, so that metrics and predictions are those on corrupted images; a second is refused.
+    """Corrupt every validation batch, so that metrics and predictions are those on corrupted images; a second is
+    refused.
     It comes before `AdvValid`, whose attack then starts from the corrupted images"""
-    order,run_train,run_valid = AdvValid.order-.5,False,True
-    def __init__(self,
-        name:str, # One of `CORRUPTIONS` or `EXTRA_CORRUPTIONS`
-        severity:int, # 1 to 5
-        seed:int=0, # Of the random ones
+
+    order, run_train, run_valid = AdvValid.order - 0.5, False, True
+
+    def __init__(
+        self,
+        name: str,  # One of `CORRUPTIONS` or `EXTRA_CORRUPTIONS`
+        severity: int,  # 1 to 5
+        seed: int = 0,  # Of the random ones
     ):
-        _check_kind(torch.zeros(1,1,16,16), name, severity, None)
+        _check_kind(torch.zeros(1, 1, 16, 16), name, severity, None)
         _check_seed(seed)
-        store_attr(but='name'); self.corruption = name
+        store_attr(but='name')
+        self.corruption = name
+
     def before_batch(self):
         "Corrupt the batch's images"
         self.learn.xb = (corrupt(self.x, self.corruption, self.severity, self.seed),)
-    def __repr__(self): return f'CorruptValid({self.corruption!r}, {self.severity})'
+
+    def __repr__(self):
+        return f'CorruptValid({self.corruption!r}, {self.severity})'
 
 # %% ../nbs/01c_corruptions.ipynb #2346466b
 def _sequences(data, name, n, seed, bs, table, dev):
     "Sequences [B,T,C,H,W] and the labels of their images [B], nothing where they are files"
-    if hasattr(data,'pick'): yield from ((o,None) for o in data.pick(name))
+    if hasattr(data, 'pick'):
+        yield from ((o, None) for o in data.pick(name))
     else:
-        k = max(bs//31, 1)                       # sequences whose frames are `bs` images
-        for i,x,y in _batches(fair(data, n)[0], n, k, dev):
-            for o in _size_doubt(x, table, (32,224)) if i[0]==0 else []: warnings.warn(o)
-            yield from ((perturb(o, name, seed, table), t) for o,t in zip(check_images(x).split(k), y.split(k)))
+        k = max(bs // 31, 1)  # sequences whose frames are `bs` images
+        for i, x, y in _batches(fair(data, n)[0], n, k, dev):
+            for o in _size_doubt(x, table, (32, 224)) if i[0] == 0 else []:
+                warnings.warn(o)
+            yield from ((perturb(o, name, seed, table), t) for o, t in zip(check_images(x).split(k), y.split(k)))
+
 
 def _flip_doubts(model, x, data, n, ys):
     "Says where clean images, of labels `ys`, are of few of the classes of the model's outputs for images [B,C,H,W]"
-    if n is None or ys[0] is None: return
-    for o in _few(data, n, torch.cat(ys).cpu(), _logits(model, x).shape[1]): warnings.warn(o)
+    if n is None or ys[0] is None:
+        return
+    for o in _few(data, n, torch.cat(ys).cpu(), _logits(model, x).shape[1]):
+        warnings.warn(o)
+
 
 def flip_report(
-    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-    data, # Clean images: a DataLoader or (images, labels); or files: a `CifarP` or `ImageNetP`
-    names=PERTURBATIONS, # Which
-    n:int=None, # Images from the start of clean data; None: all
-    seed:int=0, # Of the random ones
-    bs:int=512, # Frames at a time; sequences are perturbed whole, so at least one
-    table:int=None, # See `perturb`
-)->pd.DataFrame: # A row per perturbation: frames, flip probability, its standard error over sequences, n, seed
+    model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    data,  # Clean images: a DataLoader or (images, labels); or files: a `CifarP` or `ImageNetP`
+    names=PERTURBATIONS,  # Which
+    n: int = None,  # Images from the start of clean data; None: all
+    seed: int = 0,  # Of the random ones
+    bs: int = 512,  # Frames at a time; sequences are perturbed whole, so at least one
+    table: int = None,  # See `perturb`
+) -> pd.DataFrame:  # A row per perturbation: frames, flip probability, its standard error over sequences, n, seed
     "How often predictions change along perturbation sequences, whether they are right or not"
-    dev,rows = next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None,[]
-    if hasattr(data,'pick') and n is not None:
+    dev, rows = next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None, []
+    if hasattr(data, 'pick') and n is not None:
         raise ValueError(f'n= goes with clean images: give it to {type(data).__name__}(path, n=...)')
-    if n is not None: whole(n)
+    if n is not None:
+        whole(n)
     _check_seed(seed)
     for name in L(names):
+
         def classes(o):
-            ps = [predict(model, check_images(f.to(dev), model)).cpu() for f in o.flatten(0,1).split(bs)]
+            ps = [predict(model, check_images(f.to(dev), model)).cpu() for f in o.flatten(0, 1).split(bs)]
             return torch.cat(ps).view(o.shape[:2])
-        ps,ys = [],[]
-        for o,y in _sequences(data, name, n, seed, bs, table, dev): ps.append(classes(o)); ys.append(y)
-        if not ps: raise ValueError('there are no images to evaluate: the data is empty')
-        if not rows: _flip_doubts(model, o[0,:1].to(dev), data, n, ys)
+
+        ps, ys = [], []
+        for o, y in _sequences(data, name, n, seed, bs, table, dev):
+            ps.append(classes(o))
+            ys.append(y)
+        if not ps:
+            raise ValueError('there are no images to evaluate: the data is empty')
+        if not rows:
+            _flip_doubts(model, o[0, :1].to(dev), data, n, ys)
         f = np.concatenate([flips(p, 'noise' in name) for p in ps])
-        se = f.std(ddof=1)/len(f)**.5 if len(f)>1 else np.nan
+        se = f.std(ddof=1) / len(f) ** 0.5 if len(f) > 1 else np.nan
         rows.append(dict(perturbation=name, frames=ps[0].shape[1], flip=f.mean(), se=se, n=len(f), seed=seed))
     df = pd.DataFrame(rows).set_index('perturbation')
     df.attrs['data'] = getattr(data, 'name', 'perturbed here')
     return df
 
+
 @patch
-def flip_report(self:Learner,
-    ds_idx:int=1, # 0: training images, 1: validation images
-    dl=None, # Another DataLoader, or a `CifarP` or `ImageNetP`
-    **kw # See `flip_report`
-)->pd.DataFrame: # A row per perturbation
+def flip_report(
+    self: Learner,
+    ds_idx: int = 1,  # 0: training images, 1: validation images
+    dl=None,  # Another DataLoader, or a `CifarP` or `ImageNetP`
+    **kw,  # See `flip_report`
+) -> pd.DataFrame:  # A row per perturbation
     "`flip_report` of this Learner's model on its validation images"
     dl = _images_of(self, ds_idx, dl)
     self.model.to(self.dls.device)

@@ -26,584 +26,833 @@ from .core import *
 _PATHS = 'fashion_mnist cifar10 cifar100 imagenette imagenet imagenet100 imagenet_c imagenet_a imagenet_r camvid ade20k'.split()
 _WHOLE = dict(seed=0, epochs=0, steps=0, n_train=1, n_valid=1, bs=1, size=1)  # key: smallest value
 
+
 def _num(v):
     "A number, or a fraction of two"
-    a,*b = v.split('/')
-    if len(b)>1: raise ValueError
-    n = float(a)/float(b[0]) if b else float(a)
-    if not math.isfinite(n): raise ValueError
+    a, *b = v.split('/')
+    if len(b) > 1:
+        raise ValueError
+    n = float(a) / float(b[0]) if b else float(a)
+    if not math.isfinite(n):
+        raise ValueError
     return n
 
+
 def _value(k, v, root):
-    if not v: return None
-    if k in _PATHS: return root/Path(os.path.expandvars(v)).expanduser()
-    if k=='out': return Path(os.path.expandvars(v)).expanduser()
-    if k=='device': return str(torch.device(v))
-    if k in _WHOLE and int(v)<_WHOLE[k]: raise ValueError
-    if k in _WHOLE: return int(v)
-    if k=='eps' and _num(v)<0: raise ValueError
-    for f in (int,_num):
-        try: return f(v)
-        except (ValueError,ZeroDivisionError):
-            if k=='eps' and f is _num: raise
+    if not v:
+        return None
+    if k in _PATHS:
+        return root / Path(os.path.expandvars(v)).expanduser()
+    if k == 'out':
+        return Path(os.path.expandvars(v)).expanduser()
+    if k == 'device':
+        return str(torch.device(v))
+    if k in _WHOLE and int(v) < _WHOLE[k]:
+        raise ValueError
+    if k in _WHOLE:
+        return int(v)
+    if k == 'eps' and _num(v) < 0:
+        raise ValueError
+    for f in (int, _num):
+        try:
+            return f(v)
+        except (ValueError, ZeroDivisionError):
+            if k == 'eps' and f is _num:
+                raise
     return v
 
 # %% ../nbs/00b_data.ipynb #365c7538
 class RunSettings(AttrDict):
     "The values of one profile, by attribute; see `settings`"
+
     def __getattr__(self, k):
-        if k in self: return self[k]
-        raise AttributeError(f'no setting {k!r} in profile {self.get("profile")!r}: it has {", ".join(self)}; add {k} = ... to settings.ini')
+        if k in self:
+            return self[k]
+        raise AttributeError(
+            f'no setting {k!r} in profile {self.get("profile")!r}: it has {", ".join(self)}; add {k} = ... to'
+            ' settings.ini'
+        )
+
     def __repr__(self):
-        show = {k:f'.../{v.name}' if isinstance(v,Path) and v.is_absolute() else eps_str(v) if k=='eps' else v for k,v in self.items() if v is not None}
-        return '\n'.join(f'{k:<{max(map(len,show))}}  {v}' for k,v in show.items())
+        show = {
+            k: f'.../{v.name}' if isinstance(v, Path) and v.is_absolute() else eps_str(v) if k == 'eps' else v
+            for k, v in self.items()
+            if v is not None
+        }
+        return '\n'.join(f'{k:<{max(map(len, show))}}  {v}' for k, v in show.items())
 
 # %% ../nbs/00b_data.ipynb #84d7d99f
 def _ini(f, profiles=(), keys=()):
     "The sections of file `f`, or None if it is another tool's"
     cp = configparser.ConfigParser(interpolation=None, default_section='', inline_comment_prefixes='#')
-    try: cp.read_string(text:=Path(f).read_text(encoding='utf-8-sig'))
+    try:
+        cp.read_string(text := Path(f).read_text(encoding='utf-8-sig'))
     except (configparser.Error, UnicodeDecodeError) as e:
-        if profiles and not (isinstance(e, configparser.Error) and any(f'[{o}]' in text for o in profiles)): return
+        if profiles and not (isinstance(e, configparser.Error) and any(f'[{o}]' in text for o in profiles)):
+            return
         raise ValueError(f'{f} cannot be read: {e}') from e
-    secs = {k:dict(cp[k]) for k in cp.sections()}
-    if not profiles or set(secs)&set(profiles) or any(set(o)&set(keys) for o in secs.values()): return secs
+    secs = {k: dict(cp[k]) for k in cp.sections()}
+    if not profiles or set(secs) & set(profiles) or any(set(o) & set(keys) for o in secs.values()):
+        return secs
+
 
 def _inis():
     "(file, sections), strongest first: the nearest `settings.ini` of ours, then the package's"
-    own = files('robust_nbdev')/'settings.ini'
+    own = files('robust_nbdev') / 'settings.ini'
     base = _ini(own)
-    profiles,keys = [o for o in base if o!='DEFAULT'],{k for o in base.values() for k in o}
-    for d in (Path.cwd(),*Path.cwd().parents):
-        f = d/'settings.ini'
-        if f.is_file() and (secs:=_ini(f, profiles, keys)) is not None: return [(f,secs),(own,base)]
-    return [(own,base)]
+    profiles, keys = [o for o in base if o != 'DEFAULT'], {k for o in base.values() for k in o}
+    for d in (Path.cwd(), *Path.cwd().parents):
+        f = d / 'settings.ini'
+        if f.is_file() and (secs := _ini(f, profiles, keys)) is not None:
+            return [(f, secs), (own, base)]
+    return [(own, base)]
 
 # %% ../nbs/00b_data.ipynb #7fd5bb89
 def _warn_typos(inis):
     "Keys of one's own are welcome; one that is nearly a known one is probably a slip"
-    *own,(_,base) = inis
+    *own, (_, base) = inis
     keys = {k for o in base.values() for k in o}
-    for f,sec,k in [(f,sec,k) for f,secs in own for sec,o in secs.items() for k in o if k not in keys]:
-        near = difflib.get_close_matches(k, keys, 1, .8)
-        if near: warnings.warn(f'{f}, [{sec}]: {k} is a key of your own, did you mean {near[0]}?')
+    for f, sec, k in [(f, sec, k) for f, secs in own for sec, o in secs.items() for k in o if k not in keys]:
+        near = difflib.get_close_matches(k, keys, 1, 0.8)
+        if near:
+            warnings.warn(f'{f}, [{sec}]: {k} is a key of your own, did you mean {near[0]}?')
 
 # %% ../nbs/00b_data.ipynb #6ec470d1
 def settings(
-    profile:str=None, # A section of `settings.ini`; default: the variable ROBUST_PROFILE, else `profile` in `[DEFAULT]`
-)->RunSettings: # Typed values; `.profile` is the section
-    "The run settings of one profile; raises ValueError for an unknown profile, or a bad value with its file, section and key"
+    # A section of `settings.ini`; default: the variable ROBUST_PROFILE, else `profile` in `[DEFAULT]`
+    profile: str = None,
+) -> RunSettings:  # Typed values; `.profile` is the section
+    """The run settings of one profile; raises ValueError for an unknown profile, or a bad value with its file, section
+    and key"""
     _warn_typos(inis := _inis())
-    default = first(s['DEFAULT']['profile'] for _,s in inis if s.get('DEFAULT',{}).get('profile'))
+    default = first(s['DEFAULT']['profile'] for _, s in inis if s.get('DEFAULT', {}).get('profile'))
     profile = profile or os.environ.get('ROBUST_PROFILE') or default
-    known = list(dict.fromkeys(k for _,s in reversed(inis) for k in s if k!='DEFAULT'))
-    if profile not in known: raise ValueError(f'no profile {profile!r} in settings.ini, there are: {", ".join(known)}')
-    res,order = {},dict.fromkeys(k for _,s in reversed(inis) for sec in (profile,'DEFAULT') for k in s.get(sec,{}) if k!='profile')
-    for f,secs in inis:
-        for sec in (profile,'DEFAULT'):
-            for k,v in secs.get(sec,{}).items():
-                try: res.setdefault(k, _value(k, v, Path(f).parent))
-                except (ValueError,ZeroDivisionError,RuntimeError) as e: raise ValueError(f'{f}, [{sec}]: {k} = {v} is not a valid value') from e
-    return RunSettings(profile=profile, **{k:res[k] for k in order})
+    known = list(dict.fromkeys(k for _, s in reversed(inis) for k in s if k != 'DEFAULT'))
+    if profile not in known:
+        raise ValueError(f'no profile {profile!r} in settings.ini, there are: {", ".join(known)}')
+    res, order = (
+        {},
+        dict.fromkeys(
+            k for _, s in reversed(inis) for sec in (profile, 'DEFAULT') for k in s.get(sec, {}) if k != 'profile'
+        ),
+    )
+    for f, secs in inis:
+        for sec in (profile, 'DEFAULT'):
+            for k, v in secs.get(sec, {}).items():
+                try:
+                    res.setdefault(k, _value(k, v, Path(f).parent))
+                except (ValueError, ZeroDivisionError, RuntimeError) as e:
+                    raise ValueError(f'{f}, [{sec}]: {k} = {v} is not a valid value') from e
+    return RunSettings(profile=profile, **{k: res[k] for k in order})
 
 # %% ../nbs/00b_data.ipynb #348401d1
 _NUMBER = re.compile(r'-?[0-9]+([.][0-9]+)?')
 
+
 def numeric(
-    names, # Class names
-)->bool: # Is there at least one, and is each a number such as `7`, `007` or `-1.5`?
+    names,  # Class names
+) -> bool:  # Is there at least one, and is each a number such as `7`, `007` or `-1.5`?
     "Are the names numbers?"
     names = [*map(str, names)]
     return bool(names) and all(_NUMBER.fullmatch(o) for o in names)
 
+
 def by_value(
-    names, # Class names, all different
-)->list: # Of str
+    names,  # Class names, all different
+) -> list:  # Of str
     "Names in order: by value where all are numbers, else by the alphabet; raises ValueError for `1` beside `01`"
     names = [*map(str, names)]
-    if not numeric(names): return sorted(names)
+    if not numeric(names):
+        return sorted(names)
     res = sorted(names, key=Decimal)
-    two = first((a,b) for a,b in zip(res, res[1:]) if Decimal(a)==Decimal(b))
-    if two: raise ValueError(f'the names {two[0]!r} and {two[1]!r} are the same number: rename one of them')
+    two = first((a, b) for a, b in zip(res, res[1:]) if Decimal(a) == Decimal(b))
+    if two:
+        raise ValueError(f'the names {two[0]!r} and {two[1]!r} are the same number: rename one of them')
     return res
 
+
 def class_notice(
-    vocab, # Class names, in the order of a model's outputs
-)->str: # One line; empty where the names are not numbers
+    vocab,  # Class names, in the order of a model's outputs
+) -> str:  # One line; empty where the names are not numbers
     "Says which class is which output where names are numbers, since not every program sorts them by value"
-    if not numeric(vocab): return ''
-    said = [f'output {i} is class {o}' for i,o in enumerate(vocab)]
-    return 'class names are numbers, taken by value: '+', '.join(said if len(said)<5 else [*said[:3],'...',said[-1]])
+    if not numeric(vocab):
+        return ''
+    said = [f'output {i} is class {o}' for i, o in enumerate(vocab)]
+    return 'class names are numbers, taken by value: ' + ', '.join(
+        said if len(said) < 5 else [*said[:3], '...', said[-1]]
+    )
 
 # %% ../nbs/00b_data.ipynb #e17c6ccf
 def _take(x, idxs):
     "Items of an array, a list or a `ParquetColumn`"
-    return x[idxs] if isinstance(x, np.ndarray) else x.take(idxs) if hasattr(x,'take') else [x[i] for i in idxs]
+    return x[idxs] if isinstance(x, np.ndarray) else x.take(idxs) if hasattr(x, 'take') else [x[i] for i in idxs]
+
 
 class ImageSource:
     "A dataset found on disk, nothing decoded"
-    def __init__(self,
-        splits:dict, # `train`, `val`, `test` (those that exist) -> (images, labels). Images: paths, encoded bytes, or uint8 [N,H,W] or [N,H,W,3]. Labels: int64 [N], or masks
-        vocab, # Class names
-        lut=None, # For masks: 256 numbers, the class of each value in the file (255: ignored)
-        order:str='', # What says that the images come in the order in which the dataset was published; empty: nothing does
-        keep:bool=False, # Must this order be kept, even if it is class by class? See `choose_images`
+
+    def __init__(
+        self,
+        # `train`, `val`, `test` (those that exist) -> (images, labels). Images: paths, encoded bytes, or uint8 [N,H,W]
+        # or [N,H,W,3]. Labels: int64 [N], or masks
+        splits: dict,
+        vocab,  # Class names
+        lut=None,  # For masks: 256 numbers, the class of each value in the file (255: ignored)
+        # What says that the images come in the order in which the dataset was published; empty: nothing does
+        order: str = '',
+        keep: bool = False,  # Must this order be kept, even if it is class by class? See `choose_images`
     ):
-        self.vocab,self.lut,self.order,self.keep = L(vocab),lut,order,keep
-        found = sorted(splits.items(), key=lambda o: o[0]!='train')
-        self.splits = {k:(x, np.asarray(y, np.int64) if lut is None else y) for k,(x,y) in found}
-        for k,(x,y) in self.splits.items():
-            if len(x)!=len(y): raise ValueError(f'{k}: {len(x)} images, {len(y)} labels')
-            if lut is None and len(y) and not 0<=y.min()<=y.max()<len(self.vocab):
+        self.vocab, self.lut, self.order, self.keep = L(vocab), lut, order, keep
+        found = sorted(splits.items(), key=lambda o: o[0] != 'train')
+        self.splits = {k: (x, np.asarray(y, np.int64) if lut is None else y) for k, (x, y) in found}
+        for k, (x, y) in self.splits.items():
+            if len(x) != len(y):
+                raise ValueError(f'{k}: {len(x)} images, {len(y)} labels')
+            if lut is None and len(y) and not 0 <= y.min() <= y.max() < len(self.vocab):
                 raise ValueError(f'{k}: labels from {y.min()} to {y.max()} do not fit {len(self.vocab)} classes')
-    def labels(self,
-        split:str, # `'train'`, `'valid'` or `'test'`
-    )->np.ndarray: # [N] int; all zero where the labels are masks
+
+    def labels(
+        self,
+        split: str,  # `'train'`, `'valid'` or `'test'`
+    ) -> np.ndarray:  # [N] int; all zero where the labels are masks
         "The class numbers of a split"
         return self.splits[split][1] if self.lut is None else np.zeros(len(self.splits[split][0]), int)
-    def take(self,
-        split:str, # `'train'`, `'valid'` or `'test'`
-        idxs:np.ndarray, # Positions
-    )->tuple: # Images; labels or masks
+
+    def take(
+        self,
+        split: str,  # `'train'`, `'valid'` or `'test'`
+        idxs: np.ndarray,  # Positions
+    ) -> tuple:  # Images; labels or masks
         "Some items of a split"
         return tuple(_take(o, idxs) for o in self.splits[split])
+
     def __repr__(self):
-        sizes = ', '.join(f'{k} {len(x)}' for k,(x,_) in self.splits.items())
+        sizes = ', '.join(f'{k} {len(x)}' for k, (x, _) in self.splits.items())
         return f'ImageSource({sizes}; {len(self.vocab)} classes)'
 
 # %% ../nbs/00b_data.ipynb #f4e93704
 FASHION = 'T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot'.split(',')
 
-def embedded_fashion(
-)->ImageSource: # train 6000, test 1000; uint8 [N,28,28]
+
+def embedded_fashion() -> ImageSource:  # train 6000, test 1000; uint8 [N,28,28]
     "The balanced subset of Fashion-MNIST that travels with the package"
-    with (files('robust_nbdev')/'data'/'fmnist_small.npz').open('rb') as f:
+    with (files('robust_nbdev') / 'data' / 'fmnist_small.npz').open('rb') as f:
         z = np.load(f)
-        return ImageSource({k:(z[f'x_{k}'],z[f'y_{k}']) for k in ('train','test')}, FASHION)
+        return ImageSource({k: (z[f'x_{k}'], z[f'y_{k}']) for k in ('train', 'test')}, FASHION)
 
 # %% ../nbs/00b_data.ipynb #fb0994e0
 def whole(
-    n, # What a user gave
-    name:str='n', # What it is called
-    least:int=1, # The smallest that makes sense
-)->int: # `n`
+    n,  # What a user gave
+    name: str = 'n',  # What it is called
+    least: int = 1,  # The smallest that makes sense
+) -> int:  # `n`
     "`n`, if it is a whole number of at least `least`; raises ValueError"
-    if isinstance(n, (bool,np.bool_)) or not hasattr(n,'__index__'):
+    if isinstance(n, (bool, np.bool_)) or not hasattr(n, '__index__'):
         raise ValueError(f'{name} must be a whole number, got {n!r}')
-    if n<least: raise ValueError(f'{name} must be at least {least}, got {n!r}')
+    if n < least:
+        raise ValueError(f'{name} must be at least {least}, got {n!r}')
     return int(n)
 
+
 def balanced(
-    y, # Class numbers, int [N]
-    n:int=None, # How many; default: all
-    seed:int=42, # Decides which
-    spare:bool=False, # Take more than half of a class only when no other class has half of its items left?
-)->np.ndarray: # Sorted positions, int [n]
-    "Positions of `n` items, the same number from each class as far as they last; raises ValueError if there are fewer than `n`"
-    if n is None: return np.arange(len(y))
-    if not 1<=whole(n, least=0)<=len(y): raise ValueError(f'{n} images asked for, {len(y)} exist')
+    y,  # Class numbers, int [N]
+    n: int = None,  # How many; default: all
+    seed: int = 42,  # Decides which
+    spare: bool = False,  # Take more than half of a class only when no other class has half of its items left?
+) -> np.ndarray:  # Sorted positions, int [n]
+    """Positions of `n` items, the same number from each class as far as they last; raises ValueError if there are fewer
+    than `n`"""
+    if n is None:
+        return np.arange(len(y))
+    if not 1 <= whole(n, least=0) <= len(y):
+        raise ValueError(f'{n} images asked for, {len(y)} exist')
     p = np.random.default_rng(seed).permutation(len(y))
     groups = pd.Series(y[p]).groupby(y[p])
-    rank,size = groups.cumcount().to_numpy(),groups.transform('size').to_numpy()
-    if spare: rank = np.where(2*(rank+1)<=size, rank, 2*len(y)+rank-size)
+    rank, size = groups.cumcount().to_numpy(), groups.transform('size').to_numpy()
+    if spare:
+        rank = np.where(2 * (rank + 1) <= size, rank, 2 * len(y) + rank - size)
     return np.sort(p[np.argsort(rank, kind='stable')[:n]])
 
 # %% ../nbs/00b_data.ipynb #86135956
 def class_sorted(
-    y, # Class numbers, int [N]
-)->bool: # Would the first few be of few classes?
+    y,  # Class numbers, int [N]
+) -> bool:  # Would the first few be of few classes?
     "Do images come class by class: in one block per class, or in less than a third of the runs that chance would make?"
     y = np.asarray(y)
-    n,sizes = len(y),np.unique(y, return_counts=True)[1]
-    if len(sizes)<2: return False
-    runs,by_chance = 1+np.count_nonzero(np.diff(y)),1+n-np.square(sizes, dtype=float).sum()/n
-    return bool(runs<by_chance/3 or (runs==len(sizes) and runs<=by_chance*2/3))
+    n, sizes = len(y), np.unique(y, return_counts=True)[1]
+    if len(sizes) < 2:
+        return False
+    runs, by_chance = 1 + np.count_nonzero(np.diff(y)), 1 + n - np.square(sizes, dtype=float).sum() / n
+    return bool(runs < by_chance / 3 or (runs == len(sizes) and runs <= by_chance * 2 / 3))
 
 # %% ../nbs/00b_data.ipynb #f8e498d6
 def _mixed(src, split, idxs, seed):
     "Positions, in a random order where they would come class by class and may be moved"
     return idxs if src.keep or not class_sorted(src.labels(split)) else np.random.default_rng(seed).permutation(idxs)
 
+
 def choose_images(
-    src:ImageSource, # What was found on disk
-    valid:str='test', # `'test'`: the test images (`val` where a dataset keeps its test labels secret); `'val'`; `'holdout'`: part of the training images; `'only'`: as `'test'` (all images where there are no splits), for both loaders
-    n_train:int=None, # Default: all
-    n_valid:int=None, # Default: all; for `'holdout'` a tenth
-    seed:int=42, # Decides which images
-)->list: # [(split, positions) for training, (split, positions) for validation]
+    src: ImageSource,  # What was found on disk
+    # `'test'`: the test images (`val` where a dataset keeps its test labels secret); `'val'`; `'holdout'`: part of the
+    # training images; `'only'`: as `'test'` (all images where there are no splits), for both loaders
+    valid: str = 'test',
+    n_train: int = None,  # Default: all
+    n_valid: int = None,  # Default: all; for `'holdout'` a tenth
+    seed: int = 42,  # Decides which images
+) -> list:  # [(split, positions) for training, (split, positions) for validation]
     "Which images train and which validate"
-    if valid not in ('test','val','holdout','only'):
+    if valid not in ('test', 'val', 'holdout', 'only'):
         raise ValueError(f"valid must be 'test', 'val', 'holdout' or 'only', got {valid!r}")
-    places = dict(test=('test','val'), val=['val'], holdout=['train'], only=('test','val','train'))
+    places = dict(test=('test', 'val'), val=['val'], holdout=['train'], only=('test', 'val', 'train'))
     ev = first(k for k in places[valid] if k in src.splits)
-    if ev is None or (valid!='only' and 'train' not in src.splits):
-        raise ValueError(f"valid={valid!r} does not go with this dataset, {src}: 'holdout' needs only train, 'only' takes "
-            "any")
+    if ev is None or (valid != 'only' and 'train' not in src.splits):
+        raise ValueError(
+            f"valid={valid!r} does not go with this dataset, {src}: 'holdout' needs only train, 'only' takes any"
+        )
     y = src.labels(ev)
-    n = ifnone(n_valid, max(1, len(y)//10)) if valid=='holdout' else n_valid
-    out = balanced(y, n, seed, spare=valid=='holdout')
-    if valid=='holdout' and len(out)==len(y):
+    n = ifnone(n_valid, max(1, len(y) // 10)) if valid == 'holdout' else n_valid
+    out = balanced(y, n, seed, spare=valid == 'holdout')
+    if valid == 'holdout' and len(out) == len(y):
         raise ValueError(f'{n} of {len(y)} images held out leave none to train on: give a smaller n_valid')
-    if valid=='holdout' and len(np.unique(y))<2: out = np.random.default_rng(seed).permutation(out)
-    val = ev,_mixed(src, ev, out, seed)
-    if valid=='only': return [val,val]
-    rest = np.setdiff1d(np.arange(len(y)), out) if valid=='holdout' else np.arange(len(src.labels('train')))
+    if valid == 'holdout' and len(np.unique(y)) < 2:
+        out = np.random.default_rng(seed).permutation(out)
+    val = ev, _mixed(src, ev, out, seed)
+    if valid == 'only':
+        return [val, val]
+    rest = np.setdiff1d(np.arange(len(y)), out) if valid == 'holdout' else np.arange(len(src.labels('train')))
     return [('train', _mixed(src, 'train', rest[balanced(src.labels('train')[rest], n_train, seed)], seed)), val]
 
 # %% ../nbs/00b_data.ipynb #3ccf8532
 def _decode(o):
     "The PIL image in a file or in bytes; raises OSError that says which file it was"
     try:
-        with Image.open(io.BytesIO(o) if isinstance(o, bytes) else o) as im: im.load(); return im
-    except FileNotFoundError: raise
-    except (OSError,SyntaxError,ValueError) as e:
-        raise OSError(f'{f"{len(o)} bytes" if isinstance(o, bytes) else o} cannot be read as an image ({e}). verify_images(get_image_files(folder)) lists all such files: remove or replace them') from e
+        with Image.open(io.BytesIO(o) if isinstance(o, bytes) else o) as im:
+            im.load()
+            return im
+    except FileNotFoundError:
+        raise
+    except (OSError, SyntaxError, ValueError) as e:
+        raise OSError(
+            f'{f"{len(o)} bytes" if isinstance(o, bytes) else o} cannot be read as an image ({e}).'
+            ' verify_images(get_image_files(folder)) lists all such files: remove or replace them'
+        ) from e
+
 
 def _bits8(o):
     "Grey of 16 bits as grey of 8, where PIL would turn all above 255 into white"
-    return Image.fromarray((np.asarray(o)/257).round().astype(np.uint8)) if o.mode.startswith('I;16') else o
+    return Image.fromarray((np.asarray(o) / 257).round().astype(np.uint8)) if o.mode.startswith('I;16') else o
+
 
 def open_image(
-    o, # A path, encoded bytes, a PIL image, uint8 pixels as PIL has them ([H,W] or [H,W,3]), or a uint8 tensor [C,H,W]
-    mode:str='RGB', # `'RGB'`, or `'L'` for grey
-)->PILImage: # `PILImageBW` if grey; a copy, `o` stays as it was
+    o,  # A path, encoded bytes, a PIL image, uint8 pixels as PIL has them ([H,W] or [H,W,3]), or a uint8 tensor [C,H,W]
+    mode: str = 'RGB',  # `'RGB'`, or `'L'` for grey
+) -> PILImage:  # `PILImageBW` if grey; a copy, `o` stays as it was
     "A PIL image from any form in which an image is handed over; raises OSError for a file that is broken"
-    if isinstance(o, (Tensor,np.ndarray)):
-        if o.dtype not in (torch.uint8,np.uint8): raise TypeError(f'pixels must be uint8 from 0 to 255, got {o.dtype}: floats would be rounded here, pass them to the model itself')
-        o = np.asarray(o.permute(1,2,0) if isinstance(o, Tensor) and o.ndim==3 else o)
-        o = Image.fromarray(np.ascontiguousarray(o[...,0] if o.shape[2:]==(1,) else o))
-    elif not isinstance(o, Image.Image): o = _decode(o)
-    return (PILImageBW if mode=='L' else PILImage)(_bits8(o).convert(mode))
+    if isinstance(o, (Tensor, np.ndarray)):
+        if o.dtype not in (torch.uint8, np.uint8):
+            raise TypeError(
+                f'pixels must be uint8 from 0 to 255, got {o.dtype}: floats would be rounded here, pass them to the'
+                ' model itself'
+            )
+        o = np.asarray(o.permute(1, 2, 0) if isinstance(o, Tensor) and o.ndim == 3 else o)
+        o = Image.fromarray(np.ascontiguousarray(o[..., 0] if o.shape[2:] == (1,) else o))
+    elif not isinstance(o, Image.Image):
+        o = _decode(o)
+    return (PILImageBW if mode == 'L' else PILImage)(_bits8(o).convert(mode))
 
 # %% ../nbs/00b_data.ipynb #20445248
-_GIVEN = (Path,str,bytes,Image.Image,np.ndarray,Tensor)
+_GIVEN = (Path, str, bytes, Image.Image, np.ndarray, Tensor)
+
 
 class OpenImage(Transform):
     "`open_image` as the first transform of a dataset"
+
     input_types = _GIVEN
-    def __init__(self,
-        mode:str='RGB', # `'RGB'`, or `'L'` for grey
-    ): super().__init__(); self.mode = mode
-    def encodes(self, o): # A path, bytes or an array
+
+    def __init__(
+        self,
+        mode: str = 'RGB',  # `'RGB'`, or `'L'` for grey
+    ):
+        super().__init__()
+        self.mode = mode
+
+    def encodes(self, o):  # A path, bytes or an array
         "A PIL image in this mode"
         return open_image(o, self.mode)
-    def batch(self,
-        a:np.ndarray, # uint8 [B,H,W] or [B,H,W,3]
-    )->TensorImage: # uint8 [B,C,H,W]
+
+    def batch(
+        self,
+        a: np.ndarray,  # uint8 [B,H,W] or [B,H,W,3]
+    ) -> TensorImage:  # uint8 [B,C,H,W]
         "All images of a batch at once"
         x = torch.from_numpy(a)
-        return TensorImageBW(x[:,None]) if self.mode=='L' else TensorImage(x.permute(0,3,1,2).contiguous())
+        return TensorImageBW(x[:, None]) if self.mode == 'L' else TensorImage(x.permute(0, 3, 1, 2).contiguous())
+
 
 class ClassNumber(DisplayedTransform):
     "An integer as a fastai category with a name"
-    loss_func,order = CrossEntropyLossFlat(),1
-    def __init__(self,
-        vocab, # Class names
-    ): super().__init__(); self.vocab,self.c = L(vocab),len(vocab)
-    def encodes(self, o): # A class number of any type
+
+    loss_func, order = CrossEntropyLossFlat(), 1
+
+    def __init__(
+        self,
+        vocab,  # Class names
+    ):
+        super().__init__()
+        self.vocab, self.c = L(vocab), len(vocab)
+
+    def encodes(self, o):  # A class number of any type
         "A class number as a tensor"
         return TensorCategory(int(o))
-    def decodes(self, o): # A class number
+
+    def decodes(self, o):  # A class number
         "The class by name"
         return Category(self.vocab[int(o)])
-    def batch(self,
-        a:np.ndarray, # Class numbers [B]
-    )->TensorCategory: # [B] int64
+
+    def batch(
+        self,
+        a: np.ndarray,  # Class numbers [B]
+    ) -> TensorCategory:  # [B] int64
         "All labels of a batch at once"
         return TensorCategory(torch.from_numpy(a))
 
 # %% ../nbs/00b_data.ipynb #69a6e513
-_INTERP = ('bilinear','bicubic','lanczos','nearest')
+_INTERP = ('bilinear', 'bicubic', 'lanczos', 'nearest')
 
-def _hw(size): return size if size is None else (size,size) if isinstance(size, int) else tuple(size)
+
+def _hw(size):
+    return size if size is None else (size, size) if isinstance(size, int) else tuple(size)
+
 
 class CenterFit(DisplayedTransform):
     "The middle of an image at a given size; an image that has it already is left alone"
+
     order = 4
-    def __init__(self,
-        size, # Height and width of the result, or one number for both
-        pct:float=1., # Share of the shorter side that is kept; 0.875 is the custom for ImageNet
-        interp:str='bilinear', # How to resize: `'bilinear'`, `'bicubic'`, `'lanczos'`, `'nearest'`; timm: `interpolation`
-        crop_mode:str='center', # `'center'`: the middle; `'squash'`: the whole image, its proportions changed
+
+    def __init__(
+        self,
+        size,  # Height and width of the result, or one number for both
+        pct: float = 1.0,  # Share of the shorter side that is kept; 0.875 is the custom for ImageNet
+        # How to resize: `'bilinear'`, `'bicubic'`, `'lanczos'`, `'nearest'`; timm: `interpolation`
+        interp: str = 'bilinear',
+        crop_mode: str = 'center',  # `'center'`: the middle; `'squash'`: the whole image, its proportions changed
     ):
         super().__init__()
-        if not 0<pct<=1: raise ValueError(f'pct is a share, above 0 and at most 1, got {pct}')
-        if interp not in _INTERP: raise ValueError(f'interp must be one of {", ".join(_INTERP)}, got {interp!r}')
-        if crop_mode not in ('center','squash'):
-            raise ValueError(f"crop_mode must be 'center' or 'squash', got {crop_mode!r}: borders need a colour, which is "
-                "not known here")
-        self.size,self.pct,self.interp,self.crop_mode = _hw(size),pct,interp,crop_mode
-    def encodes(self, o:Image.Image): # An image
+        if not 0 < pct <= 1:
+            raise ValueError(f'pct is a share, above 0 and at most 1, got {pct}')
+        if interp not in _INTERP:
+            raise ValueError(f'interp must be one of {", ".join(_INTERP)}, got {interp!r}')
+        if crop_mode not in ('center', 'squash'):
+            raise ValueError(
+                f"crop_mode must be 'center' or 'squash', got {crop_mode!r}: borders need a colour, which is "
+                "not known here"
+            )
+        self.size, self.pct, self.interp, self.crop_mode = _hw(size), pct, interp, crop_mode
+
+    def encodes(self, o: Image.Image):  # An image
         "Resize, then crop the middle"
-        h,w = self.size
-        if o.size==(w,h): return o
+        h, w = self.size
+        if o.size == (w, h):
+            return o
         interp = 'nearest' if isinstance(o, PILMask) else self.interp
-        if (self.interp,self.crop_mode)==('bilinear','center'): return type(o)(self._middle(o, interp))
+        if (self.interp, self.crop_mode) == ('bilinear', 'center'):
+            return type(o)(self._middle(o, interp))
         fit = transforms_imagenet_eval(self.size, self.pct, self.crop_mode, interpolation=interp).transforms[:2]
         return type(o)(fit[1](fit[0](o)))
+
     def _middle(self, o, interp):
         "The shorter side resized, the middle cropped"
-        h,w = self.size
-        s = max(w/o.width, h/o.height)/self.pct
-        W,H = max(w, round(o.width*s)),max(h, round(o.height*s))
-        l,t = (W-w)//2,(H-h)//2
-        return o.resize((W,H), Image.NEAREST if interp=='nearest' else Image.BILINEAR).crop((l,t,l+w,t+h))
+        h, w = self.size
+        s = max(w / o.width, h / o.height) / self.pct
+        W, H = max(w, round(o.width * s)), max(h, round(o.height * s))
+        l, t = (W - w) // 2, (H - h) // 2
+        return o.resize((W, H), Image.NEAREST if interp == 'nearest' else Image.BILINEAR).crop((l, t, l + w, t + h))
 
 # %% ../nbs/00b_data.ipynb #1a14c382
 def timm_fit(
-    model, # A timm model, or anything that wraps one
-    size:int=None, # Pixels that it will be tested at; default: those of its configuration
-)->dict: # `pct`, `interp`, `crop_mode`, as far as its configuration names them; empty for a model without one
+    model,  # A timm model, or anything that wraps one
+    size: int = None,  # Pixels that it will be tested at; default: those of its configuration
+) -> dict:  # `pct`, `interp`, `crop_mode`, as far as its configuration names them; empty for a model without one
     "How timm cuts a model's test images to size, for `image_dls`; options of one's own go over it"
     net = unwrap(model)
-    cfg = getattr(net,'pretrained_cfg',None) or getattr(net,'default_cfg',None) or {}
+    cfg = getattr(net, 'pretrained_cfg', None) or getattr(net, 'default_cfg', None) or {}
     test = cfg.get('test_input_size') and size in (None, cfg['test_input_size'][-1])
     found = resolve_model_data_config(net, pretrained_cfg=cfg, use_test_size=bool(test)) if cfg else {}
     names = dict(crop_pct='pct', interpolation='interp', crop_mode='crop_mode')
-    return {ours:found[k] for k,ours in names.items() if cfg.get(k) or (test and cfg.get(f'test_{k}'))}
+    return {ours: found[k] for k, ours in names.items() if cfg.get(k) or (test and cfg.get(f'test_{k}'))}
 
 # %% ../nbs/00b_data.ipynb #828bf954
 class CropFlip(RandTransform):
     "Training batches shifted by up to `pad` pixels and mirrored half of the time, with the pixel values that they had"
-    order = IntToFloatTensor.order+1
-    def __init__(self,
-        pad:int=4, # Largest shift, an eighth of 32 pixels; what comes in from outside is black (255 in masks)
-        flip:bool=True, # Mirror half of the images
+
+    order = IntToFloatTensor.order + 1
+
+    def __init__(
+        self,
+        pad: int = 4,  # Largest shift, an eighth of 32 pixels; what comes in from outside is black (255 in masks)
+        flip: bool = True,  # Mirror half of the images
     ):
         super().__init__()
-        self.pad,self.flip = pad,flip
+        self.pad, self.flip = pad, flip
+
     def before_call(self, b, split_idx):
-        self.do = split_idx in (0,None)
-        if not self.do: return
-        (n,_,h,w),dev = b[0].shape,b[0].device
-        dy,dx = torch.randint(0, 2*self.pad+1, (2,n,1)).to(dev)
-        all_n,rows,cols = [torch.arange(k, device=dev) for k in (n,h,w)]
-        cols = torch.where(torch.rand(n,1).to(dev)<.5*self.flip, cols.flip(0), cols)
-        self.idx = all_n[:,None,None],slice(None),(rows+dy)[:,:,None],(cols+dx)[:,None]
-    def __call__(self,
-        b, # A batch (images, labels)
-        split_idx:int=None, # 0 for training, 1 for validation
-        **kwargs # As in fastai
-    )->tuple: # The batch, its training images shifted and mirrored
+        self.do = split_idx in (0, None)
+        if not self.do:
+            return
+        (n, _, h, w), dev = b[0].shape, b[0].device
+        dy, dx = torch.randint(0, 2 * self.pad + 1, (2, n, 1)).to(dev)
+        all_n, rows, cols = [torch.arange(k, device=dev) for k in (n, h, w)]
+        cols = torch.where(torch.rand(n, 1).to(dev) < 0.5 * self.flip, cols.flip(0), cols)
+        self.idx = all_n[:, None, None], slice(None), (rows + dy)[:, :, None], (cols + dx)[:, None]
+
+    def __call__(
+        self,
+        b,  # A batch (images, labels)
+        split_idx: int = None,  # 0 for training, 1 for validation
+        **kwargs,  # As in fastai
+    ) -> tuple:  # The batch, its training images shifted and mirrored
         "One draw for the whole batch, the images and their masks alike"
-        res,self.idx = super().__call__(b, split_idx=split_idx, **kwargs),None
+        res, self.idx = super().__call__(b, split_idx=split_idx, **kwargs), None
         return res
+
     def _pick(self, o, fill):
-        p = F.pad(o.as_subclass(Tensor), [self.pad]*4, value=fill)
-        return p[self.idx].permute(0,3,1,2).contiguous().as_subclass(type(o))
-    def encodes(self, o:TensorImage): # Images [B,C,H,W]
+        p = F.pad(o.as_subclass(Tensor), [self.pad] * 4, value=fill)
+        return p[self.idx].permute(0, 3, 1, 2).contiguous().as_subclass(type(o))
+
+    def encodes(self, o: TensorImage):  # Images [B,C,H,W]
         "Shift and mirror; what comes in from outside is black"
-        return self._pick(o, 0.)
-    def encodes(self, o:TensorMask): # Masks [B,H,W]
+        return self._pick(o, 0.0)
+
+    def encodes(self, o: TensorMask):  # Masks [B,H,W]
         "Shift and mirror; what comes in from outside is ignored"
-        return self._pick(o[:,None], 255)[:,0]
+        return self._pick(o[:, None], 255)[:, 0]
 
 # %% ../nbs/00b_data.ipynb #167c5406
 class ClampImage(Transform):
     "Images back into [0,1] after somebody's `batch_tfms`; a second one changes nothing"
+
     order = 98
-    def encodes(self, o:TensorImage): # Images, any shape
+
+    def encodes(self, o: TensorImage):  # Images, any shape
         "Back into [0,1]"
-        return o.clamp(0,1)
+        return o.clamp(0, 1)
 
 # %% ../nbs/00b_data.ipynb #c5c4492c
 class BatchDL(TfmdDL):
     "A `TfmdDL` that takes whole batches out of an array where it can"
+
     def _whole(self):
         tl = self.dataset.tls[0] if isinstance(self.dataset, Datasets) else SimpleNamespace(items=None)
-        a,fit = tl.items,first(self.after_item.fs, risinstance(CenterFit))
-        plain = all(isinstance(f, (CenterFit,ToTensor)) for f in self.after_item.fs) and not self.before_batch.fs and not self.prebatched
-        return (plain and isinstance(a, np.ndarray) and a.dtype==np.uint8 and isinstance(tl.tfms.fs[0], OpenImage) and
-                a.shape[3:]==(() if tl.tfms.fs[0].mode=='L' else (3,)) and a.ndim>=3 and (fit is None or a.shape[1:3]==fit.size))
+        a, fit = tl.items, first(self.after_item.fs, risinstance(CenterFit))
+        plain = (
+            all(isinstance(f, (CenterFit, ToTensor)) for f in self.after_item.fs)
+            and not self.before_batch.fs
+            and not self.prebatched
+        )
+        return (
+            plain
+            and isinstance(a, np.ndarray)
+            and a.dtype == np.uint8
+            and isinstance(tl.tfms.fs[0], OpenImage)
+            and a.shape[3:] == (() if tl.tfms.fs[0].mode == 'L' else (3,))
+            and a.ndim >= 3
+            and (fit is None or a.shape[1:3] == fit.size)
+        )
+
     def create_batches(self, samps):
-        if not self._whole(): yield from super().create_batches(samps)
+        if not self._whole():
+            yield from super().create_batches(samps)
         else:
-            for i in self.chunkify(samps): yield tuple(tl.tfms.fs[0].batch(tl.items[i]) for tl in self.dataset.tls)
+            for i in self.chunkify(samps):
+                yield tuple(tl.tfms.fs[0].batch(tl.items[i]) for tl in self.dataset.tls)
 
 # %% ../nbs/00b_data.ipynb #ac290e74
 def to_ram(
-    x, # Images of a `ImageSource`
-    mode:str='RGB', # `'RGB'` or `'L'`
-    size=None, # (height, width); None: images keep their size, and come back as they are
-    most:int=2**30, # Bytes; what is larger stays as it is
-    fit:CenterFit=None, # How images come to this size; None: `CenterFit(size)`
-)->np.ndarray: # uint8 [N,H,W] or [N,H,W,3]; or `x` itself
+    x,  # Images of a `ImageSource`
+    mode: str = 'RGB',  # `'RGB'` or `'L'`
+    size=None,  # (height, width); None: images keep their size, and come back as they are
+    most: int = 2**30,  # Bytes; what is larger stays as it is
+    fit: CenterFit = None,  # How images come to this size; None: `CenterFit(size)`
+) -> np.ndarray:  # uint8 [N,H,W] or [N,H,W,3]; or `x` itself
     "Small images decoded once and for all"
-    c = () if mode=='L' else (3,)
-    if size is None or max(size)>64 or len(x)*np.prod(size+c)>most: return x
-    if isinstance(x, np.ndarray) and x.shape[1:]==size+c: return x
+    c = () if mode == 'L' else (3,)
+    if size is None or max(size) > 64 or len(x) * np.prod(size + c) > most:
+        return x
+    if isinstance(x, np.ndarray) and x.shape[1:] == size + c:
+        return x
     fit = fit or CenterFit(size)
-    res = np.empty((len(x),*size,*c), np.uint8)
-    for i,o in enumerate(x): res[i] = fit(open_image(o, mode))
+    res = np.empty((len(x), *size, *c), np.uint8)
+    for i, o in enumerate(x):
+        res[i] = fit(open_image(o, mode))
     return res
 
 # %% ../nbs/00b_data.ipynb #ea6b189e
 def _auto(o):
-    if isinstance(o, str) and o!='auto': raise ValueError(f"transforms are 'auto', None, or a list of them, got {o!r}")
+    if isinstance(o, str) and o != 'auto':
+        raise ValueError(f"transforms are 'auto', None, or a list of them, got {o!r}")
     return isinstance(o, str)
+
 
 def _tfms(item, batch, mode, fit):
     "`'auto'` turned into transforms, and what always comes with them"
     size = fit and fit.size
-    big = size is not None and max(size)>64
-    if _auto(item): item = [RandomResizedCrop(size, min_scale=.35, split_idx=0)] if big and mode=='RGB' else []
+    big = size is not None and max(size) > 64
+    if _auto(item):
+        item = [RandomResizedCrop(size, min_scale=0.35, split_idx=0)] if big and mode == 'RGB' else []
     own = not _auto(batch) and batch
-    if _auto(batch): batch = [CropFlip(0 if big or not size else min(size)//8)] if mode=='RGB' else []
-    item,batch = L(item),L(batch)
-    check_dls(SimpleNamespace(after_batch=Pipeline(item+batch)))
-    if fit: item += fit
-    if own: batch += ClampImage()
-    return item+ToTensor, batch+(IntToFloatTensor if not any(isinstance(o, IntToFloatTensor) for o in batch) else None)
+    if _auto(batch):
+        batch = [CropFlip(0 if big or not size else min(size) // 8)] if mode == 'RGB' else []
+    item, batch = L(item), L(batch)
+    check_dls(SimpleNamespace(after_batch=Pipeline(item + batch)))
+    if fit:
+        item += fit
+    if own:
+        batch += ClampImage()
+    return item + ToTensor, batch + (
+        IntToFloatTensor if not any(isinstance(o, IntToFloatTensor) for o in batch) else None
+    )
 
 # %% ../nbs/00b_data.ipynb #e6a753cf
 class MaskClasses(Transform):
     "A mask file, its values turned into class numbers"
-    input_types,loss_func = _GIVEN,CrossEntropyLossFlat(axis=1, ignore_index=255)
-    def __init__(self,
-        lut, # 256 numbers: the class of each value in the file; 255: ignored
-        vocab, # Class names
+
+    input_types, loss_func = _GIVEN, CrossEntropyLossFlat(axis=1, ignore_index=255)
+
+    def __init__(
+        self,
+        lut,  # 256 numbers: the class of each value in the file; 255: ignored
+        vocab,  # Class names
     ):
         super().__init__()
-        self.lut,self.vocab,self.c = np.array(lut, np.uint8),L(vocab),len(vocab)
-    def encodes(self, o): # A mask: its path, its bytes or an array
+        self.lut, self.vocab, self.c = np.array(lut, np.uint8), L(vocab), len(vocab)
+
+    def encodes(self, o):  # A mask: its path, its bytes or an array
         "A mask whose pixels are class numbers"
-        if isinstance(o, (Path,str,bytes)): o = Image.open(io.BytesIO(o) if isinstance(o, bytes) else o)
+        if isinstance(o, (Path, str, bytes)):
+            o = Image.open(io.BytesIO(o) if isinstance(o, bytes) else o)
         return PILMask(Image.fromarray(self.lut[np.asarray(o)]))
 
-def _cat(a, b): return np.concatenate([a,b]) if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.shape[1:]==b.shape[1:] else [*a,*b]
+
+def _cat(a, b):
+    return (
+        np.concatenate([a, b])
+        if isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and a.shape[1:] == b.shape[1:]
+        else [*a, *b]
+    )
+
 
 def _datasets(train, valid, src, mode):
-    n = len(train[0]),len(valid[0])
-    splits = [list(range(n[0])),list(range(n[0],sum(n)))]
+    n = len(train[0]), len(valid[0])
+    splits = [list(range(n[0])), list(range(n[0], sum(n)))]
     yt = ClassNumber(src.vocab) if src.lut is None else MaskClasses(src.lut, src.vocab)
-    tls = [TfmdLists(_cat(a,b), t, splits=splits) for a,b,t in zip(train, valid, (OpenImage(mode),yt))]
+    tls = [TfmdLists(_cat(a, b), t, splits=splits) for a, b, t in zip(train, valid, (OpenImage(mode), yt))]
     return Datasets(tls=tls, n_inp=1)
 
 # %% ../nbs/00b_data.ipynb #f8d78828
 def _one_size(*parts):
     "Raises ValueError if images without a `size` to be brought to have several; looks at some fifty files of each part"
     got = {}
-    for o in (o for x in parts if not isinstance(x, np.ndarray) for o in x[::max(1, len(x)//50)]):
-        with Image.open(io.BytesIO(o) if isinstance(o, bytes) else o) as im: got.setdefault(im.size, o)
-    if len(got)>1:
-        raise ValueError(f'the images have several sizes, among them {" and ".join(f"{w}x{h}" for w,h in list(got)[:2])}, '
-            f'and a batch needs one: give size=, for instance size={min(min(o) for o in got)}')
+    for o in (o for x in parts if not isinstance(x, np.ndarray) for o in x[:: max(1, len(x) // 50)]):
+        with Image.open(io.BytesIO(o) if isinstance(o, bytes) else o) as im:
+            got.setdefault(im.size, o)
+    if len(got) > 1:
+        raise ValueError(
+            f'the images have several sizes, among them {" and ".join(f"{w}x{h}" for w, h in list(got)[:2])}, '
+            f'and a batch needs one: give size=, for instance size={min(min(o) for o in got)}'
+        )
+
 
 def _cut(fit):
     "How images are cut to size, where that is not the plain way"
-    if fit is None or (fit.pct,fit.interp,fit.crop_mode)==(1,'bilinear','center'): return ''
+    if fit is None or (fit.pct, fit.interp, fit.crop_mode) == (1, 'bilinear', 'center'):
+        return ''
     return f', cut to {fit.size[0]}x{fit.size[1]} (pct {fit.pct:g}, {fit.interp}, {fit.crop_mode})'
 
+
 def _about(src, picks, valid, seed, name):
-    n = [(len(i),len(src.labels(k)),k) for k,i in picks]
-    held = ' (held out)' if valid=='holdout' else ' (for both)' if valid=='only' else ''
-    chosen = f', balanced, seed {seed}' if any(a<b for a,b,_ in n) else ''
+    n = [(len(i), len(src.labels(k)), k) for k, i in picks]
+    held = ' (held out)' if valid == 'holdout' else ' (for both)' if valid == 'only' else ''
+    chosen = f', balanced, seed {seed}' if any(a < b for a, b, _ in n) else ''
     numbers = class_notice(src.vocab)
-    return f'{name or "images"}: '+', '.join(f'{a} of {b} {k}' for a,b,k in n)+held+chosen+(numbers and f'; {numbers}')
+    return (
+        f'{name or "images"}: '
+        + ', '.join(f'{a} of {b} {k}' for a, b, k in n)
+        + held
+        + chosen
+        + (numbers and f'; {numbers}')
+    )
 
 # %% ../nbs/00b_data.ipynb #35feadbf
 def image_dls(
-    source, # A `ImageSource`, or a folder or parquet file for `read_images`
-    n_train:int=None, # Training images, balanced over classes; default: all
-    n_valid:int=None, # Validation images, balanced over classes; default: all
-    bs:int=64, # Batch size of both loaders
-    size=None, # Pixels: one number or (height, width); default: as they are
-    valid:str=None, # Where validation images come from, see `choose_images`: `'test'`, `'val'`, `'holdout'`, `'only'`; None: `'holdout'` where all images are training images, else `'test'`
-    seed:int=42, # Decides which images, and the order of training batches
-    mode:str='RGB', # `'RGB'`: [B,3,H,W]; `'L'`: grey, [B,1,H,W]
-    item_tfms='auto', # As in fastai; `'auto'`: colour images above 64 pixels get a random crop; None: no augmentation
-    batch_tfms='auto', # As in fastai; `'auto'`: colour images are flipped, up to 64 pixels shifted too; None: no augmentation
-    pct:float=None, # Share of the shorter side that validation images keep when cut to `size`; default: 0.875 above 64 pixels, else 1
-    interp:str='bilinear', # How images are resized, see `CenterFit`
-    crop_mode:str='center', # What is cut away, see `CenterFit`
-    num_workers:int=None, # Default: 0 for images in memory, else fastai's
-    device=None, # Default: a GPU where there is one
-    name:str='', # What to call the dataset; also picks among the files of a folder
-)->DataLoaders: # Batches in [0,1]; `.vocab`, `.c`, and `.about`, a line that says which images these are
+    source,  # A `ImageSource`, or a folder or parquet file for `read_images`
+    n_train: int = None,  # Training images, balanced over classes; default: all
+    n_valid: int = None,  # Validation images, balanced over classes; default: all
+    bs: int = 64,  # Batch size of both loaders
+    size=None,  # Pixels: one number or (height, width); default: as they are
+    # Where validation images come from, see `choose_images`: `'test'`, `'val'`, `'holdout'`, `'only'`; None:
+    # `'holdout'` where all images are training images, else `'test'`
+    valid: str = None,
+    seed: int = 42,  # Decides which images, and the order of training batches
+    mode: str = 'RGB',  # `'RGB'`: [B,3,H,W]; `'L'`: grey, [B,1,H,W]
+    item_tfms='auto',  # As in fastai; `'auto'`: colour images above 64 pixels get a random crop; None: no augmentation
+    # As in fastai; `'auto'`: colour images are flipped, up to 64 pixels shifted too; None: no augmentation
+    batch_tfms='auto',
+    # Share of the shorter side that validation images keep when cut to `size`; default: 0.875 above 64 pixels, else 1
+    pct: float = None,
+    interp: str = 'bilinear',  # How images are resized, see `CenterFit`
+    crop_mode: str = 'center',  # What is cut away, see `CenterFit`
+    num_workers: int = None,  # Default: 0 for images in memory, else fastai's
+    device=None,  # Default: a GPU where there is one
+    name: str = '',  # What to call the dataset; also picks among the files of a folder
+) -> DataLoaders:  # Batches in [0,1]; `.vocab`, `.c`, and `.about`, a line that says which images these are
     "DataLoaders in [0,1] from any source of images"
-    src,size = source if isinstance(source, ImageSource) else read_images(source, name),_hw(size)
-    valid = valid or ('holdout' if {*src.splits}=={'train'} else 'test')
+    src, size = source if isinstance(source, ImageSource) else read_images(source, name), _hw(size)
+    valid = valid or ('holdout' if {*src.splits} == {'train'} else 'test')
     picks = choose_images(src, valid, n_train, n_valid, seed)
     parts = [src.take(*o) for o in picks]
-    if size is None and (item_tfms is None or _auto(item_tfms)): _one_size(*[x for x,_ in parts])
-    fixed = src.lut is None and (item_tfms is None or _auto(item_tfms))     # only `fit` changes an image before the batch
-    if size is None and fixed and isinstance(parts[0][0], np.ndarray): size = parts[0][0].shape[1:3]
-    fit = size and CenterFit(size, ifnone(pct, .875 if max(size)>64 and src.lut is None else 1.), interp, crop_mode)
-    if fixed: parts = [(to_ram(x, mode, size, fit=fit),y) for x,y in parts]
+    if size is None and (item_tfms is None or _auto(item_tfms)):
+        _one_size(*[x for x, _ in parts])
+    # only `fit` changes an image before the batch
+    fixed = src.lut is None and (item_tfms is None or _auto(item_tfms))
+    if size is None and fixed and isinstance(parts[0][0], np.ndarray):
+        size = parts[0][0].shape[1:3]
+    fit = size and CenterFit(size, ifnone(pct, 0.875 if max(size) > 64 and src.lut is None else 1.0), interp, crop_mode)
+    if fixed:
+        parts = [(to_ram(x, mode, size, fit=fit), y) for x, y in parts]
     ds = _datasets(*parts, src, mode)
-    whole = fixed and isinstance(ds.tls[0].items, np.ndarray) and ds.tls[0].items.shape[1:3]==size
-    items,batches = _tfms(item_tfms, batch_tfms, mode, fit)
-    if src.lut is not None: items += AddMaskCodes(src.vocab)
-    dls = ds.dataloaders(bs=bs, dl_type=BatchDL, after_item=items, after_batch=batches, device=device,
-        num_workers=ifnone(num_workers, 0 if whole else None), drop_last=len(parts[0][0])>=bs)
-    dls.train.rng,dls.about = random.Random(seed),_about(src, picks, valid, seed, name)+_cut(fit)
+    whole = fixed and isinstance(ds.tls[0].items, np.ndarray) and ds.tls[0].items.shape[1:3] == size
+    items, batches = _tfms(item_tfms, batch_tfms, mode, fit)
+    if src.lut is not None:
+        items += AddMaskCodes(src.vocab)
+    dls = ds.dataloaders(
+        bs=bs,
+        dl_type=BatchDL,
+        after_item=items,
+        after_batch=batches,
+        device=device,
+        num_workers=ifnone(num_workers, 0 if whole else None),
+        drop_last=len(parts[0][0]) >= bs,
+    )
+    dls.train.rng, dls.about = random.Random(seed), _about(src, picks, valid, seed, name) + _cut(fit)
     return dls
 
 # %% ../nbs/00b_data.ipynb #dab2accd
-_SPLITS = dict(train='train', training='train', val='val', valid='val', validation='val', dev='val', test='test', testing='test')
+_SPLITS = dict(
+    train='train', training='train', val='val', valid='val', validation='val', dev='val', test='test', testing='test'
+)
 
-IMAGENETTE = dict(n01440764='tench', n02102040='English springer', n02979186='cassette player', n03000684='chain saw', n03028079='church',
-                  n03394916='French horn', n03417042='garbage truck', n03425413='gas pump', n03445777='golf ball', n03888257='parachute')
+IMAGENETTE = dict(
+    n01440764='tench',
+    n02102040='English springer',
+    n02979186='cassette player',
+    n03000684='chain saw',
+    n03028079='church',
+    n03394916='French horn',
+    n03417042='garbage truck',
+    n03425413='gas pump',
+    n03445777='golf ball',
+    n03888257='parachute',
+)
 
-def _subdirs(path): return [d for d in sorted(path.iterdir()) if d.is_dir()]
+
+def _subdirs(path):
+    return [d for d in sorted(path.iterdir()) if d.is_dir()]
+
 
 def read_folders(
-    path:Path, # Holds `train/` and `test/`, `val/` or `valid/`, with a folder of images per class; or the class folders themselves
-    name:str='', # Not used
-)->ImageSource|None: # None | None: there is nothing of the kind
+    # Holds `train/` and `test/`, `val/` or `valid/`, with a folder of images per class; or the class folders themselves
+    path: Path,
+    name: str = '',  # Not used
+) -> ImageSource | None:  # None | None: there is nothing of the kind
     "Images whose folder is their class"
-    if not path.is_dir(): return
-    dirs = {_SPLITS[d.name.lower()]:d for d in _subdirs(path) if d.name.lower() in _SPLITS}
-    if not dirs and any(get_image_files(d, recurse=False) for d in _subdirs(path)): dirs = dict(train=path)
-    found = {k:sorted((f for f in get_image_files(d) if f.parent!=d), key=str) for k,d in dirs.items()}
-    found = {k:v for k,v in found.items() if v}
-    if not found: return
+    if not path.is_dir():
+        return
+    dirs = {_SPLITS[d.name.lower()]: d for d in _subdirs(path) if d.name.lower() in _SPLITS}
+    if not dirs and any(get_image_files(d, recurse=False) for d in _subdirs(path)):
+        dirs = dict(train=path)
+    found = {k: sorted((f for f in get_image_files(d) if f.parent != d), key=str) for k, d in dirs.items()}
+    found = {k: v for k, v in found.items() if v}
+    if not found:
+        return
     vocab = by_value({f.parent.name for f in found.get('train', first(found.values()))})
-    o2i = {o:i for i,o in enumerate(vocab)}
-    new = {f.parent.name for v in found.values() for f in v}-set(vocab)
-    if new: raise ValueError(f'{path}: {len(new)} classes have no training images, among them {sorted(new)[:3]}')
-    return ImageSource({k:(v, [o2i[f.parent.name] for f in v]) for k,v in found.items()}, [IMAGENETTE.get(o,o) for o in vocab])
+    o2i = {o: i for i, o in enumerate(vocab)}
+    new = {f.parent.name for v in found.values() for f in v} - set(vocab)
+    if new:
+        raise ValueError(f'{path}: {len(new)} classes have no training images, among them {sorted(new)[:3]}')
+    return ImageSource(
+        {k: (v, [o2i[f.parent.name] for f in v]) for k, v in found.items()}, [IMAGENETTE.get(o, o) for o in vocab]
+    )
 
 # %% ../nbs/00b_data.ipynb #3082fea6
 def _pq():
-    try: import pyarrow.parquet as pq
-    except ImportError as e: raise ImportError("reading parquet files needs pyarrow: pip install pyarrow") from e
+    try:
+        import pyarrow.parquet as pq
+    except ImportError as e:
+        raise ImportError("reading parquet files needs pyarrow: pip install pyarrow") from e
     return pq
+
 
 class ParquetColumn:
     "Encoded images in a column of parquet files, read when they are taken"
-    def __init__(self,
-        files:list, # Parquet files, in order
-        col:str, # A column of bytes, or of structs with a field `bytes`
-        rows, # Row numbers counted through all files, int [N]
-    ): self.files,self.col,self.rows = files,col,np.asarray(rows)
-    def __len__(self): return len(self.rows)
-    def take(self,
-        idxs:np.ndarray, # Positions
-    )->list: # Of bytes, in the order of `idxs`
+
+    def __init__(
+        self,
+        files: list,  # Parquet files, in order
+        col: str,  # A column of bytes, or of structs with a field `bytes`
+        rows,  # Row numbers counted through all files, int [N]
+    ):
+        self.files, self.col, self.rows = files, col, np.asarray(rows)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def take(
+        self,
+        idxs: np.ndarray,  # Positions
+    ) -> list:  # Of bytes, in the order of `idxs`
         "Some entries of the column, from a single pass over the files"
-        want = self.rows[idxs]; todo = np.unique(want); got,off = {},0
+        want = self.rows[idxs]
+        todo = np.unique(want)
+        got, off = {}, 0
         for b in (b for f in self.files for b in _pq().ParquetFile(f).iter_batches(1024, columns=[self.col])):
-            lo,hi = np.searchsorted(todo, [off,off+len(b)])
-            got.update({i:b.column(0)[int(i)-off].as_py() for i in todo[lo:hi]})
+            lo, hi = np.searchsorted(todo, [off, off + len(b)])
+            got.update({i: b.column(0)[int(i) - off].as_py() for i in todo[lo:hi]})
             off += len(b)
         return [o['bytes'] if isinstance(o, dict) else o for o in (got[i] for i in want)]
 
 # %% ../nbs/00b_data.ipynb #697caba0
-def _tokens(f): return [o for o in re.split(r'[^a-z0-9]+', re.sub(r'\d+-of-\d+', '', Path(f).stem.lower())) if o]
-def _split(f): return first(_SPLITS[o] for o in _tokens(f) if o in _SPLITS)
-def _key(f): return '_'.join(o for o in _tokens(f) if o not in _SPLITS)
+def _tokens(f):
+    return [o for o in re.split(r'[^a-z0-9]+', re.sub(r'\d+-of-\d+', '', Path(f).stem.lower())) if o]
+
+
+def _split(f):
+    return first(_SPLITS[o] for o in _tokens(f) if o in _SPLITS)
+
+
+def _key(f):
+    return '_'.join(o for o in _tokens(f) if o not in _SPLITS)
+
+
 def _owner(f):
     "The known dataset whose name a file carries: the longest that fits, so that imagenet100 is not imagenet"
-    def fits(o): return re.search('(?<![a-z])'+re.sub(r'(\d+)', r'_?\1', o)+(r'(?!\d)' if o[-1].isdigit() else '(?![a-z])'), _key(f))
+
+    def fits(o):
+        return re.search(
+            '(?<![a-z])' + re.sub(r'(\d+)', r'_?\1', o) + (r'(?!\d)' if o[-1].isdigit() else '(?![a-z])'), _key(f)
+        )
+
     return max(filter(fits, _PATHS), key=len, default=None)
 
+
 def _parquets(path, name):
-    def inside(d): return sorted(d.glob('*.parquet'), key=lambda f: natural_key(f.name))      # part 2 before part 10
-    fs = [path] if path.suffix=='.parquet' else inside(path) or inside(path/'data')
-    if name and path.is_dir(): fs = [f for f in fs if _owner(f)==name] or [f for f in fs if _owner(f) is None]
+    def inside(d):
+        return sorted(d.glob('*.parquet'), key=lambda f: natural_key(f.name))  # part 2 before part 10
+
+    fs = [path] if path.suffix == '.parquet' else inside(path) or inside(path / 'data')
+    if name and path.is_dir():
+        fs = [f for f in fs if _owner(f) == name] or [f for f in fs if _owner(f) is None]
     sets = {_key(f) for f in fs}
-    if len(sets)>1:
+    if len(sets) > 1:
         raise ValueError(f'{path} holds parquet files of several datasets, {sorted(sets)}: pass one file, or name=')
     return fs
 
@@ -611,187 +860,292 @@ def _parquets(path, name):
 def _class_names(pf):
     "The class names that a file carries, in order, or None"
     meta = pf.schema_arrow.metadata or {}
-    feats = json.loads(meta.get(b'huggingface', b'{}')).get('info',{}).get('features',{})
-    hf = first(feats[k].get('names') for k in ('label','fine_label') if isinstance(feats.get(k), dict))
+    feats = json.loads(meta.get(b'huggingface', b'{}')).get('info', {}).get('features', {})
+    hf = first(feats[k].get('names') for k in ('label', 'fine_label') if isinstance(feats.get(k), dict))
     names = json.loads(meta[b'class_names']) if b'class_names' in meta else hf
     return [names[k] for k in by_value(names)] if isinstance(names, dict) else names  # {'0': 'cat', ..., '10': 'dog'}
+
 
 def _by_index(df):
     "Rows in the order of the column `index`, which may hold numbers as text"
     i = df['index']
-    if i.dtype.kind not in 'iuf' and numeric(i): i = i.astype(int)
+    if i.dtype.kind not in 'iuf' and numeric(i):
+        i = i.astype(int)
     df = df.assign(index=i).sort_values('index', kind='stable')
     df.attrs['order'] = 'from the column index of the file' if np.array_equal(df['index'], np.arange(len(df))) else ''
     return df
 
+
 def _table(fs, path):
     "The names of the image and label columns, and the small columns in a DataFrame"
-    pq,cols = _pq(),_pq().ParquetFile(fs[0]).schema_arrow.names
-    im,lab = (first(o for o in opts if o in cols) for opts in (('image','img'),('label','fine_label','mask')))
-    if not im or not lab: raise ValueError(f'{path}: expected columns image and label (or mask), found {cols}')
-    small = [o for o in (lab,'index','split') if o in cols and o!='mask']
+    pq, cols = _pq(), _pq().ParquetFile(fs[0]).schema_arrow.names
+    im, lab = (first(o for o in opts if o in cols) for opts in (('image', 'img'), ('label', 'fine_label', 'mask')))
+    if not im or not lab:
+        raise ValueError(f'{path}: expected columns image and label (or mask), found {cols}')
+    small = [o for o in (lab, 'index', 'split') if o in cols and o != 'mask']
+
     def read(f):
-        if small: return pq.read_table(f, columns=small).to_pandas()
+        if small:
+            return pq.read_table(f, columns=small).to_pandas()
         return pd.DataFrame(index=range(pq.ParquetFile(f).metadata.num_rows))
+
     df = pd.concat(map(read, fs), ignore_index=True)
-    return im,lab,_by_index(df) if 'index' in df else df
+    return im, lab, _by_index(df) if 'index' in df else df
 
 # %% ../nbs/00b_data.ipynb #40cc6b7c
 CAMVID = 'Sky,Building,Pole,Road,Pavement,Tree,SignSymbol,Fence,Car,Pedestrian,Bicyclist'.split(',')
 
+
 def mask_lut(
-    names, # Class names in the order of a file's values
-    merge:dict=None, # Name in the file -> name in `vocab`; default: names stay
-    vocab=None, # Classes to use; default: all names but Void and Unlabelled
-)->tuple: # (vocab, list of 256 class numbers; 255 for what is ignored)
+    names,  # Class names in the order of a file's values
+    merge: dict = None,  # Name in the file -> name in `vocab`; default: names stay
+    vocab=None,  # Classes to use; default: all names but Void and Unlabelled
+) -> tuple:  # (vocab, list of 256 class numbers; 255 for what is ignored)
     "A table from the values in a mask to class numbers"
-    void = ('void','unlabelled','unlabeled')
+    void = ('void', 'unlabelled', 'unlabeled')
     vocab = list(vocab or [o for o in names if o.lower() not in void])
-    new = [(merge or {}).get(o,o) for o in names]
-    return vocab,[vocab.index(o) if o in vocab else 255 for o in new]+[255]*(256-len(new))
+    new = [(merge or {}).get(o, o) for o in names]
+    return vocab, [vocab.index(o) if o in vocab else 255 for o in new] + [255] * (256 - len(new))
+
 
 def read_parquet(
-    path:Path, # A parquet file, or a folder of them; splits by name (`..._train.parquet`, `test-00000-of-00002.parquet`) or by a column `split`
-    name:str='', # Where the folder holds several datasets: which one
-)->ImageSource|None: # None | None: there is nothing of the kind
+    # A parquet file, or a folder of them; splits by name (`..._train.parquet`, `test-00000-of-00002.parquet`) or by a
+    # column `split`
+    path: Path,
+    name: str = '',  # Where the folder holds several datasets: which one
+) -> ImageSource | None:  # None | None: there is nothing of the kind
     "Images in parquet files"
     fs = _parquets(path, name) if path.exists() else []
-    if not fs: return
-    splits,masks = {},False
+    if not fs:
+        return
+    splits, masks = {}, False
     for k in sorted({_split(f) or '' for f in fs}):
-        group = [f for f in fs if (_split(f) or '')==k]
-        im,lab,df = _table(group, path)
-        masks = lab=='mask'
-        for s,d in (df.groupby('split') if 'split' in df else [(k or 'train',df)]):
+        group = [f for f in fs if (_split(f) or '') == k]
+        im, lab, df = _table(group, path)
+        masks = lab == 'mask'
+        for s, d in df.groupby('split') if 'split' in df else [(k or 'train', df)]:
             y = ParquetColumn(group, lab, d.index) if masks else d[lab].to_numpy()
-            if not masks and y.dtype.kind not in 'iu': raise ValueError(f'{path}: labels must be whole numbers, the column {lab} holds {y.dtype}')
-            if masks or (len(y) and y.min()>=0): splits[_SPLITS.get(s.lower(),s)] = ParquetColumn(group, im, d.index),y
-    if not splits: raise ValueError(f'{path}: no image has a label')
-    names = _class_names(_pq().ParquetFile(fs[0])) or (CAMVID if masks else range(1+max(y.max() for _,y in splits.values())))
-    return ImageSource(splits, *mask_lut(names)) if masks else ImageSource(splits, [str(o) for o in names], order=df.attrs.get('order',''))
+            if not masks and y.dtype.kind not in 'iu':
+                raise ValueError(f'{path}: labels must be whole numbers, the column {lab} holds {y.dtype}')
+            if masks or (len(y) and y.min() >= 0):
+                splits[_SPLITS.get(s.lower(), s)] = ParquetColumn(group, im, d.index), y
+    if not splits:
+        raise ValueError(f'{path}: no image has a label')
+    names = _class_names(_pq().ParquetFile(fs[0])) or (
+        CAMVID if masks else range(1 + max(y.max() for _, y in splits.values()))
+    )
+    return (
+        ImageSource(splits, *mask_lut(names))
+        if masks
+        else ImageSource(splits, [str(o) for o in names], order=df.attrs.get('order', ''))
+    )
 
 # %% ../nbs/00b_data.ipynb #56a19f72
 def read_idx(
-    path:Path, # Holds `train-images-idx3-ubyte` and so on, gzipped or not
-    name:str='', # Not used
-)->ImageSource|None: # None | None: there is nothing of the kind
+    path: Path,  # Holds `train-images-idx3-ubyte` and so on, gzipped or not
+    name: str = '',  # Not used
+) -> ImageSource | None:  # None | None: there is nothing of the kind
     "The files of (Fashion-)MNIST"
-    path = first(d for d in (path, path/'raw', path/'FashionMNIST'/'raw') if [*d.glob('train-images-idx3-ubyte*')])
-    if path is None: return
+    path = first(
+        d for d in (path, path / 'raw', path / 'FashionMNIST' / 'raw') if [*d.glob('train-images-idx3-ubyte*')]
+    )
+    if path is None:
+        return
+
     def get(f):
-        p = first(o for o in (path/f, path/f'{f}.gz') if o.exists())
-        if p is None: raise FileNotFoundError(f'{path} has no {f} nor {f}.gz: the copy is not complete')
-        b = (gzip.open if p.suffix=='.gz' else open)(p, 'rb').read()
+        p = first(o for o in (path / f, path / f'{f}.gz') if o.exists())
+        if p is None:
+            raise FileNotFoundError(f'{path} has no {f} nor {f}.gz: the copy is not complete')
+        b = (gzip.open if p.suffix == '.gz' else open)(p, 'rb').read()
         dims = np.frombuffer(b, '>i4', b[3], 4)
-        if b[:3]!=b'\0\0\x08' or len(b)!=4+4*b[3]+dims.prod(): raise ValueError(f'{p} is damaged: {len(b)} bytes do not fit its header')
-        return np.frombuffer(b, np.uint8, offset=4+4*b[3]).reshape(dims).copy()
-    return ImageSource({k:(get(f'{f}-images-idx3-ubyte'), get(f'{f}-labels-idx1-ubyte')) for k,f in (('train','train'),('test','t10k'))}, FASHION, order='as in the original files')
+        if b[:3] != b'\0\0\x08' or len(b) != 4 + 4 * b[3] + dims.prod():
+            raise ValueError(f'{p} is damaged: {len(b)} bytes do not fit its header')
+        return np.frombuffer(b, np.uint8, offset=4 + 4 * b[3]).reshape(dims).copy()
+
+    return ImageSource(
+        {
+            k: (get(f'{f}-images-idx3-ubyte'), get(f'{f}-labels-idx1-ubyte'))
+            for k, f in (('train', 'train'), ('test', 't10k'))
+        },
+        FASHION,
+        order='as in the original files',
+    )
+
 
 def read_cifar(
-    path:Path, # Holds `cifar-10-batches-py` or `cifar-100-python`, or is one of them
-    name:str='', # `'cifar10'` or `'cifar100'`, where both are there
-)->ImageSource|None: # None | None: there is nothing of the kind
+    path: Path,  # Holds `cifar-10-batches-py` or `cifar-100-python`, or is one of them
+    name: str = '',  # `'cifar10'` or `'cifar100'`, where both are there
+) -> ImageSource | None:  # None | None: there is nothing of the kind
     "The Python batches of CIFAR, as torchvision downloads them; they are pickles: open only files that you trust"
-    kinds = dict(cifar10=('cifar-10-batches-py',[f'data_batch_{i}' for i in range(1,6)],'test_batch','batches.meta','label_names','labels'),
-                 cifar100=('cifar-100-python',['train'],'test','meta','fine_label_names','fine_labels'))
-    for d,train,test,meta,names,lab in (v for k,v in kinds.items() if name in ('',k)):
-        d = first(o for o in (path/d, path) if (o/meta).is_file() and (o/test).is_file())
-        if d is None: continue
-        def get(f): return pickle.loads((d/f).read_bytes(), encoding='latin1')
+    kinds = dict(
+        cifar10=(
+            'cifar-10-batches-py',
+            [f'data_batch_{i}' for i in range(1, 6)],
+            'test_batch',
+            'batches.meta',
+            'label_names',
+            'labels',
+        ),
+        cifar100=('cifar-100-python', ['train'], 'test', 'meta', 'fine_label_names', 'fine_labels'),
+    )
+    for d, train, test, meta, names, lab in (v for k, v in kinds.items() if name in ('', k)):
+        d = first(o for o in (path / d, path) if (o / meta).is_file() and (o / test).is_file())
+        if d is None:
+            continue
+
+        def get(f):
+            return pickle.loads((d / f).read_bytes(), encoding='latin1')
+
         def part(fs):
             bs = [get(f) for f in fs]
-            return np.concatenate([b['data'] for b in bs]).reshape(-1,3,32,32).transpose(0,2,3,1).copy(), [o for b in bs for o in b[lab]]
-        return ImageSource(dict(train=part(train), test=part([test])), get(meta)[names], order='as in the original files')
+            return np.concatenate([b['data'] for b in bs]).reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1).copy(), [
+                o for b in bs for o in b[lab]
+            ]
+
+        return ImageSource(
+            dict(train=part(train), test=part([test])), get(meta)[names], order='as in the original files'
+        )
 
 # %% ../nbs/00b_data.ipynb #13c51589
-_MERGE = {o:c for c,os_ in dict(
-    Building='Archway Bridge Building Tunnel Wall', Pole='Column_Pole TrafficCone', Road='LaneMkgsDriv LaneMkgsNonDriv Road', Pavement='ParkingBlock RoadShoulder Sidewalk',
-    Tree='Tree VegetationMisc', SignSymbol='Misc_Text SignSymbol TrafficLight', Car='Car SUVPickupTruck Train Truck_Bus', Pedestrian='Animal CartLuggagePram Child Pedestrian',
-    Bicyclist='Bicyclist MotorcycleScooter').items() for o in os_.split()}
+_MERGE = {
+    o: c
+    for c, os_ in dict(
+        Building='Archway Bridge Building Tunnel Wall',
+        Pole='Column_Pole TrafficCone',
+        Road='LaneMkgsDriv LaneMkgsNonDriv Road',
+        Pavement='ParkingBlock RoadShoulder Sidewalk',
+        Tree='Tree VegetationMisc',
+        SignSymbol='Misc_Text SignSymbol TrafficLight',
+        Car='Car SUVPickupTruck Train Truck_Bus',
+        Pedestrian='Animal CartLuggagePram Child Pedestrian',
+        Bicyclist='Bicyclist MotorcycleScooter',
+    ).items()
+    for o in os_.split()
+}
+
 
 def read_camvid(
-    path:Path, # SegNet's folders (`train`, `trainannot`, ...), or fastai's (`images`, `labels`, `codes.txt`)
-    name:str='', # Not used
-)->ImageSource|None: # None | None: there is nothing of the kind
+    path: Path,  # SegNet's folders (`train`, `trainannot`, ...), or fastai's (`images`, `labels`, `codes.txt`)
+    name: str = '',  # Not used
+) -> ImageSource | None:  # None | None: there is nothing of the kind
     "CamVid as folders of images and masks"
-    if (path/'trainannot').is_dir():
-        parts = {k:(sorted((path/k).glob('*.png')), path/f'{k}annot', '.png') for k in ('train','val','test') if (path/f'{k}annot').is_dir()}
-        vocab,lut = mask_lut(CAMVID)
-    elif (path/'codes.txt').is_file() and (path/'labels').is_dir():
-        held = set((path/'valid.txt').read_text().split()) if (path/'valid.txt').is_file() else set()
-        fs = get_image_files(path/'images').sorted()
-        parts = {k:(v, path/'labels', '_P.png') for k,v in (('train',[f for f in fs if f.name not in held]),('val',[f for f in fs if f.name in held])) if v}
-        vocab,lut = mask_lut((path/'codes.txt').read_text().split(), _MERGE, CAMVID)
-    else: return
-    return ImageSource({k:(v, [d/f'{f.stem}{end}' for f in v]) for k,(v,d,end) in parts.items()}, vocab, lut)
+    if (path / 'trainannot').is_dir():
+        parts = {
+            k: (sorted((path / k).glob('*.png')), path / f'{k}annot', '.png')
+            for k in ('train', 'val', 'test')
+            if (path / f'{k}annot').is_dir()
+        }
+        vocab, lut = mask_lut(CAMVID)
+    elif (path / 'codes.txt').is_file() and (path / 'labels').is_dir():
+        held = set((path / 'valid.txt').read_text().split()) if (path / 'valid.txt').is_file() else set()
+        fs = get_image_files(path / 'images').sorted()
+        parts = {
+            k: (v, path / 'labels', '_P.png')
+            for k, v in (('train', [f for f in fs if f.name not in held]), ('val', [f for f in fs if f.name in held]))
+            if v
+        }
+        vocab, lut = mask_lut((path / 'codes.txt').read_text().split(), _MERGE, CAMVID)
+    else:
+        return
+    return ImageSource({k: (v, [d / f'{f.stem}{end}' for f in v]) for k, (v, d, end) in parts.items()}, vocab, lut)
 
 # %% ../nbs/00b_data.ipynb #c4b2b44f
 def read_images(
-    path, # A folder, or a parquet file
-    name:str='', # The dataset wanted, where a folder holds several
-)->ImageSource: # Its images are not read yet, where they are files
+    path,  # A folder, or a parquet file
+    name: str = '',  # The dataset wanted, where a folder holds several
+) -> ImageSource:  # Its images are not read yet, where they are files
     "The dataset at `path`, in the first form that fits; raises FileNotFoundError if none does"
     path = Path(path).expanduser()
-    for d in (path, path/name) if name else (path,):
+    for d in (path, path / name) if name else (path,):
         for f in (read_parquet, read_idx, read_cifar, read_camvid, read_folders):
-            if d.exists() and (src:=f(d, name)) is not None: return src
-    raise FileNotFoundError(f'{path} '+('has no images in a form that can be read' if path.exists() else 'does not exist')+': expected a folder per class, or train/ and test/ (or val/) '
-        'with a folder per class, parquet files, IDX files, CIFAR batches, or CamVid folders')
+            if d.exists() and (src := f(d, name)) is not None:
+                return src
+    raise FileNotFoundError(
+        f'{path} '
+        + ('has no images in a form that can be read' if path.exists() else 'does not exist')
+        + ': expected a folder per class, or train/ and test/ (or val/) '
+        'with a folder per class, parquet files, IDX files, CIFAR batches, or CamVid folders'
+    )
 
 # %% ../nbs/00b_data.ipynb #d8b9798c
 _SETS = dict(  # folders are looked for in fastai's data folder, behind the one that `untar_data` of the first URL makes
-    fashion_mnist=dict(dirs=['/usr/share/datasets/fashion-mnist', 'FashionMNIST'], how='Debian has it: apt-get install dataset-fashion-mnist'),
-    cifar10=dict(size=32, dirs=['cifar10', 'cifar-10-batches-py'], url=URLs.CIFAR), cifar100=dict(size=32, dirs=['cifar100', 'cifar-100-python'], url=URLs.CIFAR_100),
+    fashion_mnist=dict(
+        dirs=['/usr/share/datasets/fashion-mnist', 'FashionMNIST'],
+        how='Debian has it: apt-get install dataset-fashion-mnist',
+    ),
+    cifar10=dict(size=32, dirs=['cifar10', 'cifar-10-batches-py'], url=URLs.CIFAR),
+    cifar100=dict(size=32, dirs=['cifar100', 'cifar-100-python'], url=URLs.CIFAR_100),
     imagenette=dict(size=224, dirs=['imagenette2-320', 'imagenette2', 'imagenette2-160'], url=URLs.IMAGENETTE_320),
-    imagenet=dict(size=224, dirs=['imagenet']), imagenet100=dict(size=224, dirs=['imagenet100']),
-    camvid=dict(size=(240,320), dirs=['camvid', 'camvid_tiny'], url=URLs.CAMVID))
+    imagenet=dict(size=224, dirs=['imagenet']),
+    imagenet100=dict(size=224, dirs=['imagenet100']),
+    camvid=dict(size=(240, 320), dirs=['camvid', 'camvid_tiny'], url=URLs.CAMVID),
+)
+
 
 def _fastai_data():
     base = Path(os.environ.get('FASTAI_HOME', '~/.fastai')).expanduser()
-    return fastai_path('data') if (base/'config.ini').exists() else base/'data'
+    return fastai_path('data') if (base / 'config.ini').exists() else base / 'data'
+
 
 def _online(url, secs=3):
     "Whether `url` answers within `secs`, name look-up included"
     ok = []
+
     def ask():
-        try: ok.append(urlopen(Request(url, method='HEAD'), timeout=secs).status)
-        except OSError: pass
-    t = threading.Thread(target=ask, daemon=True); t.start(); t.join(secs)
+        try:
+            ok.append(urlopen(Request(url, method='HEAD'), timeout=secs).status)
+        except OSError:
+            pass
+
+    t = threading.Thread(target=ask, daemon=True)
+    t.start()
+    t.join(secs)
     return bool(ok)
 
+
 def find_images(
-    name:str, # A named dataset
-    path=None, # Where it is; default: what settings name, then fastai's data folder; an `ImageSource`: itself
-    download:bool=True, # Let fastai fetch it if it is nowhere and its server answers within 3 seconds
-)->ImageSource: # Its images are not read yet, where they are files
+    name: str,  # A named dataset
+    path=None,  # Where it is; default: what settings name, then fastai's data folder; an `ImageSource`: itself
+    download: bool = True,  # Let fastai fetch it if it is nowhere and its server answers within 3 seconds
+) -> ImageSource:  # Its images are not read yet, where they are files
     "A named dataset, wherever it is; raises FileNotFoundError with all the places where it was looked for"
-    if name not in _SETS: raise ValueError(f'no dataset {name!r}, there are: {", ".join(_SETS)}')
-    if isinstance(path, ImageSource): return path
-    d,path = _SETS[name],path or settings().get(name)
-    if path: return read_images(path, name)
-    places,url = [_fastai_data()/o for o in d['dirs']],d.get('url')
+    if name not in _SETS:
+        raise ValueError(f'no dataset {name!r}, there are: {", ".join(_SETS)}')
+    if isinstance(path, ImageSource):
+        return path
+    d, path = _SETS[name], path or settings().get(name)
+    if path:
+        return read_images(path, name)
+    places, url = [_fastai_data() / o for o in d['dirs']], d.get('url')
     for p in places:
-        try: return read_images(p, name)
-        except FileNotFoundError: pass
+        try:
+            return read_images(p, name)
+        except FileNotFoundError:
+            pass
     how = d.get('how') or (f'With network, fastai fetches it: untar_data({url!r})' if url else '')
     if download and url and _online(url):
-        try: return read_images(untar_data(url), name)
-        except OSError as e: how = f'Fetching {url} failed: {e}'
-    raise FileNotFoundError(f'{name} is in none of {", ".join(map(str, places))}. Name your copy in settings.ini, {name} = FOLDER, or pass path=: a folder with train/ and test/ (or val/) '
-        f'that have a folder per class, with parquet files, or with the original files. {how}')
+        try:
+            return read_images(untar_data(url), name)
+        except OSError as e:
+            how = f'Fetching {url} failed: {e}'
+    raise FileNotFoundError(
+        f'{name} is in none of {", ".join(map(str, places))}. Name your copy in settings.ini, {name} = FOLDER, or pass'
+        ' path=: a folder with train/ and test/ (or val/) that have a folder per class, with parquet files, or with'
+        f' the original files. {how}'
+    )
 
 # %% ../nbs/00b_data.ipynb #6cc9c496
 @delegates(image_dls, but='name')
 def fashion_mnist(
-    n_train:int=None, # Training images; default: all, 6000 embedded or 60000
-    n_valid:int=None, # Validation images; default: all, 1000 embedded or 10000
-    bs:int=64, # Batch size of both loaders
-    path=None, # A copy of the full dataset (IDX files, gzipped or not)
-    full:bool=False, # Take the full dataset from wherever it is, instead of the embedded subset
-    mode:str='L', # `'L'`: [B,1,28,28]; `'RGB'` repeats the channel, for models that want three
-    batch_tfms=None, # As in fastai; `'auto'` shifts and mirrors `'RGB'` images
-    **kwargs
-)->DataLoaders: # Images [B,1,28,28] or [B,3,28,28] in [0,1], labels [B]
+    n_train: int = None,  # Training images; default: all, 6000 embedded or 60000
+    n_valid: int = None,  # Validation images; default: all, 1000 embedded or 10000
+    bs: int = 64,  # Batch size of both loaders
+    path=None,  # A copy of the full dataset (IDX files, gzipped or not)
+    full: bool = False,  # Take the full dataset from wherever it is, instead of the embedded subset
+    mode: str = 'L',  # `'L'`: [B,1,28,28]; `'RGB'` repeats the channel, for models that want three
+    batch_tfms=None,  # As in fastai; `'auto'` shifts and mirrors `'RGB'` images
+    **kwargs,
+) -> DataLoaders:  # Images [B,1,28,28] or [B,3,28,28] in [0,1], labels [B]
     "Fashion-MNIST: grey, 28 pixels, 10 classes; by default the subset in the package, the same on every machine"
     src = find_images('fashion_mnist', path) if full or path else embedded_fashion()
     name = 'fashion_mnist' if full or path else 'fashion_mnist (embedded subset)'
@@ -800,145 +1154,205 @@ def fashion_mnist(
 # %% ../nbs/00b_data.ipynb #bf18490a
 @delegates(image_dls, but='name')
 def _named(
-    name:str, # A named dataset
-    n_train:int=None, # Training images, balanced over classes; default: all
-    n_valid:int=None, # Validation images, balanced over classes; default: all
-    bs:int=64, # Batch size of both loaders
-    path=None, # A copy of the dataset; default: see `find_images`
-    download:bool=True, # See `find_images`
-    size=None, # Pixels: one number or (height, width); default: 32 for CIFAR, 224 for ImageNet and its parts, (240,320) for CamVid
+    name: str,  # A named dataset
+    n_train: int = None,  # Training images, balanced over classes; default: all
+    n_valid: int = None,  # Validation images, balanced over classes; default: all
+    bs: int = 64,  # Batch size of both loaders
+    path=None,  # A copy of the dataset; default: see `find_images`
+    download: bool = True,  # See `find_images`
+    # Pixels: one number or (height, width); default: 32 for CIFAR, 224 for ImageNet and its parts, (240,320) for CamVid
+    size=None,
     **kwargs,
-)->DataLoaders:
-    kwargs['valid'] = kwargs.get('valid') or 'test'                       # a copy without test images is half a dataset
-    return image_dls(find_images(name, path, download), n_train, n_valid, bs, ifnone(size, _SETS[name]['size']), name=name, **kwargs)
+) -> DataLoaders:
+    kwargs['valid'] = kwargs.get('valid') or 'test'  # a copy without test images is half a dataset
+    return image_dls(
+        find_images(name, path, download), n_train, n_valid, bs, ifnone(size, _SETS[name]['size']), name=name, **kwargs
+    )
+
 
 @delegates(_named)
-def cifar10(n_train=None, n_valid=None, bs=64, **kwargs)->DataLoaders: # Images [B,3,32,32] in [0,1], labels [B]
+def cifar10(n_train=None, n_valid=None, bs=64, **kwargs) -> DataLoaders:  # Images [B,3,32,32] in [0,1], labels [B]
     "CIFAR-10: colour, 32 pixels, 10 classes, 50000 + 10000 images; see `image_dls` and `find_images`"
     return _named('cifar10', n_train, n_valid, bs, **kwargs)
 
+
 @delegates(_named)
-def cifar100(n_train=None, n_valid=None, bs=64, **kwargs)->DataLoaders: # Images [B,3,32,32] in [0,1], labels [B]
+def cifar100(n_train=None, n_valid=None, bs=64, **kwargs) -> DataLoaders:  # Images [B,3,32,32] in [0,1], labels [B]
     "CIFAR-100: colour, 32 pixels, 100 classes, 50000 + 10000 images; see `image_dls` and `find_images`"
     return _named('cifar100', n_train, n_valid, bs, **kwargs)
 
+
 @delegates(_named)
-def imagenette(n_train=None, n_valid=None, bs=64, **kwargs)->DataLoaders: # Images [B,3,224,224] in [0,1], labels [B]
+def imagenette(n_train=None, n_valid=None, bs=64, **kwargs) -> DataLoaders:  # Images [B,3,224,224] in [0,1], labels [B]
     "Ten easy classes of ImageNet, 224 pixels; see `image_dls` and `find_images`"
     return _named('imagenette', n_train, n_valid, bs, **kwargs)
 
+
 @delegates(_named)
-def imagenet(n_train=None, n_valid=None, bs=64, **kwargs)->DataLoaders: # Images [B,3,224,224] in [0,1], labels [B]
+def imagenet(n_train=None, n_valid=None, bs=64, **kwargs) -> DataLoaders:  # Images [B,3,224,224] in [0,1], labels [B]
     "ImageNet-1k, 224 pixels, from class folders or parquet files; see `image_dls` and `find_images`"
     return _named('imagenet', n_train, n_valid, bs, **kwargs)
 
+
 @delegates(_named)
-def imagenet100(n_train=None, n_valid=None, bs=64, **kwargs)->DataLoaders: # Images [B,3,224,224] in [0,1], labels [B]
+def imagenet100(
+    n_train=None, n_valid=None, bs=64, **kwargs
+) -> DataLoaders:  # Images [B,3,224,224] in [0,1], labels [B]
     "A hundred classes of ImageNet, 224 pixels, from class folders or parquet files; see `image_dls` and `find_images`"
     return _named('imagenet100', n_train, n_valid, bs, **kwargs)
 
+
 @delegates(_named)
-def camvid(n_train=None, n_valid=None, bs=8, **kwargs)->DataLoaders: # Images [B,3,H,W] in [0,1], masks [B,H,W]
+def camvid(n_train=None, n_valid=None, bs=8, **kwargs) -> DataLoaders:  # Images [B,3,H,W] in [0,1], masks [B,H,W]
     "CamVid road scenes, 240x320 pixels, with masks of 11 classes (255: ignored); see `image_dls` and `find_images`"
     return _named('camvid', n_train, n_valid, bs, **kwargs)
 
 # %% ../nbs/00b_data.ipynb #6ac42196
 def dataset(
-    name:str, # `'fashion_mnist'`, `'cifar10'`, `'cifar100'`, `'imagenette'`, `'imagenet'`, `'imagenet100'` or `'camvid'`
-    *args, # For the function of that name
-    **kwargs # For the function of that name
-)->DataLoaders: # Images in [0,1], labels or masks
+    # `'fashion_mnist'`, `'cifar10'`, `'cifar100'`, `'imagenette'`, `'imagenet'`, `'imagenet100'` or `'camvid'`
+    name: str,
+    *args,  # For the function of that name
+    **kwargs,  # For the function of that name
+) -> DataLoaders:  # Images in [0,1], labels or masks
     "The DataLoaders of a dataset by its name"
-    fs = dict(fashion_mnist=fashion_mnist, cifar10=cifar10, cifar100=cifar100, imagenette=imagenette, imagenet=imagenet, imagenet100=imagenet100, camvid=camvid)
-    if name not in fs: raise ValueError(f'no dataset {name!r}, there are: {", ".join(fs)}')
+    fs = dict(
+        fashion_mnist=fashion_mnist,
+        cifar10=cifar10,
+        cifar100=cifar100,
+        imagenette=imagenette,
+        imagenet=imagenet,
+        imagenet100=imagenet100,
+        camvid=camvid,
+    )
+    if name not in fs:
+        raise ValueError(f'no dataset {name!r}, there are: {", ".join(fs)}')
     return fs[name](*args, **kwargs)
+
 
 def _profile_kw(s, kwargs):
     "Arguments for `dataset`: what settings `s` say, and `kwargs` in their place"
-    kw,held = {k:s[k] for k in ('n_train','n_valid','bs','size','seed','device') if s.get(k) is not None},kwargs.get('valid')=='holdout'
-    if held and 'n_train' in kw: kw['n_train'] -= kw.get('n_valid', kw['n_train']//10)
+    kw, held = (
+        {k: s[k] for k in ('n_train', 'n_valid', 'bs', 'size', 'seed', 'device') if s.get(k) is not None},
+        kwargs.get('valid') == 'holdout',
+    )
+    if held and 'n_train' in kw:
+        kw['n_train'] -= kw.get('n_valid', kw['n_train'] // 10)
     kw = merge(kw, kwargs)
-    if s.dataset!='fashion_mnist': return merge(dict(path=s.get(s.dataset)), kw)
+    if s.dataset != 'fashion_mnist':
+        return merge(dict(path=s.get(s.dataset)), kw)
     kw.pop('download', None)
-    n_train,n_valid = kw.get('n_train') or 0,kw.get('n_valid') or 0
-    return merge(dict(full=True, path=s.get('fashion_mnist')), kw) if n_train+n_valid*held>6000 or n_valid>1000 else kw
+    n_train, n_valid = kw.get('n_train') or 0, kw.get('n_valid') or 0
+    return (
+        merge(dict(full=True, path=s.get('fashion_mnist')), kw)
+        if n_train + n_valid * held > 6000 or n_valid > 1000
+        else kw
+    )
+
 
 def _exist(src, kw):
     "`kw` with `n_train` and `n_valid` no larger than what there is"
-    valid,kw = kw.get('valid') or 'test',dict(kw)
+    valid, kw = kw.get('valid') or 'test', dict(kw)
     y = src.labels(choose_images(src, valid)[1][0])
-    most = len(y)-1 if valid=='holdout' else len(y)
-    if (kw.get('n_valid') or 0)>most: kw['n_valid'] = len(y)//10 or 1 if valid=='holdout' else most
+    most = len(y) - 1 if valid == 'holdout' else len(y)
+    if (kw.get('n_valid') or 0) > most:
+        kw['n_valid'] = len(y) // 10 or 1 if valid == 'holdout' else most
     most = len(choose_images(src, valid, n_valid=kw.get('n_valid'))[0][1])
-    if (kw.get('n_train') or 0)>most: kw['n_train'] = most
+    if (kw.get('n_train') or 0) > most:
+        kw['n_train'] = most
     return kw
+
 
 def _embedded(name, kw):
     "The embedded Fashion-MNIST in place of dataset `name`, and a line that says so"
     n = min(kw.get('n_valid') or 1000, 1000)
-    kw.update(n_valid=n, n_train=min(kw.get('n_train') or 6000, 6000-n*(kw.get('valid')=='holdout')))
-    print(f'{name} is not on this machine and cannot be fetched: '
-        f'{kw["n_train"]}+{n} images of the embedded Fashion-MNIST instead')
-    return fashion_mnist(**{k:v for k,v in kw.items() if k not in ('full','path','download')})
+    kw.update(n_valid=n, n_train=min(kw.get('n_train') or 6000, 6000 - n * (kw.get('valid') == 'holdout')))
+    print(
+        f'{name} is not on this machine and cannot be fetched: '
+        f'{kw["n_train"]}+{n} images of the embedded Fashion-MNIST instead'
+    )
+    return fashion_mnist(**{k: v for k, v in kw.items() if k not in ('full', 'path', 'download')})
+
 
 def profile_dls(
-    s:RunSettings=None, # Run settings; default: `settings()`
-    **kwargs # For `dataset`, in place of what the settings say
-)->DataLoaders: # Images in [0,1], labels or masks
-    "The DataLoaders that a profile asks for; the embedded Fashion-MNIST, with a notice, where its dataset is not to be had"
+    s: RunSettings = None,  # Run settings; default: `settings()`
+    **kwargs,  # For `dataset`, in place of what the settings say
+) -> DataLoaders:  # Images in [0,1], labels or masks
+    """The DataLoaders that a profile asks for; the embedded Fashion-MNIST, with a notice, where its dataset is not to
+    be had"""
     s = ifnone(s, settings())
     kw = _profile_kw(s, kwargs)
-    if s.dataset=='fashion_mnist' and not (kw.get('full') or kw.get('path')): return fashion_mnist(**kw)
-    try: src = find_images(s.dataset, kw.get('path'), kw.get('download', True))
+    if s.dataset == 'fashion_mnist' and not (kw.get('full') or kw.get('path')):
+        return fashion_mnist(**kw)
+    try:
+        src = find_images(s.dataset, kw.get('path'), kw.get('download', True))
     except FileNotFoundError:
-        if kw.get('path') or s.dataset=='camvid': raise
+        if kw.get('path') or s.dataset == 'camvid':
+            raise
         return _embedded(s.dataset, kw)
     own = _exist(src, kw)
     both = dict(n_train='training', n_valid='validation')
-    cut = [f'{kw[k]} for {what}' for k,what in both.items() if own.get(k)!=kw.get(k)]
-    if cut: print(f'{s.dataset} has fewer images than the {" and ".join(cut)} asked for: all there are instead')
+    cut = [f'{kw[k]} for {what}' for k, what in both.items() if own.get(k) != kw.get(k)]
+    if cut:
+        print(f'{s.dataset} has fewer images than the {" and ".join(cut)} asked for: all there are instead')
     return dataset(s.dataset, **merge(own, dict(path=src)))
 
 # %% ../nbs/00b_data.ipynb #e379fd4d
 def find_source(
-    data, # A named dataset, a folder or a parquet file
-    n:int=None, # Images wanted for validation: above 1000 of Fashion-MNIST the full dataset is needed
-)->tuple: # (`ImageSource`, its name, its usual size or None)
+    data,  # A named dataset, a folder or a parquet file
+    n: int = None,  # Images wanted for validation: above 1000 of Fashion-MNIST the full dataset is needed
+) -> tuple:  # (`ImageSource`, its name, its usual size or None)
     "The dataset that somebody names, nothing decoded; raises ValueError or FileNotFoundError"
-    if data=='fashion_mnist' and (n or 0)<=1000: return embedded_fashion(),'fashion_mnist (embedded subset)',None
-    if data in _SETS: return find_images(data),data,_SETS[data].get('size')
-    if not Path(data).expanduser().exists(): raise ValueError(f'no dataset and no folder is called {str(data)!r}; datasets: {", ".join(_SETS)}')
-    return read_images(data),Path(data).stem,None
+    if data == 'fashion_mnist' and (n or 0) <= 1000:
+        return embedded_fashion(), 'fashion_mnist (embedded subset)', None
+    if data in _SETS:
+        return find_images(data), data, _SETS[data].get('size')
+    if not Path(data).expanduser().exists():
+        raise ValueError(f'no dataset and no folder is called {str(data)!r}; datasets: {", ".join(_SETS)}')
+    return read_images(data), Path(data).stem, None
 
 # %% ../nbs/00b_data.ipynb #1630f0a3
-_ORDER = dict(cifar10=('cec8a24a1e92aa2e','9ba28c0857ab703c'))  # of the original test labels as bytes, and of the pixels of the first 16 images
+# of the original test labels as bytes, and of the pixels of the first 16 images
+_ORDER = dict(cifar10=('cec8a24a1e92aa2e', '9ba28c0857ab703c'))
 
-def _digest(*arrays): return hashlib.sha256(b''.join(np.ascontiguousarray(a, np.uint8).tobytes() for a in arrays)).hexdigest()[:16]
+
+def _digest(*arrays):
+    return hashlib.sha256(b''.join(np.ascontiguousarray(a, np.uint8).tobytes() for a in arrays)).hexdigest()[:16]
+
 
 def _numbers(x):
     "The number in each file name, for instance of `cat/0_cat.png`; None unless every file has one of its own"
-    ms = [re.search(r'\d+', o.stem) if isinstance(o, Path) else None for o in x] if isinstance(x, (list,L)) else [None]
+    ms = [re.search(r'\d+', o.stem) if isinstance(o, Path) else None for o in x] if isinstance(x, (list, L)) else [None]
     ns = [int(m[0]) for m in ms if m]
-    return np.array(ns) if len(ns)==len(ms)==len({*ns}) else None
+    return np.array(ns) if len(ns) == len(ms) == len({*ns}) else None
+
 
 def _in_order(x, y, name):
     "Positions in the published order and how that is known, or None"
-    for i,why in ((np.arange(len(y)),''),(_numbers(x),'from the numbers in the file names, ')):
-        if i is None: continue
-        if why: i = np.argsort(i)
-        if _digest(y[i])==_ORDER[name][0]: return i,why+'checked against the published labels'
+    for i, why in ((np.arange(len(y)), ''), (_numbers(x), 'from the numbers in the file names, ')):
+        if i is None:
+            continue
+        if why:
+            i = np.argsort(i)
+        if _digest(y[i]) == _ORDER[name][0]:
+            return i, why + 'checked against the published labels'
+
 
 def canonical(
-    src:ImageSource, # Where the test images are
-    name:str, # Which dataset they are
-)->ImageSource: # `test` alone, in the published order; `.order` says how that is known
-    "The test images in the order in which they were published; raises ValueError where it is lost, or where pixels are not the original ones"
-    if src.lut is not None or 'test' not in src.splits: raise ValueError(f'{name}: no labelled test images in {src}')
-    x,y = src.splits['test']
-    i,why = (_in_order(x, y, name) or (None,'')) if name in _ORDER else (np.arange(len(y)),src.order)
+    src: ImageSource,  # Where the test images are
+    name: str,  # Which dataset they are
+) -> ImageSource:  # `test` alone, in the published order; `.order` says how that is known
+    """The test images in the order in which they were published; raises ValueError where it is lost, or where pixels
+    are not the original ones"""
+    if src.lut is not None or 'test' not in src.splits:
+        raise ValueError(f'{name}: no labelled test images in {src}')
+    x, y = src.splits['test']
+    i, why = (_in_order(x, y, name) or (None, '')) if name in _ORDER else (np.arange(len(y)), src.order)
     if not why:
-        raise ValueError(f'{name}: this copy does not have the test images in the order in which they were published (or not all of them), so "the first n" are not those of others: '
-        'take the original files, or parquet files with a column index')
-    if name in _ORDER and _digest(*(open_image(o) for o in src.take('test', i[:16])[0]))!=_ORDER[name][1]:
+        raise ValueError(
+            f'{name}: this copy does not have the test images in the order in which they were published (or not all of'
+            ' them), so "the first n" are not those of others: take the original files, or parquet files with a column'
+            ' index'
+        )
+    if name in _ORDER and _digest(*(open_image(o) for o in src.take('test', i[:16])[0])) != _ORDER[name][1]:
         raise ValueError(f'{name}: the order is the published one, but the pixels are not: a lossy or resized copy?')
     return ImageSource(dict(test=src.take('test', i)), src.vocab, order=why, keep=True)

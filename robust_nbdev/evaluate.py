@@ -9,18 +9,18 @@ __all__ = ['hard_labels', 'unfair', 'fair', 'few_classes', 'eval_batches', 'Feed
            'lpips_dist']
 
 # %% ../nbs/01b_evaluate.ipynb #3a9f66eb
-import base64,dis,hashlib,importlib.util,json,math,os,re,sys,time,platform,types,warnings,weakref,zipfile
+import base64, dis, hashlib, importlib.util, json, math, os, re, sys, time, platform, types, warnings, weakref, zipfile
 import torch.distributed as dist
 from contextvars import ContextVar
 from functools import singledispatch
 from html import escape
 from PIL import Image
-from collections.abc import Iterator,Mapping
+from collections.abc import Iterator, Mapping
 from numbers import Integral
 from pickle import PickleError
 from .core import *
 from .attacks import *
-from .datasets import balanced,class_notice
+from .datasets import balanced, class_notice
 from fastai.basics import *
 from fastai.data.core import TfmdDL
 from fastai.vision.core import show_image
@@ -29,315 +29,455 @@ from dataclasses import fields
 
 # %% ../nbs/01b_evaluate.ipynb #88091cc9
 def hard_labels(
-    y, # Labels [B], or soft labels [B,C] whose rows sum to one
-    x:Tensor, # The images they belong to
-)->Tensor: # [B] int64
+    y,  # Labels [B], or soft labels [B,C] whose rows sum to one
+    x: Tensor,  # The images they belong to
+) -> Tensor:  # [B] int64
     "Class numbers, the most likely class of soft labels; raises ValueError for several classes per image"
     y = check_labels(y, x)
-    if y.ndim==1: return y
-    if not torch.allclose(y.sum(1), torch.ones_like(y[:,0]), atol=1e-3): raise ValueError('accuracy needs one class per image: rows of soft labels must sum to one, these do not (several classes per image?)')
+    if y.ndim == 1:
+        return y
+    if not torch.allclose(y.sum(1), torch.ones_like(y[:, 0]), atol=1e-3):
+        raise ValueError(
+            'accuracy needs one class per image: rows of soft labels must sum to one, these do not (several classes per'
+            ' image?)'
+        )
     return y.argmax(1)
+
 
 def _loader(data, bs=64):
     "Batches of `data`, in order and complete; raises ValueError where that cannot be had"
-    if isinstance(data, DataLoaders): raise TypeError('several DataLoaders given: give one, such as dls.valid')
+    if isinstance(data, DataLoaders):
+        raise TypeError('several DataLoaders given: give one, such as dls.valid')
     check_dls(data)
-    if isinstance(data, TfmdDL): return data.new(shuffle=False, drop_last=False)
-    if getattr(data, 'drop_last', False): raise ValueError('the DataLoader drops its last batch: give one with drop_last=False')
-    if not (isinstance(data, (tuple,list)) and isinstance(data[0], (Tensor,np.ndarray))): return data
-    x,y = map(torch.as_tensor, data)
-    if len(x)!=len(y): raise ValueError(f'{len(x)} images, but {len(y)} labels')
+    if isinstance(data, TfmdDL):
+        return data.new(shuffle=False, drop_last=False)
+    if getattr(data, 'drop_last', False):
+        raise ValueError('the DataLoader drops its last batch: give one with drop_last=False')
+    if not (isinstance(data, (tuple, list)) and isinstance(data[0], (Tensor, np.ndarray))):
+        return data
+    x, y = map(torch.as_tensor, data)
+    if len(x) != len(y):
+        raise ValueError(f'{len(x)} images, but {len(y)} labels')
     return zip(x.split(bs), y.split(bs))
+
 
 def _images_of(learn, ds_idx, dl):
     "A Learner's DataLoader, or another one; raises ValueError if it is empty, or if a class has another number in it"
-    if dl is None and getattr(learn.dls[ds_idx],'n',None)==0: raise ValueError('the Learner has no images, as after load_learner: give some, dl=image_dls(folder).valid')
+    if dl is None and getattr(learn.dls[ds_idx], 'n', None) == 0:
+        raise ValueError('the Learner has no images, as after load_learner: give some, dl=image_dls(folder).valid')
     dl = learn.dls[ds_idx] if dl is None else dl
-    ours,theirs = [{str(o):i for i,o in enumerate(getattr(d,'vocab',None) or ())} for d in (learn.dls, dl)]
-    moved = [k for k in theirs if ours.get(k, theirs[k])!=theirs[k]]
-    if moved: raise ValueError(f'{moved[0]} is class {ours[moved[0]]} of the Learner, but class {theirs[moved[0]]} of dl ({len(theirs)} classes for {len(ours)}): give images of all classes that the model knows')
+    ours, theirs = [{str(o): i for i, o in enumerate(getattr(d, 'vocab', None) or ())} for d in (learn.dls, dl)]
+    moved = [k for k in theirs if ours.get(k, theirs[k]) != theirs[k]]
+    if moved:
+        raise ValueError(
+            f'{moved[0]} is class {ours[moved[0]]} of the Learner, but class {theirs[moved[0]]} of dl ({len(theirs)}'
+            f' classes for {len(ours)}): give images of all classes that the model knows'
+        )
     return dl
 
 # %% ../nbs/01b_evaluate.ipynb #a781dae6
 def _array(y):
     "Labels as [N] numbers or names; soft labels by their largest entry; None for anything else"
     y = y.detach().cpu().numpy() if isinstance(y, Tensor) else np.asarray(y)
-    if y.ndim==2 and y.dtype.kind=='f': y = y.argmax(1)
-    return y.reshape(-1) if y.ndim and y.size==len(y) and y.dtype.kind!='O' else None
+    if y.ndim == 2 and y.dtype.kind == 'f':
+        y = y.argmax(1)
+    return y.reshape(-1) if y.ndim and y.size == len(y) and y.dtype.kind != 'O' else None
+
 
 def _labels_in(ds):
     "Labels of a dataset that can be had without its images; None where they cannot"
     if isinstance(ds, Datasets):
-        y = ds.tls[-1] if len(ds.tls)==2==ds.n_inp+1 and len(ds) else []
-        return _array(list(map(int, y))) if len(y) and np.ndim(y[0])==0 else None
-    if isinstance(ds, torch.utils.data.Subset): return None if (y := _labels_in(ds.dataset)) is None else y[np.asarray(ds.indices)]
+        y = ds.tls[-1] if len(ds.tls) == 2 == ds.n_inp + 1 and len(ds) else []
+        return _array(list(map(int, y))) if len(y) and np.ndim(y[0]) == 0 else None
+    if isinstance(ds, torch.utils.data.Subset):
+        return None if (y := _labels_in(ds.dataset)) is None else y[np.asarray(ds.indices)]
     if isinstance(ds, torch.utils.data.ConcatDataset):
         ys = [_labels_in(o) for o in ds.datasets]
         return None if any(y is None for y in ys) else np.concatenate(ys)
-    if isinstance(ds, torch.utils.data.TensorDataset): y = ds.tensors[1] if len(ds.tensors)==2 else None
-    elif isinstance(ds, (list,tuple,L)): y = [o[1] for o in ds] if all(isinstance(o, (tuple,list)) and len(o)==2 for o in ds) else None
-    else: y = next((getattr(ds,k) for k in ('targets','labels') if hasattr(ds,k)), None)
+    if isinstance(ds, torch.utils.data.TensorDataset):
+        y = ds.tensors[1] if len(ds.tensors) == 2 else None
+    elif isinstance(ds, (list, tuple, L)):
+        y = [o[1] for o in ds] if all(isinstance(o, (tuple, list)) and len(o) == 2 for o in ds) else None
+    else:
+        y = next((getattr(ds, k) for k in ('targets', 'labels') if hasattr(ds, k)), None)
     y = None if y is None else _array(y)
-    return y if y is not None and len(y)==len(ds) else None
+    return y if y is not None and len(y) == len(ds) else None
 
-def _tensors(data): return isinstance(data, (tuple,list)) and len(data)==2 and isinstance(data[0], (Tensor,np.ndarray))
+
+def _tensors(data):
+    return isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[0], (Tensor, np.ndarray))
+
 
 def _in_order(dl):
     "Is it a DataLoader that goes through a dataset from the start?"
-    if isinstance(dl, DataLoader): return isinstance(dl, TfmdDL) or (dl.indexed and not dl.shuffle)
-    return isinstance(dl, torch.utils.data.DataLoader) and isinstance(dl.sampler, torch.utils.data.SequentialSampler) and dl.batch_size
+    if isinstance(dl, DataLoader):
+        return isinstance(dl, TfmdDL) or (dl.indexed and not dl.shuffle)
+    return (
+        isinstance(dl, torch.utils.data.DataLoader)
+        and isinstance(dl.sampler, torch.utils.data.SequentialSampler)
+        and dl.batch_size
+    )
+
 
 def _labels(data):
     "[N] labels of `data` in its order, where they can be had without the images; else None"
-    if _tensors(data): return _array(data[1])
+    if _tensors(data):
+        return _array(data[1])
     if _in_order(data):
-        try: return _labels_in(data.dataset)
-        except (TypeError, ValueError, AttributeError): return None
+        try:
+            return _labels_in(data.dataset)
+        except (TypeError, ValueError, AttributeError):
+            return None
+
 
 def _at_positions(data, i):
     "The same kind of data, cut to positions `i` in this order"
-    if _tensors(data): return data[0][i],np.asarray(data[1])[i] if not isinstance(data[1], Tensor) else data[1][i]
-    if isinstance(data, DataLoader): return data.new(shuffle=False, drop_last=False, get_idxs=i.tolist().copy)
-    kw = {k:getattr(data,k) for k in ('batch_size','num_workers','collate_fn','pin_memory','timeout','worker_init_fn')}
+    if _tensors(data):
+        return data[0][i], np.asarray(data[1])[i] if not isinstance(data[1], Tensor) else data[1][i]
+    if isinstance(data, DataLoader):
+        return data.new(shuffle=False, drop_last=False, get_idxs=i.tolist().copy)
+    kw = {
+        k: getattr(data, k)
+        for k in ('batch_size', 'num_workers', 'collate_fn', 'pin_memory', 'timeout', 'worker_init_fn')
+    }
     return torch.utils.data.DataLoader(torch.utils.data.Subset(data.dataset, i.tolist()), **kw)
 
 # %% ../nbs/01b_evaluate.ipynb #f51f3927
 def _rare(c, k, share, n):
     "Would `n` fair draws hardly ever be of `k` of `c` classes only, which have this share of the images?"
-    return k<c and math.lgamma(c+1)-math.lgamma(k+1)-math.lgamma(c-k+1)+n*math.log(share)<math.log(1e-4)
+    return k < c and math.lgamma(c + 1) - math.lgamma(k + 1) - math.lgamma(c - k + 1) + n * math.log(share) < math.log(
+        1e-4
+    )
+
 
 def _blocks(y, c, ms):
     "Do labels [N], `c` of each class, come class by class, as a whole or within the first `m` neighbours?"
-    turns,p = y[1:]!=y[:-1],c/len(y)
-    if turns.sum()==len(c)-1 and len(y)>=max(10, 2*len(c)): return True           # each class is one block
-    share = 1-(p*p).sum()                                                         # of neighbours that differ, in a random order
-    return any(turns[:m].sum() < share*m-max(.6*share*m, 5*(m*share*(1-share))**.5) for m in ms)
+    turns, p = y[1:] != y[:-1], c / len(y)
+    if turns.sum() == len(c) - 1 and len(y) >= max(10, 2 * len(c)):
+        return True  # each class is one block
+    # of neighbours that differ, in a random order
+    share = 1 - (p * p).sum()
+    return any(turns[:m].sum() < share * m - max(0.6 * share * m, 5 * (m * share * (1 - share)) ** 0.5) for m in ms)
+
 
 def unfair(
-    y, # Labels [N] of all images, in their order: numbers or names
-    n:int, # How many would be taken from the start
-)->bool: # True for classes that come in blocks
+    y,  # Labels [N] of all images, in their order: numbers or names
+    n: int,  # How many would be taken from the start
+) -> bool:  # True for classes that come in blocks
     "Would the first `n` show other classes than a fair draw?"
-    y,c = np.unique(np.asarray(y), return_inverse=True, return_counts=True)[1:]; N,p = len(y),c/len(y)
-    if n>=N or len(c)<2: return False
-    if _blocks(y, c, [min(N, max(k, 100))-1 for k in (n, 4*n, N)]): return True
-    got = np.bincount(y[:n], minlength=len(c)); seen = got>0
-    far = np.abs(got-n*p)>6*(n*p*(1-p)*(N-n)/(N-1))**.5
-    return bool((far & (n*p>=5)).any() or _rare(len(c), int(seen.sum()), p[seen].sum(), n))
+    y, c = np.unique(np.asarray(y), return_inverse=True, return_counts=True)[1:]
+    N, p = len(y), c / len(y)
+    if n >= N or len(c) < 2:
+        return False
+    if _blocks(y, c, [min(N, max(k, 100)) - 1 for k in (n, 4 * n, N)]):
+        return True
+    got = np.bincount(y[:n], minlength=len(c))
+    seen = got > 0
+    far = np.abs(got - n * p) > 6 * (n * p * (1 - p) * (N - n) / (N - 1)) ** 0.5
+    return bool((far & (n * p >= 5)).any() or _rare(len(c), int(seen.sum()), p[seen].sum(), n))
+
 
 def _check_n(n):
-    if n is None or isinstance(n, Integral) and not isinstance(n, bool) and n>=1: return n
+    if n is None or isinstance(n, Integral) and not isinstance(n, bool) and n >= 1:
+        return n
     raise ValueError(f'n must be a whole number >= 1, or None for all images, got {n!r}')
 
+
 def fair(
-    data, # A DataLoader, or a tuple (images, labels) of tensors
-    n:int=None, # How many images; None: all
-    seed:int=42, # Of the choice
-)->tuple: # The data, cut to a choice if there was one; the positions that were chosen, None for the first `n`
-    "Data whose first `n` images show all classes: where labels can be read and classes come in blocks, a balanced choice in random order"
+    data,  # A DataLoader, or a tuple (images, labels) of tensors
+    n: int = None,  # How many images; None: all
+    seed: int = 42,  # Of the choice
+) -> tuple:  # The data, cut to a choice if there was one; the positions that were chosen, None for the first `n`
+    """Data whose first `n` images show all classes: where labels can be read and classes come in blocks, a balanced
+    choice in random order"""
     y = None if _check_n(n) is None else _labels(data)
-    if y is None or not unfair(y, int(n)): return data,None
+    if y is None or not unfair(y, int(n)):
+        return data, None
     i = np.random.default_rng(seed).permutation(balanced(y, int(n), seed))
-    return _at_positions(data, i),i
+    return _at_positions(data, i), i
+
 
 def few_classes(
-    y, # Labels [N] that were taken
-    c:int, # Classes that there are
-    vocab=None, # Their names
-)->str: # A sentence with the classes seen; '' where there is nothing to say
+    y,  # Labels [N] that were taken
+    c: int,  # Classes that there are
+    vocab=None,  # Their names
+) -> str:  # A sentence with the classes seen; '' where there is nothing to say
     "Are these labels of fewer classes than a fair draw would show?"
-    seen,n = np.unique(np.asarray(y)),len(y); k = len(seen)
-    if not _rare(c, k, k/c, n): return ''
-    names = ', '.join(str(o if vocab is None else vocab[int(o)]) for o in seen[:5])+(', ...' if k>5 else '')
-    return (f'the {n} images are of {k} of {c} classes only ({names}), as if the data came class by class: '
-        'an accuracy on them says nothing about the others, so shuffle the data once, with a seed')
+    seen, n = np.unique(np.asarray(y)), len(y)
+    k = len(seen)
+    if not _rare(c, k, k / c, n):
+        return ''
+    names = ', '.join(str(o if vocab is None else vocab[int(o)]) for o in seen[:5]) + (', ...' if k > 5 else '')
+    return (
+        f'the {n} images are of {k} of {c} classes only ({names}), as if the data came class by class: '
+        'an accuracy on them says nothing about the others, so shuffle the data once, with a seed'
+    )
 
 # %% ../nbs/01b_evaluate.ipynb #6de27597
 def _batches(data, n, bs, device):
     "The first `n` images of `data`, batch by batch"
-    seen,data = 0,_loader(data, bs)
+    seen, data = 0, _loader(data, bs)
     for b in data:
-        if not isinstance(b,(tuple,list)) or len(b)!=2: raise ValueError(f'a batch must be (images, labels), got {type(b).__name__}'+(f' of {len(b)}' if hasattr(b,'__len__') else ''))
-        x,y = [o[:None if n is None else n-seen] for o in (b if device is None else to_device(tuple(b), device))]
+        if not isinstance(b, (tuple, list)) or len(b) != 2:
+            raise ValueError(
+                f'a batch must be (images, labels), got {type(b).__name__}'
+                + (f' of {len(b)}' if hasattr(b, '__len__') else '')
+            )
+        x, y = [o[: None if n is None else n - seen] for o in (b if device is None else to_device(tuple(b), device))]
         if len(x):
-            yield torch.arange(seen, seen+len(x)),x.as_subclass(Tensor),hard_labels(y, x)
+            yield torch.arange(seen, seen + len(x)), x.as_subclass(Tensor), hard_labels(y, x)
         seen += len(x)
-        if seen==n: return
-    if n is not None: raise ValueError(f'asked for n={n} images, the data has {seen}')
+        if seen == n:
+            return
+    if n is not None:
+        raise ValueError(f'asked for n={n} images, the data has {seen}')
 
-def _names(data): return getattr(data,'vocab',None) or getattr(getattr(data,'dataset',None),'classes',None)
+
+def _names(data):
+    return getattr(data, 'vocab', None) or getattr(getattr(data, 'dataset', None), 'classes', None)
+
 
 def _one_sided(y, classes, vocab):
     "What speaks against labels whose data could not be looked into; '' if nothing does"
     classes = classes or (len(vocab) if vocab else None)
-    if classes and (says := few_classes(y, classes, vocab)): return says
-    u,y,c = np.unique(np.asarray(y), return_inverse=True, return_counts=True)
-    if len(y)<20 or len(u)==classes or len(u)>1 and not _blocks(y, c, [len(y)-1]): return ''
-    return (f'the {len(y)} images come class by class, {len(u)} of them, and the labels of the others cannot be read: '
-        'an accuracy on them says nothing about other classes, so shuffle the data once, with a seed')
+    if classes and (says := few_classes(y, classes, vocab)):
+        return says
+    u, y, c = np.unique(np.asarray(y), return_inverse=True, return_counts=True)
+    if len(y) < 20 or len(u) == classes or len(u) > 1 and not _blocks(y, c, [len(y) - 1]):
+        return ''
+    return (
+        f'the {len(y)} images come class by class, {len(u)} of them, and the labels of the others cannot be read: '
+        'an accuracy on them says nothing about other classes, so shuffle the data once, with a seed'
+    )
+
 
 def eval_batches(
-    data, # A DataLoader, or a tuple (images, labels) of tensors
-    n:int=None, # How many images, from the start, or chosen by `fair`; None: all. Raises ValueError if there are fewer
-    bs:int=64, # Batch size, where `data` are tensors
-    device=None, # Where to put the batches; None: leave them
-    classes:int=None, # How many classes there are, such as a model's outputs; None: as many as `data` names
-)->Iterator: # Of (positions among the images given out [B], images [B,C,H,W], labels [B])
-    "Yield (positions, images, labels) in a fixed order, nothing dropped; warns where `n` images are of too few classes, or come class by class"
-    (cut,at),seen = fair(data, n),[]
+    data,  # A DataLoader, or a tuple (images, labels) of tensors
+    # How many images, from the start, or chosen by `fair`; None: all. Raises ValueError if there are fewer
+    n: int = None,
+    bs: int = 64,  # Batch size, where `data` are tensors
+    device=None,  # Where to put the batches; None: leave them
+    classes: int = None,  # How many classes there are, such as a model's outputs; None: as many as `data` names
+) -> Iterator:  # Of (positions among the images given out [B], images [B,C,H,W], labels [B])
+    """Yield (positions, images, labels) in a fixed order, nothing dropped; warns where `n` images are of too few
+    classes, or come class by class"""
+    (cut, at), seen = fair(data, n), []
     for b in _batches(cut, n, bs, device):
-        seen.append(b[2].cpu()); yield b
-    if n is None or at is not None: return
-    if says := _one_sided(torch.cat(seen), classes, _names(data)): warnings.warn(says)
+        seen.append(b[2].cpu())
+        yield b
+    if n is None or at is not None:
+        return
+    if says := _one_sided(torch.cat(seen), classes, _names(data)):
+        warnings.warn(says)
 
 # %% ../nbs/01b_evaluate.ipynb #e096fe08
 class Feed:
     "Images to attack, given out in any number; holds no more than it needs"
-    def __init__(self,
-        batches, # Of (positions, images, labels)
-        keep, # [N] bool: which positions to give out
-    ): self.batches,self.keep,self.buf,self.k = iter(batches),torch.as_tensor(keep),[],0
-    def __call__(self,
-        n:int, # How many at most
-    )->list: # Positions, images and labels; fewer than `n` when the images run out, then None
+
+    def __init__(
+        self,
+        batches,  # Of (positions, images, labels)
+        keep,  # [N] bool: which positions to give out
+    ):
+        self.batches, self.keep, self.buf, self.k = iter(batches), torch.as_tensor(keep), [], 0
+
+    def __call__(
+        self,
+        n: int,  # How many at most
+    ) -> list:  # Positions, images and labels; fewer than `n` when the images run out, then None
         "The next images to keep"
-        while self.k<n and (b := next(self.batches, None)) is not None:
+        while self.k < n and (b := next(self.batches, None)) is not None:
             m = self.keep[b[0]]
-            if m.any(): self.buf.append([o[m.to(o.device)] for o in b]); self.k += int(m.sum())
-        if not self.k or n<=0: return None
+            if m.any():
+                self.buf.append([o[m.to(o.device)] for o in b])
+                self.k += int(m.sum())
+        if not self.k or n <= 0:
+            return None
         b = [torch.cat(o) for o in zip(*self.buf)]
-        self.buf,self.k = [[o[n:] for o in b]],max(self.k-n,0)
+        self.buf, self.k = [[o[n:] for o in b]], max(self.k - n, 0)
         return [o[:n] for o in b]
 
 # %% ../nbs/01b_evaluate.ipynb #b137ad02
 def packed(
-    batches, # Of (positions, images, labels)
-    keep, # [N] bool: which positions to keep
-    bs:int, # Size of the batches to yield
-)->Iterator: # Of [positions, images, labels]
+    batches,  # Of (positions, images, labels)
+    keep,  # [N] bool: which positions to keep
+    bs: int,  # Size of the batches to yield
+) -> Iterator:  # Of [positions, images, labels]
     "Only the images to keep, packed into full batches"
     feed = Feed(batches, keep)
-    while (b := feed(bs)) is not None: yield b
+    while (b := feed(bs)) is not None:
+        yield b
 
 # %% ../nbs/01b_evaluate.ipynb #8fae37d6
-def _classes(z): return z.argmax(1).masked_fill(z.isnan().any(1), -1)
+def _classes(z):
+    return z.argmax(1).masked_fill(z.isnan().any(1), -1)
+
 
 def _answer(model, x):
     "The predicted classes, and whether the model changed the tensor that it was given"
     given = x.clone()
     with attack_mode(model), torch.no_grad():
         z = check_logits(model(given), x, torch.zeros(len(x), device=x.device)).as_subclass(Tensor)
-    return _classes(z),not torch.equal(given, x)
+    return _classes(z), not torch.equal(given, x)
+
 
 def predict(
-    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-    x:Tensor, # Images [B,C,H,W]
-)->Tensor: # Class numbers [B]; -1 where the output is not a number
+    model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    x: Tensor,  # Images [B,C,H,W]
+) -> Tensor:  # Class numbers [B]; -1 where the output is not a number
     "The predicted classes, in evaluation mode whatever mode the model is in, which is restored"
     return _answer(model, x)[0]
 
 # %% ../nbs/01b_evaluate.ipynb #97af13da
 def show_adv(
-    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    y:Tensor, # Labels [B]
-    attack, # Any attack
-    vocab=None, # Names of the classes
-    seed:int=0, # Of the attack
-    fig=None, # A matplotlib figure or subfigure to draw in; None: a new one
+    model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    y: Tensor,  # Labels [B]
+    attack,  # Any attack
+    vocab=None,  # Names of the classes
+    seed: int = 0,  # Of the attack
+    fig=None,  # A matplotlib figure or subfigure to draw in; None: a new one
 ):
-    "A figure with a row per image: clean | delta, magnified | adversarial, with what the model says, green if right; where clean images are wrong, with the label"
+    """A figure with a row per image: clean | delta, magnified | adversarial, with what the model says, green if right;
+    where clean images are wrong, with the label"""
     x_adv = attack(model, x, y, seed=seed)
-    pics = [(x, predict(model, x)), ((x_adv-x)/(2*max((x_adv-x).abs().max().item(), 1e-12))+.5, None), (x_adv, predict(model, x_adv))]
+    pics = [
+        (x, predict(model, x)),
+        ((x_adv - x) / (2 * max((x_adv - x).abs().max().item(), 1e-12)) + 0.5, None),
+        (x_adv, predict(model, x_adv)),
+    ]
     name = lambda i: str(i if vocab is None else vocab[i])
-    fig = fig or plt.figure(figsize=(6,2.1*len(x)), layout='constrained')
+    fig = fig or plt.figure(figsize=(6, 2.1 * len(x)), layout='constrained')
     axs = fig.subplots(len(x), 3, squeeze=False)
-    for c,(im,pred) in enumerate(pics):
-        for r,ax in enumerate(axs[:,c]):
+    for c, (im, pred) in enumerate(pics):
+        for r, ax in enumerate(axs[:, c]):
             show_image(im[r].float().as_subclass(Tensor).cpu(), ctx=ax, cmap='gray', vmin=0, vmax=1)
-            if pred is None: ax.set_title(f'delta, {getattr(attack,"name","attack")}', fontsize=9)
-            else: ax.set_title(name(int(pred[r]))+(f', not {name(int(y[r]))}' if c==0 and pred[r]!=y[r] else ''), color='green' if pred[r]==y[r] else 'red', fontsize=9)
+            if pred is None:
+                ax.set_title(f'delta, {getattr(attack, "name", "attack")}', fontsize=9)
+            else:
+                ax.set_title(
+                    name(int(pred[r])) + (f', not {name(int(y[r]))}' if c == 0 and pred[r] != y[r] else ''),
+                    color='green' if pred[r] == y[r] else 'red',
+                    fontsize=9,
+                )
 
 # %% ../nbs/01b_evaluate.ipynb #ad82af48
 @patch
-def show_adv(self:Learner,
-    attack, # Any attack
-    max_n:int=4, # Images to show
-    ds_idx:int=1, # 0: training images, 1: validation images
-    dl=None, # Another DataLoader
-    **kw # See `show_adv`
+def show_adv(
+    self: Learner,
+    attack,  # Any attack
+    max_n: int = 4,  # Images to show
+    ds_idx: int = 1,  # 0: training images, 1: validation images
+    dl=None,  # Another DataLoader
+    **kw,  # See `show_adv`
 ):
-    "Show clean | delta | adversarial for the first images of a DataLoader; of one sorted by class, for images of several classes"
+    """Show clean | delta | adversarial for the first images of a DataLoader; of one sorted by class, for images of
+    several classes"""
     data = fair(_images_of(self, ds_idx, dl), max_n)[0]
-    with no_random(0): x,y = next(iter(_loader(data)))[:2]
-    b = [o[:max_n] for o in to_device((x,y), self.dls.device)]
-    show_adv(get_model(self.model), *b, attack, vocab=getattr(self.dls,'vocab',None), **kw)
+    with no_random(0):
+        x, y = next(iter(_loader(data)))[:2]
+    b = [o[:max_n] for o in to_device((x, y), self.dls.device)]
+    show_adv(get_model(self.model), *b, attack, vocab=getattr(self.dls, 'vocab', None), **kw)
 
 # %% ../nbs/01b_evaluate.ipynb #cc7a62b0
 class AdvValid(AdvCallback):
-    "Attack every validation batch, so that all metrics and predictions are those of attacked images, also of images that the attack repairs"
-    run_train,run_valid,_stateattrs = False,True,('clean_x',)
-    def __init__(self,
-        attack, # Any attack; None leaves the images clean, and only keeps a copy of them
-        seed:int=0, # Of the attack
+    """Attack every validation batch, so that all metrics and predictions are those of attacked images, also of images
+    that the attack repairs"""
+
+    run_train, run_valid, _stateattrs = False, True, ('clean_x',)
+
+    def __init__(
+        self,
+        attack,  # Any attack; None leaves the images clean, and only keeps a copy of them
+        seed: int = 0,  # Of the attack
     ):
-        if attack is not None: check_attack(attack)
-        self.attack,self.seed = attack,seed
+        if attack is not None:
+            check_attack(attack)
+        self.attack, self.seed = attack, seed
+
     def before_batch(self):
         "Attack the batch's images; keep the clean ones as `clean_x`"
         self.clean_x = self.x.clone()
-        if self.attack is not None: self.attack_batch(self.attack, seed=self.seed)
+        if self.attack is not None:
+            self.attack_batch(self.attack, seed=self.seed)
+
     def after_validate(self):
         "Let the clean images go"
         self.clean_x = None
-    def __repr__(self): return f'AdvValid({self.attack!r})'
+
+    def __repr__(self):
+        return f'AdvValid({self.attack!r})'
 
 # %% ../nbs/01b_evaluate.ipynb #a4ab3880
 def _column(name, given=None):
-    "A column's name without the words that make fastai's callbacks keep the lowest value; raises ValueError if it was given"
+    """A column's name without the words that make fastai's callbacks keep the lowest value; raises ValueError if it was
+    given"""
     if given is not None and re.search('loss|error', given):
-        raise ValueError(f'the name {given!r} has "loss" or "error" in it, so fastai would keep the epoch with the lowest accuracy: choose another')
-    while re.search('loss|error', name): name = name.replace('loss','obj').replace('error','err')
+        raise ValueError(
+            f'the name {given!r} has "loss" or "error" in it, so fastai would keep the epoch with the lowest accuracy:'
+            ' choose another'
+        )
+    while re.search('loss|error', name):
+        name = name.replace('loss', 'obj').replace('error', 'err')
     return name
+
 
 def _said(learn, x):
     "The classes that the Learner's model has just said of `x`"
     z = learn.pred
-    if isinstance(z, Tensor) and z.ndim==2 and len(z)==len(x) and not learn.model.training: return _classes(z.as_subclass(Tensor))
+    if isinstance(z, Tensor) and z.ndim == 2 and len(z) == len(x) and not learn.model.training:
+        return _classes(z.as_subclass(Tensor))
     return predict(get_model(learn.model), x)
 
+
 class RobustAccuracy(Metric):
-    "Share of validation images that the model gets right without attack and under `attack`; a column called like `pgd10_acc`"
-    def __init__(self,
-        attack, # Any attack
-        name:str=None, # Column title; None: from the attack. Raises ValueError if `loss` or `error` is in it
+    """Share of validation images that the model gets right without attack and under `attack`; a column called like
+    `pgd10_acc`"""
+
+    def __init__(
+        self,
+        attack,  # Any attack
+        name: str = None,  # Column title; None: from the attack. Raises ValueError if `loss` or `error` is in it
     ):
         check_attack(attack)
-        self.attack,self._name = attack,_column(name or f'{getattr(attack,"name","attack")}_acc', name)
-    def reset(self): self.ok,self.count = 0,0
+        self.attack, self._name = attack, _column(name or f'{getattr(attack, "name", "attack")}_acc', name)
+
+    def reset(self):
+        self.ok, self.count = 0, 0
+
     def accumulate(self, learn):
-        if learn.training: return
+        if learn.training:
+            return
         names = [m.name for m in learn.metrics]
-        if not self.count and (two := first(k for k in names if names.count(k)>1)): warnings.warn(f'two columns are called {two}: tell them apart with RobustAccuracy(attack, name=...)')
-        adv,model = next((c for c in learn.cbs if isinstance(c, AdvValid)), None),get_model(learn.model)
+        if not self.count and (two := first(k for k in names if names.count(k) > 1)):
+            warnings.warn(f'two columns are called {two}: tell them apart with RobustAccuracy(attack, name=...)')
+        adv, model = next((c for c in learn.cbs if isinstance(c, AdvValid)), None), get_model(learn.model)
         x = learn.x if adv is None else adv.clean_x
         y = hard_labels(learn.y, x)
-        before = predict(model, x) if getattr(adv,'attack',None) else _said(learn, x)
-        ok = learn.to_detach((before==y)&(self._after(model, x, y, adv is None)==y))
-        self.ok,self.count = self.ok+ok.sum().item(),self.count+len(ok)
+        before = predict(model, x) if getattr(adv, 'attack', None) else _said(learn, x)
+        ok = learn.to_detach((before == y) & (self._after(model, x, y, adv is None) == y))
+        self.ok, self.count = self.ok + ok.sum().item(), self.count + len(ok)
+
     def _after(self, model, x, y, handed_on):
         "The classes under attack; raises ValueError if the model has changed the batch that fastai handed on"
-        try: p,moved = _answer(model, self.attack(model, x, y, seed=0))
+        try:
+            p, moved = _answer(model, self.attack(model, x, y, seed=0))
         except ValueError:
-            if not handed_on or not _answer(model, x)[1]: raise
+            if not handed_on or not _answer(model, x)[1]:
+                raise
             moved = True
-        if moved and handed_on: raise ValueError('the model changes its input in place, so the batch that fastai hands on is not clean: '
-            'add the callback AdvValid(None), which keeps a copy, or let the model work on x.clone()')
+        if moved and handed_on:
+            raise ValueError(
+                'the model changes its input in place, so the batch that fastai hands on is not clean: '
+                'add the callback AdvValid(None), which keeps a copy, or let the model work on x.clone()'
+            )
         return p
+
     @property
     def value(self):
         "Share of images that stay right, 0 to 1; None before the first batch"
-        return self.ok/self.count if self.count else None
+        return self.ok / self.count if self.count else None
+
     @property
     def name(self):
         "`pgd10_acc` and the like: what the column is called"
@@ -346,1033 +486,1798 @@ class RobustAccuracy(Metric):
 # %% ../nbs/01b_evaluate.ipynb #2db85d2f
 def _look(model, x, y):
     "What `self_check` says, and the outputs and gradients that it says it of"
-    x,y = check_images(x, model),check_labels(y, x)
+    x, y = check_images(x, model), check_labels(y, x)
     with attack_mode(model):
         objs = [Objective(model, x, y, loss) for loss in (margin, ce)]
-        (g,_,z),(g_ce,_,z2) = [o.grad(x) for o in objs]
-    return _doubts(objs, z, z2)+_raw(model),z,g
+        (g, _, z), (g_ce, _, z2) = [o.grad(x) for o in objs]
+    return _doubts(objs, z, z2) + _raw(model), z, g
+
 
 def _raw(model):
     "Does a timm model see images in [0,1] whose configuration names statistics?"
     net = unwrap(model) if isinstance(model, nn.Module) else None
-    cfg = getattr(net,'pretrained_cfg',None) or getattr(net,'default_cfg',None) or {}
-    stats = [(k,tuple(cfg[k]),v) for k,v in dict(mean=0, std=1).items() if isinstance(cfg, Mapping) and cfg.get(k)]
-    if all(set(got)=={usual} for _,got,usual in stats) or any(isinstance(m, Normalized) for m in model.modules()): return []
-    return [f'{type(net).__name__} is a timm model whose configuration names '+' and '.join(f'{k}={got}' for k,got,_ in stats)
-        +', and nothing here applies them: wrap it, Normalized(model), unless its forward normalises or it was trained on images in [0,1]']
+    cfg = getattr(net, 'pretrained_cfg', None) or getattr(net, 'default_cfg', None) or {}
+    stats = [(k, tuple(cfg[k]), v) for k, v in dict(mean=0, std=1).items() if isinstance(cfg, Mapping) and cfg.get(k)]
+    if all(set(got) == {usual} for _, got, usual in stats) or any(isinstance(m, Normalized) for m in model.modules()):
+        return []
+    return [
+        f'{type(net).__name__} is a timm model whose configuration names '
+        + ' and '.join(f'{k}={got}' for k, got, _ in stats)
+        + ', and nothing here applies them: wrap it, Normalized(model), unless its forward normalises or it was trained'
+        ' on images in [0,1]'
+    ]
+
 
 def _doubts(objs, z, z2):
-    "Reasons to distrust an evaluation, from the gradients of the margin and of the cross-entropy, and the outputs of two calls"
-    bad,zero,zero_ce,nan = [o.float().mean().item() for o in (objs[0].bad, objs[0].zero, objs[1].zero, z.isnan().any(1))]
-    likely = torch.allclose(z.sum(1), torch.ones_like(z[:,0]), atol=1e-3) and z.min()>=0
-    says = {f'the gradient is exactly zero for {zero:.0%} of the images: gradient attacks cannot work on them, '
-            'add a black-box attack': zero>.05,
-        f'the gradient of the cross-entropy underflows to zero for {zero_ce:.0%} of the images (very large logits): '
-            'use loss=margin or dlr': zero_ce>.05>=zero,
-        f'the gradient is not finite for {bad:.0%} of the images': bad>0,
-        f'the output is not a number for {nan:.0%} of the images, which count as wrong': nan>0,
+    """Reasons to distrust an evaluation, from the gradients of the margin and of the cross-entropy, and the outputs of
+    two calls"""
+    bad, zero, zero_ce, nan = [
+        o.float().mean().item() for o in (objs[0].bad, objs[0].zero, objs[1].zero, z.isnan().any(1))
+    ]
+    likely = torch.allclose(z.sum(1), torch.ones_like(z[:, 0]), atol=1e-3) and z.min() >= 0
+    says = {
+        f'the gradient is exactly zero for {zero:.0%} of the images: gradient attacks cannot work on them, add a black-box attack': (
+            zero > 0.05
+        ),
+        f'the gradient of the cross-entropy underflows to zero for {zero_ce:.0%} of the images (very large logits): use loss=margin or dlr': (
+            zero_ce > 0.05 >= zero
+        ),
+        f'the gradient is not finite for {bad:.0%} of the images': bad > 0,
+        f'the output is not a number for {nan:.0%} of the images, which count as wrong': nan > 0,
         'the outputs look like probabilities, not logits: losses on them underflow, return the logits': bool(likely),
-        'two calls on the same images differ: the model is random, so attack it with averaged gradients, attack.eot(20), '
-            'and judge it more than once, draws=10': not torch.allclose(z, z2, rtol=1e-3, atol=1e-4, equal_nan=True)}
-    return [k for k,v in says.items() if v]
+        'two calls on the same images differ: the model is random, so attack it with averaged gradients, attack.eot(20), and judge it more than once, draws=10': not torch.allclose(
+            z, z2, rtol=1e-3, atol=1e-4, equal_nan=True
+        ),
+    }
+    return [k for k, v in says.items() if v]
+
 
 def self_check(
-    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-    x:Tensor, # One batch of images [B,C,H,W]
-    y:Tensor, # Labels [B]
-)->list: # Sentences, empty if there is nothing to say
+    model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    x: Tensor,  # One batch of images [B,C,H,W]
+    y: Tensor,  # Labels [B]
+) -> list:  # Sentences, empty if there is nothing to say
     "Reasons to distrust an evaluation of `model`"
     return _look(model, x, y)[0]
 
 # %% ../nbs/01b_evaluate.ipynb #a8ac15ad
 def interval(
-    k:int, # Successes
-    n:int, # Trials
-)->tuple: # (low, high)
+    k: int,  # Successes
+    n: int,  # Trials
+) -> tuple:  # (low, high)
     "Wilson's 95% confidence interval of a share"
     from scipy.stats import binomtest
-    ci = binomtest(int(k), int(n)).proportion_ci(.95, 'wilson')
-    return round(float(ci.low),4),round(float(ci.high),4)
+
+    ci = binomtest(int(k), int(n)).proportion_ci(0.95, 'wilson')
+    return round(float(ci.low), 4), round(float(ci.high), 4)
 
 # %% ../nbs/01b_evaluate.ipynb #af190e42
 class Report:
-    "Rows of robust accuracy, per-image verdicts and warnings; renders in a notebook, prints in a terminal, saves to a folder"
-    def __init__(self,
-        meta:dict, # What was measured: title, model, n, seed, ...
-        rows=(), # A dict per attack
-        verdicts:dict=None, # Attack -> [N] bool: right or wrong; for random models the share of draws that are right
-        warnings=(), # Sentences
-        preds:dict=None, # Attack -> [N] predicted classes; 'label': the right ones; 'position': see `positions`
+    """Rows of robust accuracy, per-image verdicts and warnings; renders in a notebook, prints in a terminal, saves to a
+    folder"""
+
+    def __init__(
+        self,
+        meta: dict,  # What was measured: title, model, n, seed, ...
+        rows=(),  # A dict per attack
+        # Attack -> [N] bool: right or wrong; for random models the share of draws that are right
+        verdicts: dict = None,
+        warnings=(),  # Sentences
+        preds: dict = None,  # Attack -> [N] predicted classes; 'label': the right ones; 'position': see `positions`
     ):
-        self.meta,self.rows,self.verdicts,self.warnings,self.preds = meta,list(rows),verdicts or {},list(warnings),preds or {}
+        self.meta, self.rows, self.verdicts, self.warnings, self.preds = (
+            meta,
+            list(rows),
+            verdicts or {},
+            list(warnings),
+            preds or {},
+        )
 
     @property
     def df(self):
-        "One row per attack; accuracies between 0 and 1; `passes`: images that went through the model, forwards and backwards"
-        return pd.DataFrame(self.rows, columns=['attack','norm','eps','accuracy','low','high','n','seed','attacked','passes','seconds'])
+        """One row per attack; accuracies between 0 and 1; `passes`: images that went through the model, forwards and
+        backwards"""
+        return pd.DataFrame(
+            self.rows,
+            columns=['attack', 'norm', 'eps', 'accuracy', 'low', 'high', 'n', 'seed', 'attacked', 'passes', 'seconds'],
+        )
 
     def _lines(self):
         "The rows, and below an ensemble what its members left standing"
         for r in self.rows:
             yield r
-            for p in r.get('parts',[]): yield {**r, 'attack':f'- {p["attack"]}', 'accuracy':p['left']/r['n'], 'low':None, 'passes':None, 'seconds':p['seconds']}
+            for p in r.get('parts', []):
+                yield {
+                    **r,
+                    'attack': f'- {p["attack"]}',
+                    'accuracy': p['left'] / r['n'],
+                    'low': None,
+                    'passes': None,
+                    'seconds': p['seconds'],
+                }
 
     def _table(self):
         d = pd.DataFrame(list(self._lines()), columns=self.df.columns)
-        pc,some = lambda o: f'{100*o:.1f}',lambda f: lambda o: '' if pd.isna(o) else f(o)
-        return pd.DataFrame({'attack':d.attack, 'norm':d.norm.fillna(''), '%':d.accuracy.map(pc), '95%':['' if pd.isna(a) else f'{pc(a)}-{pc(b)}' for a,b in zip(d.low,d.high)],
-            'passes':(d.passes/d.n).map(some(lambda o: f'{o:.1f}')), 'seconds':d.seconds.map(some(lambda o: f'{o:.1f}'))})
-    def __repr__(self): return '\n'.join([self.meta['title'], self._table().to_string(index=False)]+[f'warning: {o}' for o in self.warnings])
-    def _repr_html_(self): return f'<p>{escape(self.meta["title"])}</p>'+self._table().to_html(index=False, border=0)+''.join(f'<p><b>warning:</b> {o}</p>' for o in map(escape, self.warnings))
+        pc, some = lambda o: f'{100 * o:.1f}', lambda f: lambda o: '' if pd.isna(o) else f(o)
+        return pd.DataFrame(
+            {
+                'attack': d.attack,
+                'norm': d.norm.fillna(''),
+                '%': d.accuracy.map(pc),
+                '95%': ['' if pd.isna(a) else f'{pc(a)}-{pc(b)}' for a, b in zip(d.low, d.high)],
+                'passes': (d.passes / d.n).map(some(lambda o: f'{o:.1f}')),
+                'seconds': d.seconds.map(some(lambda o: f'{o:.1f}')),
+            }
+        )
+
+    def __repr__(self):
+        return '\n'.join(
+            [self.meta['title'], self._table().to_string(index=False)] + [f'warning: {o}' for o in self.warnings]
+        )
+
+    def _repr_html_(self):
+        return (
+            f'<p>{escape(self.meta["title"])}</p>'
+            + self._table().to_html(index=False, border=0)
+            + ''.join(f'<p><b>warning:</b> {o}</p>' for o in map(escape, self.warnings))
+        )
 
 # %% ../nbs/01b_evaluate.ipynb #cca1b387
 @patch
-def plot(self:Report,
-    ax=None, # Matplotlib axes; None: new ones
-)->plt.Axes: # The axes
+def plot(
+    self: Report,
+    ax=None,  # Matplotlib axes; None: new ones
+) -> plt.Axes:  # The axes
     "A bar for each row, with its 95% interval"
     d = self.df[::-1]
-    ax = ax or plt.subplots(figsize=(7,.6+.35*len(d)), layout='constrained')[1]
-    ax.barh(range(len(d)), 100*d.accuracy, xerr=100*np.stack([d.accuracy-d.low, d.high-d.accuracy]).clip(0), color='tab:blue', alpha=.7)
+    ax = ax or plt.subplots(figsize=(7, 0.6 + 0.35 * len(d)), layout='constrained')[1]
+    ax.barh(
+        range(len(d)),
+        100 * d.accuracy,
+        xerr=100 * np.stack([d.accuracy - d.low, d.high - d.accuracy]).clip(0),
+        color='tab:blue',
+        alpha=0.7,
+    )
     ax.set_yticks(range(len(d)), d.attack, fontsize=8)
-    ax.set(xlabel=f'accuracy %, n={self.meta["n"]}', xlim=(0,100))
+    ax.set(xlabel=f'accuracy %, n={self.meta["n"]}', xlim=(0, 100))
     return ax
 
 # %% ../nbs/01b_evaluate.ipynb #d91e64b8
 @patch
-def per_class(self:Report,
-    vocab=None, # Names of the classes
-)->pd.DataFrame: # A row per class: images, and its accuracy under each attack
+def per_class(
+    self: Report,
+    vocab=None,  # Names of the classes
+) -> pd.DataFrame:  # A row per class: images, and its accuracy under each attack
     "Which classes fall"
     y = self.preds['label']
-    df = pd.DataFrame({'n':np.ones(len(y)), **{k:v for k,v in self.verdicts.items()}}).groupby(y)
+    df = pd.DataFrame({'n': np.ones(len(y)), **{k: v for k, v in self.verdicts.items()}}).groupby(y)
     res = df.mean().assign(n=df.size())
     return res.set_axis([str(i if vocab is None else vocab[i]) for i in res.index])
 
 # %% ../nbs/01b_evaluate.ipynb #3740a2e2
-_not_rows = ('label','position')
+_not_rows = ('label', 'position')
+
 
 @patch(as_prop=True)
-def positions(self:Report)->np.ndarray: # [N] int
+def positions(self: Report) -> np.ndarray:  # [N] int
     "Where in the data each image of `verdicts` and `preds` is: the first ones, or those that were chosen"
     return self.preds.get('position', np.arange(self.meta['n']))
 
+
 @patch
-def confusion(self:Report,
-    attack=None, # A row's attack; None: the last one
-    vocab=None, # Names of the classes
-)->pd.DataFrame: # Rows: what the model says of the clean images; columns: what it says under attack
+def confusion(
+    self: Report,
+    attack=None,  # A row's attack; None: the last one
+    vocab=None,  # Names of the classes
+) -> pd.DataFrame:  # Rows: what the model says of the clean images; columns: what it says under attack
     "Where the attack sends the images"
-    k = [k for k in self.preds if k not in _not_rows][-1] if attack is None else attack if isinstance(attack,str) else repr(attack)
-    if k not in self.preds: raise ValueError(f'the report has no predictions for {k}, only for {[o for o in self.preds if o not in _not_rows]}')
-    name = lambda i: 'no number' if i<0 else str(i if vocab is None else vocab[i])
+    k = (
+        [k for k in self.preds if k not in _not_rows][-1]
+        if attack is None
+        else attack
+        if isinstance(attack, str)
+        else repr(attack)
+    )
+    if k not in self.preds:
+        raise ValueError(
+            f'the report has no predictions for {k}, only for {[o for o in self.preds if o not in _not_rows]}'
+        )
+    name = lambda i: 'no number' if i < 0 else str(i if vocab is None else vocab[i])
     table = pd.crosstab(self.preds['clean'], self.preds[k], rownames=['clean'], colnames=['under attack'])
     return table.rename(index=name, columns=name)
 
 # %% ../nbs/01b_evaluate.ipynb #96d074df
 def _atomic(path, write):
-    tmp = path.with_name(path.name+'.tmp'); write(tmp); os.replace(tmp, path)
+    tmp = path.with_name(path.name + '.tmp')
+    write(tmp)
+    os.replace(tmp, path)
+
 
 def _npz(path, arrays):
     def write(p):
-        with open(p,'wb') as f: np.savez_compressed(f, **arrays)
+        with open(p, 'wb') as f:
+            np.savez_compressed(f, **arrays)
+
     _atomic(path, write)
 
+
 @patch
-def save(self:Report,
-    out, # Folder; made if it does not exist
-    page:bool=True, # The picture and the web page too
+def save(
+    self: Report,
+    out,  # Folder; made if it does not exist
+    page: bool = True,  # The picture and the web page too
 ):
-    "Write report.json and .csv, verdicts.npz and predictions.npz (per image), report.png and .html, each in one move, so that a kill leaves the old or the new file"
-    out = Path(out); out.mkdir(parents=True, exist_ok=True)
-    _npz(out/'verdicts.npz', self.verdicts); _npz(out/'predictions.npz', self.preds)
-    _atomic(out/'report.csv', lambda p: self.df.to_csv(p, index=False))
-    _atomic(out/'report.json', lambda p: p.write_text(json.dumps(dict(meta=self.meta, rows=self.rows, warnings=self.warnings), indent=1)))
-    if not page: return
-    fig = plt.figure(figsize=(7,.6+.35*len(self.rows)), layout='constrained'); self.plot(fig.subplots())
-    _atomic(out/'report.png', lambda p: fig.savefig(p, format='png', dpi=110)); plt.close(fig)
-    _atomic(out/'report.html', lambda p: p.write_text(_page(self, (out/'report.png').read_bytes())))
+    """Write report.json and .csv, verdicts.npz and predictions.npz (per image), report.png and .html, each in one move,
+    so that a kill leaves the old or the new file"""
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    _npz(out / 'verdicts.npz', self.verdicts)
+    _npz(out / 'predictions.npz', self.preds)
+    _atomic(out / 'report.csv', lambda p: self.df.to_csv(p, index=False))
+    _atomic(
+        out / 'report.json',
+        lambda p: p.write_text(json.dumps(dict(meta=self.meta, rows=self.rows, warnings=self.warnings), indent=1)),
+    )
+    if not page:
+        return
+    fig = plt.figure(figsize=(7, 0.6 + 0.35 * len(self.rows)), layout='constrained')
+    self.plot(fig.subplots())
+    _atomic(out / 'report.png', lambda p: fig.savefig(p, format='png', dpi=110))
+    plt.close(fig)
+    _atomic(out / 'report.html', lambda p: p.write_text(_page(self, (out / 'report.png').read_bytes())))
+
 
 def _page(rep, png):
-    pic,css = base64.b64encode(png).decode(),'body{font:15px sans-serif;max-width:60em;margin:2em auto;padding:0 1em}td,th{padding:.2em .8em;text-align:right}td:first-child{text-align:left}img{max-width:100%}'
-    meta = ''.join(f'<tr><td>{escape(str(k))}</td><td>{escape(str(v))}</td></tr>' for k,v in rep.meta.items() if k not in ('look','held'))
-    return f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(rep.meta["title"])}</title><style>{css}</style>{rep._repr_html_()}<img alt="accuracy of each row" src="data:image/png;base64,{pic}"><table>{meta}</table></html>'
+    pic, css = (
+        base64.b64encode(png).decode(),
+        (
+            'body{font:15px sans-serif;max-width:60em;margin:2em auto;padding:0 1em}td,th{padding:.2em'
+            ' .8em;text-align:right}td:first-child{text-align:left}img{max-width:100%}'
+        ),
+    )
+    meta = ''.join(
+        f'<tr><td>{escape(str(k))}</td><td>{escape(str(v))}</td></tr>'
+        for k, v in rep.meta.items()
+        if k not in ('look', 'held')
+    )
+    return (
+        '<!doctype html><html lang="en"><meta'
+        f' charset="utf-8"><title>{escape(rep.meta["title"])}</title><style>{css}</style>{rep._repr_html_()}<img'
+        f' alt="accuracy of each row" src="data:image/png;base64,{pic}"><table>{meta}</table></html>'
+    )
 
 # %% ../nbs/01b_evaluate.ipynb #6fa51383
 @patch(cls_method=True)
-def load(cls:Report,
-    out, # Folder that `save` wrote
+def load(
+    cls: Report,
+    out,  # Folder that `save` wrote
 ):
     "The report in a folder"
     try:
-        d,arrays = json.loads((Path(out)/'report.json').read_text()),[]
-        for f in ('verdicts.npz','predictions.npz'):
-            with np.load(Path(out)/f) as z: arrays.append(dict(z))
+        d, arrays = json.loads((Path(out) / 'report.json').read_text()), []
+        for f in ('verdicts.npz', 'predictions.npz'):
+            with np.load(Path(out) / f) as z:
+                arrays.append(dict(z))
         return cls(d['meta'], d['rows'], arrays[0], d['warnings'], arrays[1])
-    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as e: raise ValueError(f'{out} holds no readable report ({type(e).__name__}: {e}): choose another folder, or overwrite=True') from e
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as e:
+        raise ValueError(
+            f'{out} holds no readable report ({type(e).__name__}: {e}): choose another folder, or overwrite=True'
+        ) from e
 
 # %% ../nbs/01b_evaluate.ipynb #3d7a1f99
-def _bytes(v): return v.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if v.numel() else b''
+def _bytes(v):
+    return v.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() if v.numel() else b''
+
 
 def fingerprint(
-    model, # An `nn.Module`, or any callable (then '')
-)->str: # 16 hex digits
+    model,  # An `nn.Module`, or any callable (then '')
+) -> str:  # 16 hex digits
     "A hash of all weights and buffers: a report is continued only on the model it was begun with"
-    if not isinstance(model, nn.Module): return ''
+    if not isinstance(model, nn.Module):
+        return ''
     h = hashlib.sha256()
-    for k,v in model.state_dict().items():
-        h.update(k.encode()); h.update(_bytes(v) if isinstance(v,Tensor) else b'')
+    for k, v in model.state_dict().items():
+        h.update(k.encode())
+        h.update(_bytes(v) if isinstance(v, Tensor) else b'')
     return h.hexdigest()[:16]
 
 # %% ../nbs/01b_evaluate.ipynb #dba1cd0e
-_LIBRARIES = sys.stdlib_module_names|set('torch torchvision numpy scipy pandas matplotlib PIL fastai fastcore fastprogress timm'.split())
-_NOT_CODE = {'__dict__','__weakref__','__doc__','__module__','__qualname__','__abstractmethods__','_abc_impl','__hash__','__match_args__',
-    '__dataclass_fields__','__dataclass_params__','__firstlineno__','__slotnames__','__static_attributes__','_backward_cls'}
+_LIBRARIES = sys.stdlib_module_names | set(
+    'torch torchvision numpy scipy pandas matplotlib PIL fastai fastcore fastprogress timm'.split()
+)
+_NOT_CODE = {
+    '__dict__',
+    '__weakref__',
+    '__doc__',
+    '__module__',
+    '__qualname__',
+    '__abstractmethods__',
+    '_abc_impl',
+    '__hash__',
+    '__match_args__',
+    '__dataclass_fields__',
+    '__dataclass_params__',
+    '__firstlineno__',
+    '__slotnames__',
+    '__static_attributes__',
+    '_backward_cls',
+}
 
-def _digest(*o): return hashlib.sha256(repr([a.tobytes() if isinstance(a, np.ndarray) else a for a in o]).encode()).hexdigest()[:16]
+
+def _digest(*o):
+    return hashlib.sha256(repr([a.tobytes() if isinstance(a, np.ndarray) else a for a in o]).encode()).hexdigest()[:16]
+
 
 def _version():
     from robust_nbdev import __version__
+
     return __version__
 
-def _library(name): return name is not None and (not isinstance(name, str) or name.split('.')[0] in _LIBRARIES)     # compiled types have no name
+
+# compiled types have no name
+def _library(name):
+    return name is not None and (not isinstance(name, str) or name.split('.')[0] in _LIBRARIES)
+
 
 def _uses(code):
     "Names that a code object and those inside it take from outside: globals, attributes, imports"
     res = dict(LOAD_GLOBAL=set(), LOAD_ATTR=set(), IMPORT_NAME=set())
     same = dict(LOAD_NAME='LOAD_GLOBAL', LOAD_METHOD='LOAD_ATTR', IMPORT_FROM='LOAD_ATTR')
     for i in dis.get_instructions(code):
-        if (k := same.get(i.opname, i.opname)) in res: res[k].add(i.argval)
+        if (k := same.get(i.opname, i.opname)) in res:
+            res[k].add(i.argval)
     for c in code.co_consts:
-        if isinstance(c, types.CodeType): res = {k:v|w for (k,v),w in zip(res.items(), _uses(c))}
+        if isinstance(c, types.CodeType):
+            res = {k: v | w for (k, v), w in zip(res.items(), _uses(c))}
     return tuple(res.values())
+
 
 def _imported(name, package):
     "The file that `import name` inside a function would read, as bytes"
-    for o in (name, '.'+name):
-        try: spec = importlib.util.find_spec(o, package)
-        except (ImportError, ValueError, AttributeError): continue
-        if spec is not None and spec.origin and Path(spec.origin).is_file(): return Path(spec.origin).read_bytes()
+    for o in (name, '.' + name):
+        try:
+            spec = importlib.util.find_spec(o, package)
+        except (ImportError, ValueError, AttributeError):
+            continue
+        if spec is not None and spec.origin and Path(spec.origin).is_file():
+            return Path(spec.origin).read_bytes()
 
 # %% ../nbs/01b_evaluate.ipynb #7c8f5676
 class _Seen:
     "A walk through everything that an object is made of; equal digests mean equal code and, with `data`, equal values"
-    def __init__(self, data): self.data,self.done,self.way,self.keep,self.known = data,{},set(),[],set()
+
+    def __init__(self, data):
+        self.data, self.done, self.way, self.keep, self.known = data, {}, set(), [], set()
+
     def __call__(self, o):
-        if o is None or o is ... or isinstance(o, (bool,int,float,complex,str,bytes,np.generic,torch.dtype,torch.device)):
+        if (
+            o is None
+            or o is ...
+            or isinstance(o, (bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device))
+        ):
             return f'{type(o).__name__} {o!r}' if self.data else ''
-        if id(o) in self.way: return 'loop'
+        if id(o) in self.way:
+            return 'loop'
         if id(o) not in self.done:
-            self.way.add(id(o)); self.keep.append(o)
+            self.way.add(id(o))
+            self.keep.append(o)
             parts = _made_of(o, self)
             self.way.discard(id(o))
             self.done[id(o)] = hashlib.sha256(repr(parts).encode()).hexdigest() if parts or self.data else ''
         return self.done[id(o)]
-    def names(self, d): return [(k,v) for k,v in ((k, self(d[k])) for k in sorted(d, key=str)) if v]
+
+    def names(self, d):
+        return [(k, v) for k, v in ((k, self(d[k])) for k in sorted(d, key=str)) if v]
+
 
 @singledispatch
 def _made_of(o, see):
     "Any object: its class and its attributes; what a library made, by the way it is pickled"
-    c,d = type(o),{s:getattr(o,s) for k in type(o).__mro__ for s in L(vars(k).get('__slots__')) if hasattr(o,s) and s!='__weakref__'}
-    own = see.names({**d, **getattr(o,'__dict__',{})})
-    if not (_library(c.__module__) and see.data): return see(c),own
-    return see(c),own,[see(list(v) if isinstance(v, Iterator) else v) for v in L(o.__reduce_ex__(2))]
+    c, d = (
+        type(o),
+        {
+            s: getattr(o, s)
+            for k in type(o).__mro__
+            for s in L(vars(k).get('__slots__'))
+            if hasattr(o, s) and s != '__weakref__'
+        },
+    )
+    own = see.names({**d, **getattr(o, '__dict__', {})})
+    if not (_library(c.__module__) and see.data):
+        return see(c), own
+    return see(c), own, [see(list(v) if isinstance(v, Iterator) else v) for v in L(o.__reduce_ex__(2))]
+
 
 @_made_of.register(types.CodeType)
 def _(o, see):
-    consts = [see(c) if isinstance(c, types.CodeType) else sorted(map(repr, c)) if isinstance(c, frozenset) else repr(c) for c in o.co_consts]
-    return o.co_name,o.co_code,o.co_names,o.co_varnames,o.co_freevars,o.co_argcount,o.co_kwonlyargcount,o.co_flags,consts
+    consts = [
+        see(c) if isinstance(c, types.CodeType) else sorted(map(repr, c)) if isinstance(c, frozenset) else repr(c)
+        for c in o.co_consts
+    ]
+    return (
+        o.co_name,
+        o.co_code,
+        o.co_names,
+        o.co_varnames,
+        o.co_freevars,
+        o.co_argcount,
+        o.co_kwonlyargcount,
+        o.co_flags,
+        consts,
+    )
+
 
 @_made_of.register(types.FunctionType)
 def _(o, see):
-    cells = [c.cell_contents for c in o.__closure__ or () if c!=types.CellType()]
-    own = [see(v) for v in (o.__code__, o.__defaults__, o.__kwdefaults__, cells)],see.names(vars(o))
-    if _library(o.__globals__.get('__name__')): return o.__module__,o.__qualname__,own
-    names,attrs,imports = _uses(o.__code__); package = o.__globals__.get('__package__')
+    cells = [c.cell_contents for c in o.__closure__ or () if c != types.CellType()]
+    own = [see(v) for v in (o.__code__, o.__defaults__, o.__kwdefaults__, cells)], see.names(vars(o))
+    if _library(o.__globals__.get('__name__')):
+        return o.__module__, o.__qualname__, own
+    names, attrs, imports = _uses(o.__code__)
+    package = o.__globals__.get('__package__')
     files = [(n, _imported(n, package)) for n in sorted(imports) if n and not _library(n)]
-    return own,[(n, _global(o.__globals__[n], attrs, see)) for n in sorted(names) if n in o.__globals__],files
+    return own, [(n, _global(o.__globals__[n], attrs, see)) for n in sorted(names) if n in o.__globals__], files
+
 
 def _global(v, attrs, see):
     "A global: a module by those of its names that are used"
-    if not isinstance(v, types.ModuleType): return see(v)
-    if _library(v.__name__) or id(v) in see.way: return v.__name__
+    if not isinstance(v, types.ModuleType):
+        return see(v)
+    if _library(v.__name__) or id(v) in see.way:
+        return v.__name__
     see.way.add(id(v))
-    res = v.__name__,[(a, _global(vars(v)[a], attrs, see)) for a in sorted(attrs) if a in vars(v)]
-    see.way.discard(id(v)); return res
+    res = v.__name__, [(a, _global(vars(v)[a], attrs, see)) for a in sorted(attrs) if a in vars(v)]
+    see.way.discard(id(v))
+    return res
+
 
 @_made_of.register(type)
 def _(o, see):
-    if _library(o.__module__): return str(o.__module__),o.__qualname__
-    own = {k:v for k,v in vars(o).items() if k not in _NOT_CODE and not k.startswith('__annot')}
-    return o.__qualname__,[see(b) for b in o.__bases__],see(type(o)),see.names(own)
+    if _library(o.__module__):
+        return str(o.__module__), o.__qualname__
+    own = {k: v for k, v in vars(o).items() if k not in _NOT_CODE and not k.startswith('__annot')}
+    return o.__qualname__, [see(b) for b in o.__bases__], see(type(o)), see.names(own)
+
 
 @_made_of.register(nn.Module)
 def _(o, see):
-    net = get_model(getattr(o,'_orig_mod',o))
-    if net is not o: return see(net)
-    d = {k:list(v.values()) if 'hooks' in k and isinstance(v, dict) else v for k,v in vars(o).items() if k!='_compiled_call_impl'}
-    return see(type(o)),see.names(d)
+    net = get_model(getattr(o, '_orig_mod', o))
+    if net is not o:
+        return see(net)
+    d = {
+        k: list(v.values()) if 'hooks' in k and isinstance(v, dict) else v
+        for k, v in vars(o).items()
+        if k != '_compiled_call_impl'
+    }
+    return see(type(o)), see.names(d)
 
 # %% ../nbs/01b_evaluate.ipynb #9cc47c85
 @_made_of.register(Tensor)
 def _(o, see):
-    if id(o) in see.known or not see.data: return ''
-    return [type(o).__name__,str(o.dtype),list(o.shape),hashlib.sha256(_bytes(o)).hexdigest()]
+    if id(o) in see.known or not see.data:
+        return ''
+    return [type(o).__name__, str(o.dtype), list(o.shape), hashlib.sha256(_bytes(o)).hexdigest()]
+
+
 @_made_of.register(torch.utils.hooks.RemovableHandle)
-def _(o, see): return type(o).__name__
+def _(o, see):
+    return type(o).__name__
+
+
 @_made_of.register(weakref.ref)
-def _(o, see): return see(o()) if see.data else ''
+def _(o, see):
+    return see(o()) if see.data else ''
+
+
 @_made_of.register(np.ndarray)
-def _(o, see): return [str(o.dtype),o.shape,see(o.tolist()) if o.dtype==object else hashlib.sha256(o.tobytes()).hexdigest()] if see.data else ''
+def _(o, see):
+    return (
+        [str(o.dtype), o.shape, see(o.tolist()) if o.dtype == object else hashlib.sha256(o.tobytes()).hexdigest()]
+        if see.data
+        else ''
+    )
+
+
 @_made_of.register(list)
 @_made_of.register(tuple)
-def _(o, see): return ([see(type(o))] if see.data else [])+[v for v in map(see, o) if v]
+def _(o, see):
+    return ([see(type(o))] if see.data else []) + [v for v in map(see, o) if v]
+
+
 @_made_of.register(set)
 @_made_of.register(frozenset)
-def _(o, see): return sorted(v for v in map(see, o) if v)
+def _(o, see):
+    return sorted(v for v in map(see, o) if v)
+
+
 @_made_of.register(dict)
 @_made_of.register(types.MappingProxyType)
-def _(o, see): return [(a,b) for a,b in ((see(k),see(v)) for k,v in o.items()) if a or b]
+def _(o, see):
+    return [(a, b) for a, b in ((see(k), see(v)) for k, v in o.items()) if a or b]
+
+
 @_made_of.register(property)
-def _(o, see): return [see(f) for f in (o.fget, o.fset, o.fdel)]
+def _(o, see):
+    return [see(f) for f in (o.fget, o.fset, o.fdel)]
+
+
 @_made_of.register(classmethod)
 @_made_of.register(staticmethod)
-def _(o, see): return see(o.__func__)
+def _(o, see):
+    return see(o.__func__)
+
+
 @_made_of.register(types.MethodType)
-def _(o, see): return see(o.__func__),see(o.__self__)
+def _(o, see):
+    return see(o.__func__), see(o.__self__)
+
+
 @_made_of.register(partial)
-def _(o, see): return see(type(o)),see(o.func),see(o.args),see(o.keywords),see.names(vars(o))
+def _(o, see):
+    return see(type(o)), see(o.func), see(o.args), see(o.keywords), see.names(vars(o))
+
+
 @_made_of.register(types.ModuleType)
-def _(o, see): return o.__name__
+def _(o, see):
+    return o.__name__
+
+
 @_made_of.register(ContextVar)
-def _(o, see): return o.name
+def _(o, see):
+    return o.name
+
+
 @_made_of.register(Learner)
-def _(o, see): return see(o.model),see(o.loss_func)      # not its data, callbacks and tables: seconds of work, and they change
+# not its data, callbacks and tables: seconds of work, and they change
+def _(o, see):
+    return see(o.model), see(o.loss_func)
+
+
 @_made_of.register(DataLoaders)
 @_made_of.register(DataLoader)
 @_made_of.register(torch.utils.data.DataLoader)
 @_made_of.register(torch.utils.data.Dataset)
-def _(o, see): return type(o).__name__
+def _(o, see):
+    return type(o).__name__
+
+
 @_made_of.register(torch.Generator)
-def _(o, see): return see(o.get_state())
-for _t in (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MemberDescriptorType,
-           types.GetSetDescriptorType, types.ClassMethodDescriptorType, types.MethodWrapperType, np.ufunc):
+def _(o, see):
+    return see(o.get_state())
+
+
+for _t in (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.MemberDescriptorType,
+    types.GetSetDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.MethodWrapperType,
+    np.ufunc,
+):
+
     @_made_of.register(_t)
     def _(o, see):
-        of = getattr(o,'__self__',None)
-        return getattr(o,'__module__',None) or '',getattr(o,'__qualname__',o.__name__),see(None if isinstance(of, types.ModuleType) else of)
+        of = getattr(o, '__self__', None)
+        return (
+            getattr(o, '__module__', None) or '',
+            getattr(o, '__qualname__', o.__name__),
+            see(None if isinstance(of, types.ModuleType) else of),
+        )
+
 
 _unreadable = (TypeError, ValueError, AttributeError, RuntimeError, OSError, PickleError)
 
+
 def identity(
-    *objs, # Attacks, losses, models, settings, ...
-    data:bool=True, # The values that they hold too; False: their code alone, for models, whose values `fingerprint` and `sketch` tell apart
-)->str: # 16 hex digits; '' where something cannot be read, such as an open file: then nothing is known to be the same
-    "A hash of all that an object is made of: its state, and the code of every function, class and global that it reaches"
-    try: return _digest(_version(), *map(_Seen(data), objs))
-    except _unreadable: return ''
+    *objs,  # Attacks, losses, models, settings, ...
+    # The values that they hold too; False: their code alone, for models, whose values `fingerprint` and `sketch` tell
+    # apart
+    data: bool = True,
+) -> (
+    str
+):  # 16 hex digits; '' where something cannot be read, such as an open file: then nothing is known to be the same
+    """A hash of all that an object is made of: its state, and the code of every function, class and global that it
+    reaches"""
+    try:
+        return _digest(_version(), *map(_Seen(data), objs))
+    except _unreadable:
+        return ''
+
 
 def _attributes(m):
     "(name, value) of what a module computes with beside its weights and its layers"
-    d = {k:v for k,v in vars(m).items() if k not in ('training','_modules','_parameters','_buffers','_compiled_call_impl') and 'state_dict' not in k}
-    yield from ((k, list(v.values()) if 'hooks' in k and isinstance(v, dict) else v) for k,v in d.items())
-    yield from ((k, v) for k,v in m._buffers.items() if k in m._non_persistent_buffers_set)
+    d = {
+        k: v
+        for k, v in vars(m).items()
+        if k not in ('training', '_modules', '_parameters', '_buffers', '_compiled_call_impl') and 'state_dict' not in k
+    }
+    yield from ((k, list(v.values()) if 'hooks' in k and isinstance(v, dict) else v) for k, v in d.items())
+    yield from ((k, v) for k, v in m._buffers.items() if k in m._non_persistent_buffers_set)
+
 
 def _of_class(c):
-    "(name, value) of what a class and its bases bring: values, and methods (but those that make it) with the globals that they read"
+    """(name, value) of what a class and its bases bring: values, and methods (but those that make it) with the globals
+    that they read"""
     for k in c.__mro__:
         if not _library(k.__module__):
-            yield from ((f'{k.__qualname__}.{a}', v) for a,v in vars(k).items() if a not in {*_NOT_CODE,'__init__','__new__'} and not a.startswith('__annot'))
+            yield from (
+                (f'{k.__qualname__}.{a}', v)
+                for a, v in vars(k).items()
+                if a not in {*_NOT_CODE, '__init__', '__new__'} and not a.startswith('__annot')
+            )
+
 
 def _new_walk(net):
-    see = _Seen(True); see.known = {id(v) for v in net.state_dict(keep_vars=True).values()}
+    see = _Seen(True)
+    see.known = {id(v) for v in net.state_dict(keep_vars=True).values()}
     return see
+
 
 def _held(model):
     "What a model computes with beside its weights, which `fingerprint` has: name -> digest, '' where it cannot be read"
-    if not isinstance(model, nn.Module): return {}
-    net,res,seen = get_model(getattr(model,'_orig_mod',model)),{},set()
+    if not isinstance(model, nn.Module):
+        return {}
+    net, res, seen = get_model(getattr(model, '_orig_mod', model)), {}, set()
     see = _new_walk(net)
-    for path,m in net.named_modules():
-        new = [] if type(m) in seen else [*_of_class(type(m))]; seen.add(type(m))
-        for k,v in [*((f'{type(m).__qualname__}.{k}', v) for k,v in _attributes(m)), *new]:
-            try: res.setdefault(k, []).append((path, see(v)))
-            except _unreadable: res[k].append(None); see = _new_walk(net)
-    return {k:'' if None in v else _digest(v) for k,v in res.items()}
+    for path, m in net.named_modules():
+        new = [] if type(m) in seen else [*_of_class(type(m))]
+        seen.add(type(m))
+        for k, v in [*((f'{type(m).__qualname__}.{k}', v) for k, v in _attributes(m)), *new]:
+            try:
+                res.setdefault(k, []).append((path, see(v)))
+            except _unreadable:
+                res[k].append(None)
+                see = _new_walk(net)
+    return {k: '' if None in v else _digest(v) for k, v in res.items()}
 
-def _settled(before, after): return {k:before[k] if before.get(k)==after.get(k) else None for k in {**after, **before}}
+
+def _settled(before, after):
+    return {k: before[k] if before.get(k) == after.get(k) else None for k in {**after, **before}}
+
 
 def _moved(old, new):
-    "Names of what differs in two results of `_settled`; what a mere look at images changes, such as a counter, is no difference"
-    same = lambda k: (k in old and old[k] is None) or (k in new and new[k] is None) or old.get(k)==new.get(k)!=''
+    """Names of what differs in two results of `_settled`; what a mere look at images changes, such as a counter, is no
+    difference"""
+    same = lambda k: (k in old and old[k] is None) or (k in new and new[k] is None) or old.get(k) == new.get(k) != ''
     return [k for k in {**old, **new} if not same(k)]
 
 # %% ../nbs/01b_evaluate.ipynb #24af9887
 def sketch(
-    t:Tensor, # [B,...]: outputs or gradients of the first batch
-    n:int=16, # Images to describe
-)->list: # [<=n][4] floats: of each image the length, and the products with three fixed vectors of random signs
+    t: Tensor,  # [B,...]: outputs or gradients of the first batch
+    n: int = 16,  # Images to describe
+) -> list:  # [<=n][4] floats: of each image the length, and the products with three fixed vectors of random signs
     "A few numbers in place of a tensor, to be compared with `alike`"
-    t = t.detach().as_subclass(Tensor)[:n].cpu().double().flatten(1); one = torch.zeros(1, dtype=torch.long)
-    signs = torch.cat([(2*uniform(one, t[:1], k)-1).sign() for k in range(3)])
-    return torch.cat([t.norm(dim=1, keepdim=True), t@signs.T], 1).tolist()
+    t = t.detach().as_subclass(Tensor)[:n].cpu().double().flatten(1)
+    one = torch.zeros(1, dtype=torch.long)
+    signs = torch.cat([(2 * uniform(one, t[:1], k) - 1).sign() for k in range(3)])
+    return torch.cat([t.norm(dim=1, keepdim=True), t @ signs.T], 1).tolist()
+
 
 def alike(
-    a, # What `sketch` returned
-    b, # What `sketch` returned at another time, maybe on another machine
-    tol:float=.01, # Of each image's length
-)->bool: # False also where one of them is None
+    a,  # What `sketch` returned
+    b,  # What `sketch` returned at another time, maybe on another machine
+    tol: float = 0.01,  # Of each image's length
+) -> bool:  # False also where one of them is None
     "Are two sketches the same but for rounding?"
-    if a is None or b is None or not len(a) or not len(b): return False
-    n = min(len(a), len(b)); a,b = [torch.as_tensor(o[:n], dtype=torch.double).nan_to_num(-1e30) for o in (a,b)]
-    return bool(((a-b).abs()<=tol*torch.maximum(a[:,:1], b[:,:1]).abs()).all())
+    if a is None or b is None or not len(a) or not len(b):
+        return False
+    n = min(len(a), len(b))
+    a, b = [torch.as_tensor(o[:n], dtype=torch.double).nan_to_num(-1e30) for o in (a, b)]
+    return bool(((a - b).abs() <= tol * torch.maximum(a[:, :1], b[:, :1]).abs()).all())
 
 # %% ../nbs/01b_evaluate.ipynb #d92c2c33
-def _cat(a, b): return b if a is None else {k: torch.cat([a[k], b[k]]) for k in b}
-def _take(a, m): return {k: v[m] for k,v in a.items()}
-def _seed_of(seed, r): return torch.where(r==0, seed, mix64(seed+r))
+def _cat(a, b):
+    return b if a is None else {k: torch.cat([a[k], b[k]]) for k in b}
+
+
+def _take(a, m):
+    return {k: v[m] for k, v in a.items()}
+
+
+def _seed_of(seed, r):
+    return torch.where(r == 0, seed, mix64(seed + r))
+
 
 def _enter(attack, model, i, x, y, seed):
     "New images at the start of their first round: (what is fixed, the attack's state, the objective)"
-    x0 = check_images(x, model); obj = attack.objective(model, x0, y)
-    x = x0.float() if x0.element_size()<4 else x0; seeds,zero = image_seed(x, seed),torch.zeros_like(y)
-    return dict(pos=i.to(x.device), x0=x0, x=x, y=y, seed=seeds, refs=attack.refs(obj), r=zero, i=zero),attack.start(obj, x, seeds),obj
+    x0 = check_images(x, model)
+    obj = attack.objective(model, x0, y)
+    x = x0.float() if x0.element_size() < 4 else x0
+    seeds, zero = image_seed(x, seed), torch.zeros_like(y)
+    return (
+        dict(pos=i.to(x.device), x0=x0, x=x, y=y, seed=seeds, refs=attack.refs(obj), r=zero, i=zero),
+        attack.start(obj, x, seeds),
+        obj,
+    )
+
 
 def _at(obj, b):
     "The objective of the images at hand, each in its own round"
     t = b['refs'][torch.arange(len(b['r']), device=b['r'].device), b['r']]
     no = torch.zeros(len(t), dtype=torch.bool, device=t.device)
-    return obj.rows(slice(0,0), x=b['x0'], t=t, y=b['y'], bad=no, zero=~no)
+    return obj.rows(slice(0, 0), x=b['x0'], t=t, y=b['y'], bad=no, zero=~no)
 
 # %% ../nbs/01b_evaluate.ipynb #833b1654
 def _leave(attack, obj, b, s, c, p, fell):
-    "Send candidates `c` on: those that fell or end their last round leave, the others begin their next round; returns who leaves"
-    end = (b['i'][c]>=attack.steps)&~fell
-    last = b['r'][c]+1>=b['refs'].shape[1]
-    again = c[end&~last]
+    """Send candidates `c` on: those that fell or end their last round leave, the others begin their next round; returns
+    who leaves"""
+    end = (b['i'][c] >= attack.steps) & ~fell
+    last = b['r'][c] + 1 >= b['refs'].shape[1]
+    again = c[end & ~last]
     if len(again):
-        b['r'] = b['r'].index_add(0, again, torch.ones_like(again)); b['i'] = b['i'].index_fill(0, again, 0)
+        b['r'] = b['r'].index_add(0, again, torch.ones_like(again))
+        b['i'] = b['i'].index_fill(0, again, 0)
         new = attack.start(obj.rows(again), b['x'][again], _seed_of(b['seed'][again], b['r'][again]))
-        s.update({k:v.index_copy(0, again, new[k]) for k,v in s.items()})
-    return fell|(end&last)
+        s.update({k: v.index_copy(0, again, new[k]) for k, v in s.items()})
+    return fell | (end & last)
 
 # %% ../nbs/01b_evaluate.ipynb #ce09c5f8
 def _ask(judge, b, c, d, new, f, end):
     "What the judge says of candidates `c`: of the point that fooled, else of the last one"
-    point = lambda c,d: land(b['x0'][c], b['x'][c]+d[c])
+    point = lambda c, d: land(b['x0'][c], b['x'][c] + d[c])
     p = judge(point(c, torch.where(per_image(f, d), d, new)))
-    lost = (f[c]&end[c]&(p==b['y'][c])).nonzero()[:,0]      # fooled at the last step, but not in the judge's eyes
-    if len(lost): p[lost] = judge(point(c[lost], new))
+    lost = (f[c] & end[c] & (p == b['y'][c])).nonzero()[:, 0]  # fooled at the last step, but not in the judge's eyes
+    if len(lost):
+        p[lost] = judge(point(c[lost], new))
     return p
 
 # %% ../nbs/01b_evaluate.ipynb #15ae5a7e
 def hunt(
-    attack:Attack, # One that goes in steps
-    model, # Is attacked
-    feed:Feed, # Gives the images
-    judge, # `judge(x_adv) -> predicted classes`
-    bs:int=64, # Batch size
-    seed:int=0, # Of the attack
-    note=noop, # Told `note(positions, bad, zero)`: whose gradients were not finite, whose were all zero
-)->Iterator: # Of (positions [B], right [B] bool, classes [B])
+    attack: Attack,  # One that goes in steps
+    model,  # Is attacked
+    feed: Feed,  # Gives the images
+    judge,  # `judge(x_adv) -> predicted classes`
+    bs: int = 64,  # Batch size
+    seed: int = 0,  # Of the attack
+    note=noop,  # Told `note(positions, bad, zero)`: whose gradients were not finite, whose were all zero
+) -> Iterator:  # Of (positions [B], right [B] bool, classes [B])
     "Yield (positions, right or wrong, predicted classes under attack) of images as they fall or survive"
     b = s = obj = None
     while True:
         n = 0 if b is None else len(b['pos'])
-        new = feed(bs-n) if n<=bs*3//4 else None
-        if new is None and not n: return
+        new = feed(bs - n) if n <= bs * 3 // 4 else None
+        if new is None and not n:
+            return
         if new is not None:
-            b1,s1,o1 = _enter(attack, model, *new, seed)
-            if obj is not None: note(b['pos'], obj.bad, obj.zero); o1.n = max(obj.n, o1.n)
-            b,s = _cat(b, b1),_cat(s, s1); obj = _at(o1, b)
-        d,(g,v,z) = s['d'],attack.climb(obj, b['x'], s, b['i'])
-        s,b = attack.update(b['x'], s, g, v, b['i']),{**b, 'i':b['i']+1}
+            b1, s1, o1 = _enter(attack, model, *new, seed)
+            if obj is not None:
+                note(b['pos'], obj.bad, obj.zero)
+                o1.n = max(obj.n, o1.n)
+            b, s = _cat(b, b1), _cat(s, s1)
+            obj = _at(o1, b)
+        d, (g, v, z) = s['d'], attack.climb(obj, b['x'], s, b['i'])
+        s, b = attack.update(b['x'], s, g, v, b['i']), {**b, 'i': b['i'] + 1}
         f = obj.fooled(z)
-        c = (f|(b['i']>=attack.steps)).nonzero()[:,0]
-        if not len(c): continue
-        p = _ask(judge, b, c, d, s['d'], f, b['i']>=attack.steps)
-        out = _leave(attack, obj, b, s, c, p, p!=b['y'][c])
+        c = (f | (b['i'] >= attack.steps)).nonzero()[:, 0]
+        if not len(c):
+            continue
+        p = _ask(judge, b, c, d, s['d'], f, b['i'] >= attack.steps)
+        out = _leave(attack, obj, b, s, c, p, p != b['y'][c])
         note(b['pos'], obj.bad, obj.zero)
-        yield b['pos'][c[out]].cpu(),(p==b['y'][c])[out].cpu(),p[out].cpu()
+        yield b['pos'][c[out]].cpu(), (p == b['y'][c])[out].cpu(), p[out].cpu()
         keep = torch.ones_like(f).index_fill(0, c[out], False)
-        b,s = _take(b, keep),_take(s, keep); obj = _at(obj, b)
+        b, s = _take(b, keep), _take(s, keep)
+        obj = _at(obj, b)
 
 # %% ../nbs/01b_evaluate.ipynb #6a323091
 def _row(attack, ok, seed, secs, label=None, **kw):
-    lo,hi = interval(round(float(ok.sum())), len(ok))
-    return dict(attack=label or ('clean' if attack is None else repr(attack)), norm=getattr(attack,'norm',None), eps=getattr(attack,'eps',None), accuracy=round(float(ok.mean()),6), low=lo, high=hi, n=len(ok), seed=seed, seconds=None if secs is None else round(secs,2), **kw)
+    lo, hi = interval(round(float(ok.sum())), len(ok))
+    return dict(
+        attack=label or ('clean' if attack is None else repr(attack)),
+        norm=getattr(attack, 'norm', None),
+        eps=getattr(attack, 'eps', None),
+        accuracy=round(float(ok.mean()), 6),
+        low=lo,
+        high=hi,
+        n=len(ok),
+        seed=seed,
+        seconds=None if secs is None else round(secs, 2),
+        **kw,
+    )
 
-def _group(attack): return threat(attack)
+
+def _group(attack):
+    return threat(attack)
+
 
 def _steps(attack):
     "Can it be hunted with: does it go in steps by the rules of the library?"
-    if not isinstance(attack, Attack) or type(attack).update is Attack.update: return False
-    t,own = type(attack),(Attack, APGD, APGDT)
-    return attack.eps>0 and attack.steps>0 and t.__call__ is Attack.__call__ and all(getattr(t,k) in [getattr(o,k) for o in own] for k in ('run','_best'))
+    if not isinstance(attack, Attack) or type(attack).update is Attack.update:
+        return False
+    t, own = type(attack), (Attack, APGD, APGDT)
+    return (
+        attack.eps > 0
+        and attack.steps > 0
+        and t.__call__ is Attack.__call__
+        and all(getattr(t, k) in [getattr(o, k) for o in own] for k in ('run', '_best'))
+    )
 
 # %% ../nbs/01b_evaluate.ipynb #8a7e22db
 class Trial:
     "One attack under way: per-image results so far; knows how to save itself and to go on"
-    def __init__(self,
-        key:str, # What is being measured
-        stand, # [N] bool: images to attack; the others count as wrong
-        path=None, # File to save to while running; None: none
-        every:float=15, # Seconds between two saves
-        look=None, # What the model does on the first batch, see `sketch`; taken up only where it is `alike`
-        held=None, # What the model holds beside its weights; taken up only where it has not moved
+
+    def __init__(
+        self,
+        key: str,  # What is being measured
+        stand,  # [N] bool: images to attack; the others count as wrong
+        path=None,  # File to save to while running; None: none
+        every: float = 15,  # Seconds between two saves
+        look=None,  # What the model does on the first batch, see `sketch`; taken up only where it is `alike`
+        held=None,  # What the model holds beside its weights; taken up only where it has not moved
     ):
-        store_attr(); self.t = time.time()
+        store_attr()
+        self.t = time.time()
         n = len(stand)
-        self.got = dict(share=np.zeros(n, np.float32), pred=np.full(n, -2, np.int32), done=~np.asarray(stand), bad=np.zeros(n, bool), zero=np.zeros(n, bool), seen=np.zeros(n, bool), cost=np.zeros(2))
+        self.got = dict(
+            share=np.zeros(n, np.float32),
+            pred=np.full(n, -2, np.int32),
+            done=~np.asarray(stand),
+            bad=np.zeros(n, bool),
+            zero=np.zeros(n, bool),
+            seen=np.zeros(n, bool),
+            cost=np.zeros(2),
+        )
         if path is not None and path.exists():
             try:
-                with np.load(path) as f: old = dict(f)
-                then,had = old.pop('look', None),json.loads(str(old.pop('held', '{}')))
+                with np.load(path) as f:
+                    old = dict(f)
+                then, had = old.pop('look', None), json.loads(str(old.pop('held', '{}')))
                 same = (look is then is None or alike(look, then)) and not _moved(had, held or {})
-                if str(old.pop('key'))==key and (old['done']|stand).all() and same: self.got = old
-            except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile): path.unlink()
+                if str(old.pop('key')) == key and (old['done'] | stand).all() and same:
+                    self.got = old
+            except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile):
+                path.unlink()
 
 # %% ../nbs/01b_evaluate.ipynb #cd8cf2b9
 @patch
-def note(self:Trial,
-    i:Tensor, # Positions of the images
-    bad:Tensor, # [B] bool: gradient not finite
-    zero:Tensor, # [B] bool: every gradient zero
+def note(
+    self: Trial,
+    i: Tensor,  # Positions of the images
+    bad: Tensor,  # [B] bool: gradient not finite
+    zero: Tensor,  # [B] bool: every gradient zero
 ):
     "Positions whose gradients were not finite, or all zero"
     i = i.cpu().numpy()
-    g = self.got; g['bad'][i] |= bad.cpu().numpy()
-    g['zero'][i] = zero.cpu().numpy() & (g['zero'][i] | ~g['seen'][i]); g['seen'][i] = True
+    g = self.got
+    g['bad'][i] |= bad.cpu().numpy()
+    g['zero'][i] = zero.cpu().numpy() & (g['zero'][i] | ~g['seen'][i])
+    g['seen'][i] = True
+
 
 @patch
-def add(self:Trial,
-    i:Tensor, # Positions of the images
-    share:Tensor, # Of the draws that were right, 0 to 1
-    pred:Tensor, # Predicted classes
-    passes:int, # Images that went through the model for them
+def add(
+    self: Trial,
+    i: Tensor,  # Positions of the images
+    share: Tensor,  # Of the draws that were right, 0 to 1
+    pred: Tensor,  # Predicted classes
+    passes: int,  # Images that went through the model for them
 ):
     "Results of some images; saves when it is time"
-    g,i = self.got,np.asarray(i)
-    g['share'][i],g['pred'][i],g['done'][i] = share,pred,True
-    g['cost'] += passes,0
-    if time.time()-self.t>self.every: self.save()
+    g, i = self.got, np.asarray(i)
+    g['share'][i], g['pred'][i], g['done'][i] = share, pred, True
+    g['cost'] += passes, 0
+    if time.time() - self.t > self.every:
+        self.save()
+
 
 @patch
-def save(self:Trial):
+def save(self: Trial):
     "Write what is known"
-    now = time.time(); self.got['cost'][1] += now-self.t; self.t = now
-    if self.path is not None: self.path.parent.mkdir(parents=True, exist_ok=True); _npz(self.path, {**self.got, 'key':self.key, 'held':json.dumps(self.held or {}), **({} if self.look is None else {'look':np.array(self.look)})})
+    now = time.time()
+    self.got['cost'][1] += now - self.t
+    self.t = now
+    if self.path is not None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _npz(
+            self.path,
+            {
+                **self.got,
+                'key': self.key,
+                'held': json.dumps(self.held or {}),
+                **({} if self.look is None else {'look': np.array(self.look)}),
+            },
+        )
 
 # %% ../nbs/01b_evaluate.ipynb #e389e568
 def _judge(model, x, y, draws):
     "Share of draws that are right [B], and the first draw's classes [B]"
     ps = torch.stack([predict(model, x) for _ in range(draws)])
-    return (ps==y).float().mean(0).cpu().numpy(),ps[0].cpu().numpy()
+    return (ps == y).float().mean(0).cpu().numpy(), ps[0].cpu().numpy()
+
 
 def run_attack(
-    model, # Takes images [B,C,H,W] in [0,1]
-    attack, # Any attack without members
-    batches, # Of (positions, images, labels), see `eval_batches`
-    stand, # [N] bool array: images to attack; the others count as wrong
-    bs:int=64, # Batch size
-    seed:int=0, # Of the attack
-    draws:int=1, # Verdicts per image, for random models
-    fast:bool=False, # Attack in bfloat16, compiled; the verdicts stay in float32
-    trial:Trial=None, # Results so far, which are not computed again
-    tell=noop, # Called with the number of images done, now and then
-    hasty:bool=True, # Stop on an image as soon as it has fallen; not for random models, which would be asked until they err
-)->Trial: # `got['share']` [N]: share of draws right under attack; `got['pred']`: classes
+    model,  # Takes images [B,C,H,W] in [0,1]
+    attack,  # Any attack without members
+    batches,  # Of (positions, images, labels), see `eval_batches`
+    stand,  # [N] bool array: images to attack; the others count as wrong
+    bs: int = 64,  # Batch size
+    seed: int = 0,  # Of the attack
+    draws: int = 1,  # Verdicts per image, for random models
+    fast: bool = False,  # Attack in bfloat16, compiled; the verdicts stay in float32
+    trial: Trial = None,  # Results so far, which are not computed again
+    tell=noop,  # Called with the number of images done, now and then
+    # Stop on an image as soon as it has fallen; not for random models, which would be asked until they err
+    hasty: bool = True,
+) -> Trial:  # `got['share']` [N]: share of draws right under attack; `got['pred']`: classes
     "The per-image verdicts of one attack"
-    t,judged = trial or Trial(repr(attack), stand),Counted(model)
-    victim,seen = Counted(Fast(model)) if fast else judged,0
+    t, judged = trial or Trial(repr(attack), stand), Counted(model)
+    victim, seen = Counted(Fast(model)) if fast else judged, 0
     try:
         with attack_mode(victim):
-            for i,share,p in _results(attack, victim, judged, Feed(batches, ~t.got['done']), bs, seed, draws, t.note, hasty):
-                cost = victim.passes+(judged.passes if fast else 0)
-                t.add(i, share, p, cost-seen); seen = cost
+            for i, share, p in _results(
+                attack, victim, judged, Feed(batches, ~t.got['done']), bs, seed, draws, t.note, hasty
+            ):
+                cost = victim.passes + (judged.passes if fast else 0)
+                t.add(i, share, p, cost - seen)
+                seen = cost
                 tell(int(t.got['done'].sum()), float(t.got['share'].sum()))
-    finally: t.save()
+    finally:
+        t.save()
     return t
 
+
 def _results(attack, victim, judged, feed, bs, seed, draws, note, hasty):
-    if draws==1 and hasty and _steps(attack): yield from hunt(attack, victim, feed, lambda x: predict(judged, x), bs, seed, note)
+    if draws == 1 and hasty and _steps(attack):
+        yield from hunt(attack, victim, feed, lambda x: predict(judged, x), bs, seed, note)
     else:
-        while (b := feed(bs)) is not None: yield b[0],*_judge(judged, attack(victim, b[1], b[2], seed=seed), b[2], draws)
+        while (b := feed(bs)) is not None:
+            yield b[0], *_judge(judged, attack(victim, b[1], b[2], seed=seed), b[2], draws)
 
 # %% ../nbs/01b_evaluate.ipynb #c5914422
-def _keys(x, y): return mix64(image_seed(x.clamp(0,1))+mix64(y+1)).cpu()
+def _keys(x, y):
+    return mix64(image_seed(x.clamp(0, 1)) + mix64(y + 1)).cpu()
+
 
 def _one_type(model, x):
-    w = next((p.dtype for p in model.parameters() if p.is_floating_point()), x.dtype) if isinstance(model, nn.Module) else x.dtype
-    if w!=x.dtype: raise ValueError(f"the model's weights are {w}, the images {x.dtype}: use model.float(), "
-        'and fast=True for attacks in low precision')
+    w = (
+        next((p.dtype for p in model.parameters() if p.is_floating_point()), x.dtype)
+        if isinstance(model, nn.Module)
+        else x.dtype
+    )
+    if w != x.dtype:
+        raise ValueError(
+            f"the model's weights are {w}, the images {x.dtype}: use model.float(), "
+            "and fast=True for attacks in low precision"
+        )
+
 
 def _spread(data, b, device):
     "The first batch, or, where classes come in blocks, as many images from everywhere: (images, labels, positions)"
-    i,x,y = b
-    cut,at = fair(data, len(x))
-    if at is not None: (_,x,y),i = next(_batches(cut, len(at), len(at), device)),torch.as_tensor(at)
-    return check_images(x),y,i[:len(x)]
+    i, x, y = b
+    cut, at = fair(data, len(x))
+    if at is not None:
+        (_, x, y), i = next(_batches(cut, len(at), len(at), device)), torch.as_tensor(at)
+    return check_images(x), y, i[: len(x)]
+
 
 def _first_pass(model, data, n, bs, device, draws=1):
-    "What the clean images give: share right, classes, labels, a key per image, a first batch, and the doubts about the model"
-    got,says,first,(cut,at) = [],[],None,fair(data, n)
-    for i,x,y in _batches(cut, n, bs, device):
-        x = check_images(x, model); _one_type(model, x)
+    """What the clean images give: share right, classes, labels, a key per image, a first batch, and the doubts about
+    the model"""
+    got, says, first, (cut, at) = [], [], None, fair(data, n)
+    for i, x, y in _batches(cut, n, bs, device):
+        x = check_images(x, model)
+        _one_type(model, x)
         if first is None:
-            first = (x,y,i) if n else _spread(cut, (i,x,y), device)
-            says,z,g = _look(model, *first[:2])
-        share,p = _judge(model, x, y, draws)
+            first = (x, y, i) if n else _spread(cut, (i, x, y), device)
+            says, z, g = _look(model, *first[:2])
+        share, p = _judge(model, x, y, draws)
         got.append((torch.as_tensor(share), torch.as_tensor(p), y.cpu(), _keys(x, y)))
-    if not got: raise ValueError('there are no images to evaluate: the data is empty')
-    ok,p,y,keys = map(torch.cat, zip(*got)); k = p.mode().values
-    says += _classes_seen(y, z, n, at, _names(data))+_classes_named(z.shape[1], _names(data))
-    if (share:=(p==k).float().mean().item())>max(.9, ok.mean().item()+.05): says.append(f'the model says class {int(k)} for {share:.0%} of the clean images: a constant answer resists every attack and is worth nothing')
-    return dict(ok=ok.numpy() if draws>1 else ok.numpy()>0, pred=p.numpy(), label=y.numpy(), keys=keys, first=first, data=cut, at=at,
-        look=dict(outputs=_short(sketch(z)), grads=_short(sketch(g))), random=any('model is random' in o for o in says)),says
+    if not got:
+        raise ValueError('there are no images to evaluate: the data is empty')
+    ok, p, y, keys = map(torch.cat, zip(*got))
+    k = p.mode().values
+    says += _classes_seen(y, z, n, at, _names(data)) + _classes_named(z.shape[1], _names(data))
+    if (share := (p == k).float().mean().item()) > max(0.9, ok.mean().item() + 0.05):
+        says.append(
+            f'the model says class {int(k)} for {share:.0%} of the clean images: a constant answer resists every attack'
+            ' and is worth nothing'
+        )
+    return (
+        dict(
+            ok=ok.numpy() if draws > 1 else ok.numpy() > 0,
+            pred=p.numpy(),
+            label=y.numpy(),
+            keys=keys,
+            first=first,
+            data=cut,
+            at=at,
+            look=dict(outputs=_short(sketch(z)), grads=_short(sketch(g))),
+            random=any('model is random' in o for o in says),
+        ),
+        says,
+    )
 
-def _short(s): return [[float(f'{v:.6g}') for v in o] for o in s]
+
+def _short(s):
+    return [[float(f'{v:.6g}') for v in o] for o in s]
+
 
 def _classes_seen(y, z, n, at, vocab):
-    if n is None or at is not None: return []
+    if n is None or at is not None:
+        return []
     return [o for o in [few_classes(y, len(vocab) if vocab else z.shape[1], vocab)] if o]
+
 
 def _classes_named(c, vocab):
     "Has the model as many outputs as the data has classes?"
-    if not vocab or len(vocab)==c: return []
-    return [f'the model has {c} outputs, but the data names {len(vocab)} classes ({", ".join(map(str, list(vocab)[:3]))}, ...): '
-        'an output may stand for another class than the label of its number, so give images of all classes that the model knows']
+    if not vocab or len(vocab) == c:
+        return []
+    return [
+        f'the model has {c} outputs, but the data names {len(vocab)} classes ({", ".join(map(str, list(vocab)[:3]))},'
+        ' ...): an output may stand for another class than the label of its number, so give images of all classes that'
+        ' the model knows'
+    ]
+
 
 def _numbered(vocab):
     "Which output is which class, where that is not plain from their names"
     names = [str(o) for o in vocab or ()]
-    return '' if len(names)<11 and names==[str(i) for i in range(len(names))] else class_notice(names)
+    return '' if len(names) < 11 and names == [str(i) for i in range(len(names))] else class_notice(names)
+
 
 def _same(batches, keys):
     seen = 0
-    for i,x,y in batches:
+    for i, x, y in batches:
         seen += len(x)
-        if not torch.equal(_keys(x, y), keys[i]): raise ValueError('the images changed between two passes over the data: turn shuffling and augmentation off')
-        yield i,x,y
-    if seen!=len(keys): raise ValueError(f'the data gave {len(keys)} images at first and {seen} in a later pass: a generator can be read only once, give a DataLoader or tensors')
+        if not torch.equal(_keys(x, y), keys[i]):
+            raise ValueError('the images changed between two passes over the data: turn shuffling and augmentation off')
+        yield i, x, y
+    if seen != len(keys):
+        raise ValueError(
+            f'the data gave {len(keys)} images at first and {seen} in a later pass: a generator can be read only once,'
+            ' give a DataLoader or tensors'
+        )
 
 # %% ../nbs/01b_evaluate.ipynb #961f59c1
 def _begin(model, data, n, seed, out, overwrite, kw, asked=()):
     "A report with its clean row; or the one in `out`, if it was begun on the same model, images and settings"
-    if out is not None and Path(out).exists() and not Path(out).is_dir(): raise ValueError(f'out must be a folder, {out} is a file')
-    held,t = _held(model),time.time()
-    got,says = _first_pass(model, data, n, kw['bs'], _device(model), kw['draws']); t = time.time()-t
+    if out is not None and Path(out).exists() and not Path(out).is_dir():
+        raise ValueError(f'out must be a folder, {out} is a file')
+    held, t = _held(model), time.time()
+    got, says = _first_pass(model, data, n, kw['bs'], _device(model), kw['draws'])
+    t = time.time() - t
     got['held'] = _settled(held, _held(model))
-    net,ok,keys = type(unwrap(model)).__name__,got['ok'],got['keys']
-    how = f', mean of {kw["draws"]} draws' if kw['draws']>1 else ', each attack on what the ones above left standing' if kw['cascade'] else ''
-    if kw['draws']>1 or not kw['cascade']: how = ', each attack alone'+how
-    if got['at'] is not None: how = ' (balanced over classes, since the data comes class by class)'+how
-    if note := _numbered(_names(data)): how += f' ({note})'
-    meta = dict(title=f'Robust accuracy of {net}, n={len(ok)}, seed={seed}'+how, model=net, fingerprint=fingerprint(model),
-        code=identity(model, data=False), look=got['look'], held=got['held'],
-        data=f'{int((keys*mix64(torch.arange(len(keys)))).sum())&(2**64-1):016x}', n=len(ok), seed=seed, **kw,
-        device=str(_device(model)), torch=torch.__version__, version=_version(), machine=platform.machine())
-    if isinstance(model, nn.Module) and model.training: says.append('the model was in training mode; it was evaluated in evaluation mode')
-    if len(ok)<1000: says.append(f'{len(ok)} images only: differences of a few points mean nothing')
-    rep = Report(meta, [_row(None, ok, seed, t, attacked=len(ok), passes=len(ok)*kw['draws'])], {'clean':ok}, says, {'label':got['label'], 'clean':got['pred']})
-    if got['at'] is not None: rep.preds['position'] = np.asarray(got['at'])
-    if out is not None and overwrite: _tidy(out)
-    if out is not None and not overwrite and (Path(out)/'report.json').exists(): _continue(rep, out, got['random'], asked)
-    return rep,got
+    net, ok, keys = type(unwrap(model)).__name__, got['ok'], got['keys']
+    how = (
+        f', mean of {kw["draws"]} draws'
+        if kw['draws'] > 1
+        else ', each attack on what the ones above left standing'
+        if kw['cascade']
+        else ''
+    )
+    if kw['draws'] > 1 or not kw['cascade']:
+        how = ', each attack alone' + how
+    if got['at'] is not None:
+        how = ' (balanced over classes, since the data comes class by class)' + how
+    if note := _numbered(_names(data)):
+        how += f' ({note})'
+    meta = dict(
+        title=f'Robust accuracy of {net}, n={len(ok)}, seed={seed}' + how,
+        model=net,
+        fingerprint=fingerprint(model),
+        code=identity(model, data=False),
+        look=got['look'],
+        held=got['held'],
+        data=f'{int((keys * mix64(torch.arange(len(keys)))).sum()) & (2**64 - 1):016x}',
+        n=len(ok),
+        seed=seed,
+        **kw,
+        device=str(_device(model)),
+        torch=torch.__version__,
+        version=_version(),
+        machine=platform.machine(),
+    )
+    if isinstance(model, nn.Module) and model.training:
+        says.append('the model was in training mode; it was evaluated in evaluation mode')
+    if len(ok) < 1000:
+        says.append(f'{len(ok)} images only: differences of a few points mean nothing')
+    rep = Report(
+        meta,
+        [_row(None, ok, seed, t, attacked=len(ok), passes=len(ok) * kw['draws'])],
+        {'clean': ok},
+        says,
+        {'label': got['label'], 'clean': got['pred']},
+    )
+    if got['at'] is not None:
+        rep.preds['position'] = np.asarray(got['at'])
+    if out is not None and overwrite:
+        _tidy(out)
+    if out is not None and not overwrite and (Path(out) / 'report.json').exists():
+        _continue(rep, out, got['random'], asked)
+    return rep, got
 
-_same_run = ('fingerprint','data','n','seed','cascade','draws','fast')
-def _tidy(out): L(Path(out).glob('running*.npz')).map(Path.unlink)
+
+_same_run = ('fingerprint', 'data', 'n', 'seed', 'cascade', 'draws', 'fast')
+
+
+def _tidy(out):
+    L(Path(out).glob('running*.npz')).map(Path.unlink)
+
 
 def _continue(rep, out, random, asked):
-    "Take over the rows of the report in `out` that are asked for, if the model is the same; raises ValueError if it was begun on something else"
-    if not rep.meta['fingerprint']: raise ValueError(f'{out} holds a report, and a plain function cannot be recognised as the model it was begun with: choose another folder, or overwrite=True')
+    """Take over the rows of the report in `out` that are asked for, if the model is the same; raises ValueError if it
+    was begun on something else"""
+    if not rep.meta['fingerprint']:
+        raise ValueError(
+            f'{out} holds a report, and a plain function cannot be recognised as the model it was begun with: choose'
+            ' another folder, or overwrite=True'
+        )
     old = Report.load(out)
-    diff = [k for k in _same_run if old.meta.get(k)!=rep.meta[k]]
+    diff = [k for k in _same_run if old.meta.get(k) != rep.meta[k]]
     other = not diff and not np.array_equal(old.verdicts['clean'], rep.verdicts['clean'])
-    if other and not random: diff = ['the clean predictions, although the weights are the same']
-    if diff: raise ValueError(f'{out} holds a report that differs in {", ".join(diff)}: choose another folder, or overwrite=True')
+    if other and not random:
+        diff = ['the clean predictions, although the weights are the same']
+    if diff:
+        raise ValueError(
+            f'{out} holds a report that differs in {", ".join(diff)}: choose another folder, or overwrite=True'
+        )
     rows = [r for r in old.rows[1:] if r['attack'] in old.verdicts]
-    if rows and (why := _other_model(old.meta, rep.meta, other)): return _again(rep, f'the {len(rows)} rows of {out}', why)
-    rows,gone = [[r for r in rows if (r['attack'] in asked)==yes] for yes in (True, False)]
-    if gone: _left_out(rep, out, gone)
+    if rows and (why := _other_model(old.meta, rep.meta, other)):
+        return _again(rep, f'the {len(rows)} rows of {out}', why)
+    rows, gone = [[r for r in rows if (r['attack'] in asked) == yes] for yes in (True, False)]
+    if gone:
+        _left_out(rep, out, gone)
     rep.rows += rows
-    for r in rows: rep.verdicts[r['attack']],rep.preds[r['attack']] = old.verdicts[r['attack']],old.preds[r['attack']]
+    for r in rows:
+        rep.verdicts[r['attack']], rep.preds[r['attack']] = old.verdicts[r['attack']], old.preds[r['attack']]
+
 
 def _left_out(rep, out, rows):
     "Say that rows which nobody asks for are neither checked nor counted in the worst case"
-    rep.warnings.append(f'{out} held {len(rows)} rows of attacks that this call does not ask for ({", ".join(r["attack"] for r in rows[:3])}): '
-        'they are left out, so list all attacks whose rows are to stay')
+    rep.warnings.append(
+        f'{out} held {len(rows)} rows of attacks that this call does not ask for'
+        f' ({", ".join(r["attack"] for r in rows[:3])}): they are left out, so list all attacks whose rows are to stay'
+    )
     warnings.warn(rep.warnings[-1])
+
 
 def _other_model(old, new, other):
     "Why a model of the same weights may not be the one of before; '' if nothing speaks for it"
-    if not {'code','held'}<=set(old): return 'an older version wrote them, which did not note what they were computed with'
-    if not new['code']: return 'the code of the model cannot be read, so it may have changed'
-    if old['code']!=new['code']: return 'the code of the model has changed'
-    if not alike(old['look']['outputs'], new['look']['outputs']): return 'the outputs of the model have changed, although its weights have not'
-    if not alike(old['look']['grads'], new['look']['grads']): return 'the input gradients of the model have changed, although its weights have not'
-    if moved := _moved(old['held'], new['held']): return f'what the model holds beside its weights has changed or cannot be read ({", ".join(moved[:3])})'
+    if not {'code', 'held'} <= set(old):
+        return 'an older version wrote them, which did not note what they were computed with'
+    if not new['code']:
+        return 'the code of the model cannot be read, so it may have changed'
+    if old['code'] != new['code']:
+        return 'the code of the model has changed'
+    if not alike(old['look']['outputs'], new['look']['outputs']):
+        return 'the outputs of the model have changed, although its weights have not'
+    if not alike(old['look']['grads'], new['look']['grads']):
+        return 'the input gradients of the model have changed, although its weights have not'
+    if moved := _moved(old['held'], new['held']):
+        return f'what the model holds beside its weights has changed or cannot be read ({", ".join(moved[:3])})'
     return 'the model is random, and its clean predictions are others than before' if other else ''
+
 
 def _again(rep, what, why):
     "Say that something is not taken from disk"
-    rep.warnings.append(f'{what}: computed again, {why}'); warnings.warn(rep.warnings[-1])
+    rep.warnings.append(f'{what}: computed again, {why}')
+    warnings.warn(rep.warnings[-1])
+
 
 def _kept(rep, attack, who, stand):
     "Is the row of this attack known? Says why not, if one of that name is"
-    row = next((r for r in rep.rows[1:] if r['attack']==repr(attack)), None)
-    if row is None: return False
-    if who and row.get('identity')==who: return row['stand']==_digest(stand)
-    _again(rep, repr(attack), 'the code or the state of the attack '+('has changed' if who else 'cannot be read, so it may have changed'))
+    row = next((r for r in rep.rows[1:] if r['attack'] == repr(attack)), None)
+    if row is None:
+        return False
+    if who and row.get('identity') == who:
+        return row['stand'] == _digest(stand)
+    _again(
+        rep,
+        repr(attack),
+        'the code or the state of the attack ' + ('has changed' if who else 'cannot be read, so it may have changed'),
+    )
     return False
 
 # %% ../nbs/01b_evaluate.ipynb #b2668797
 def _attacks(attacks):
-    "Attacks without repetitions, and the identity of each; raises TypeError or ValueError for what is none, or cannot be told apart"
+    """Attacks without repetitions, and the identity of each; raises TypeError or ValueError for what is none, or cannot
+    be told apart"""
     res = {}
     for a in L(attacks):
-        if a is None: continue
+        if a is None:
+            continue
         check_attack(a)
-        b,_ = twin = res.setdefault(repr(a), (a,identity(a)))
-        if b is not a and not (twin[1] and twin[1]==identity(a)):
-            raise ValueError(f'two different attacks print alike, {a!r}, so their rows could not be told apart: give their losses names')
+        b, _ = twin = res.setdefault(repr(a), (a, identity(a)))
+        if b is not a and not (twin[1] and twin[1] == identity(a)):
+            raise ValueError(
+                f'two different attacks print alike, {a!r}, so their rows could not be told apart: give their losses'
+                ' names'
+            )
     return list(res.values())
 
-def _device(model): return next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None
+
+def _device(model):
+    return next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None
+
 
 def _parts(attack, model, x):
     "An ensemble's members for this model; any other attack is its own only part"
-    if not hasattr(attack,'members') or getattr(attack,'reference',False): return [attack]
-    with attack_mode(model), torch.no_grad(): return [o for a in attack.members(outputs(model, x[:1]).shape[1]) for o in _parts(a, model, x)]
+    if not hasattr(attack, 'members') or getattr(attack, 'reference', False):
+        return [attack]
+    with attack_mode(model), torch.no_grad():
+        return [o for a in attack.members(outputs(model, x[:1]).shape[1]) for o in _parts(a, model, x)]
 
 # %% ../nbs/01b_evaluate.ipynb #99904cf7
 def _probe(model, a, first, seed):
     "Can this attack break anything at a radius where any image can become grey?"
-    x,y,_ = first; right = predict(model, x)==y; x,y = x[right][:32],y[right][:32]
-    if not _steps(a) or isinstance(a, APGDT) or a.steps<5 or a.draws>1 or len(x)<8: return []
-    says,eps = [],.5 if a.norm=='Linf' else .5*x[0].numel()**.5
-    alpha = getattr(a,'alpha',None)
-    if isinstance(a, PGD) and alpha is not None and alpha*a.steps<a.eps: says = [f'it is too weak: {a.steps} steps of alpha={eps_str(alpha)} cannot cross a ball of eps={eps_str(a.eps)}']
+    x, y, _ = first
+    right = predict(model, x) == y
+    x, y = x[right][:32], y[right][:32]
+    if not _steps(a) or isinstance(a, APGDT) or a.steps < 5 or a.draws > 1 or len(x) < 8:
+        return []
+    says, eps = [], 0.5 if a.norm == 'Linf' else 0.5 * x[0].numel() ** 0.5
+    alpha = getattr(a, 'alpha', None)
+    if isinstance(a, PGD) and alpha is not None and alpha * a.steps < a.eps:
+        says = [
+            f'it is too weak: {a.steps} steps of alpha={eps_str(alpha)} cannot cross a ball of eps={eps_str(a.eps)}'
+        ]
     big = a.at_eps(eps)
-    if isinstance(a, PGD) and not getattr(a.loss,'clean',False): big = big.but(rand=False)
+    if isinstance(a, PGD) and not getattr(a.loss, 'clean', False):
+        big = big.but(rand=False)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        left = run_attack(model, big, [(torch.arange(len(x)),x,y)], np.ones(len(x), bool), len(x), seed).got['share'].mean()
-    return says+([f'{left:.0%} of {len(x)} images survive it even at eps={eps_str(big.eps)}, where any image can become grey: it is too weak (steps, alpha), or the model hides its gradients'] if left>.3 else [])
+        left = (
+            run_attack(model, big, [(torch.arange(len(x)), x, y)], np.ones(len(x), bool), len(x), seed)
+            .got['share']
+            .mean()
+        )
+    return says + (
+        [
+            f'{left:.0%} of {len(x)} images survive it even at eps={eps_str(big.eps)}, where any image can become grey:'
+            ' it is too weak (steps, alpha), or the model hides its gradients'
+        ]
+        if left > 0.3
+        else []
+    )
+
 
 def _precision(model, a, first, got, seed):
     "Do images that survived the fast attack fall to the same one in float32?"
-    x,y,i = first; m = torch.from_numpy(got['share'][i.cpu()]>0); k = int(m.sum())
-    if not k: return []
-    x,y = x[m.to(x.device)],y[m.to(y.device)]
-    fell = k-int(run_attack(model, a, [(torch.arange(k),x,y)], np.ones(k, bool), k, seed).got['share'].sum())
-    return [f'{fell} of {k} images that survived it in low precision fall to it in float32: do not use fast=True for this model'] if fell>max(1, .03*k) else []
+    x, y, i = first
+    m = torch.from_numpy(got['share'][i.cpu()] > 0)
+    k = int(m.sum())
+    if not k:
+        return []
+    x, y = x[m.to(x.device)], y[m.to(y.device)]
+    fell = k - int(run_attack(model, a, [(torch.arange(k), x, y)], np.ones(k, bool), k, seed).got['share'].sum())
+    return (
+        [
+            f'{fell} of {k} images that survived it in low precision fall to it in float32: do not use fast=True for'
+            ' this model'
+        ]
+        if fell > max(1, 0.03 * k)
+        else []
+    )
 
 # %% ../nbs/01b_evaluate.ipynb #8db8e57c
 def _processes(shard):
     "How many processes share the images"
-    if not shard or num_distrib()<=1: return 1
-    if not dist.is_initialized(): raise RuntimeError('shard=True needs the processes to know each other: call torch.distributed.init_process_group() first, or leave shard out')
+    if not shard or num_distrib() <= 1:
+        return 1
+    if not dist.is_initialized():
+        raise RuntimeError(
+            'shard=True needs the processes to know each other: call torch.distributed.init_process_group() first, or'
+            ' leave shard out'
+        )
     return dist.get_world_size()
+
 
 def _mine(stand, many, rank=None):
     "Of the images that stand, every `many`-th is this process's"
-    i = np.flatnonzero(stand)[ifnone(rank, rank_distrib()) if many>1 else 0::many]
-    return np.isin(np.arange(len(stand)), i)&stand
+    i = np.flatnonzero(stand)[ifnone(rank, rank_distrib()) if many > 1 else 0 :: many]
+    return np.isin(np.arange(len(stand)), i) & stand
+
 
 def _joined(got, said, many):
     "What all processes found: each attacked images of its own, so sums, maxima and ors put them together"
-    if many==1: return got,said
-    dist.all_gather_object(every:=[None]*many, (got, said)); gs = [g for g,_ in every]
-    how = dict(share=np.add, pred=np.maximum, done=np.logical_and, bad=np.logical_or, zero=np.logical_or, seen=np.logical_or)
-    res = {k:f.reduce([g[k] for g in gs]) for k,f in how.items()}
-    return {**res, 'cost':np.array([sum(g['cost'][0] for g in gs), max(g['cost'][1] for g in gs)])},[s for _,o in every for s in o]
+    if many == 1:
+        return got, said
+    dist.all_gather_object(every := [None] * many, (got, said))
+    gs = [g for g, _ in every]
+    how = dict(
+        share=np.add, pred=np.maximum, done=np.logical_and, bad=np.logical_or, zero=np.logical_or, seen=np.logical_or
+    )
+    res = {k: f.reduce([g[k] for g in gs]) for k, f in how.items()}
+    return {**res, 'cost': np.array([sum(g['cost'][0] for g in gs), max(g['cost'][1] for g in gs)])}, [
+        s for _, o in every for s in o
+    ]
+
 
 def _as_first(rep, got):
     "The report as the first process began or found it"
-    dist.broadcast_object_list(o:=[rep.meta, rep.rows, rep.verdicts, rep.warnings, rep.preds, got['ok'], got['pred'], got['who']], 0)
-    rep.meta,rep.rows,rep.verdicts,rep.warnings,rep.preds,got['ok'],got['pred'],got['who'] = o
+    dist.broadcast_object_list(
+        o := [rep.meta, rep.rows, rep.verdicts, rep.warnings, rep.preds, got['ok'], got['pred'], got['who']], 0
+    )
+    rep.meta, rep.rows, rep.verdicts, rep.warnings, rep.preds, got['ok'], got['pred'], got['who'] = o
     rep.meta['processes'] = num_distrib()
 
 # %% ../nbs/01b_evaluate.ipynb #dc18c20f
 def _stuck(got, n):
     "Were the gradients of the `n` attacked images numbers, and any of them other than zero?"
-    bad,zero = int(got['bad'].sum()),int((got['zero']&(got['share']>0)).sum())
+    bad, zero = int(got['bad'].sum()), int((got['zero'] & (got['share'] > 0)).sum())
     says = [f'gradients were not finite for {bad} images'] if bad else []
-    return says+([f'{zero} of {n} images survive because every gradient was exactly zero: use loss=scaled_ce, margin or dlr, and add a black-box attack such as Square'] if zero>max(.05*n, 2) else [])
+    return says + (
+        [
+            f'{zero} of {n} images survive because every gradient was exactly zero: use loss=scaled_ce, margin or dlr,'
+            ' and add a black-box attack such as Square'
+        ]
+        if zero > max(0.05 * n, 2)
+        else []
+    )
+
 
 class _Run:
     "One call of `robust_report`: the model, its images, and how they are attacked"
-    def __init__(self, model, got, **kw): # n, bs, seed, draws, fast, out, about, many
-        self.model,self.got = model,got; store_attr(**kw)
-    def batches(self): return _same(_batches(self.got['data'], self.n, self.bs, _device(self.model)), self.got['keys'])
+
+    def __init__(self, model, got, **kw):  # n, bs, seed, draws, fast, out, about, many
+        self.model, self.got = model, got
+        store_attr(**kw)
+
+    def batches(self):
+        return _same(_batches(self.got['data'], self.n, self.bs, _device(self.model)), self.got['keys'])
+
     def trial(self, stand, k, *who):
         "What is known of part `k` of a row; from disk, if that was begun with all the same"
         about = [*self.about, *map(repr, who), *map(identity, who)]
-        many = f'_{rank_distrib()}' if self.many>1 else ''
-        path = Path(self.out)/f'running{f".{k}" if k else ""}{many}.npz' if self.out is not None and all(about[-len(who):]) else None
+        many = f'_{rank_distrib()}' if self.many > 1 else ''
+        path = (
+            Path(self.out) / f'running{f".{k}" if k else ""}{many}.npz'
+            if self.out is not None and all(about[-len(who) :])
+            else None
+        )
         look = self.got['look']
-        return Trial(_digest(*about, stand), stand, path, look=[look['outputs'],look['grads']], held=self.got['held'])
+        return Trial(_digest(*about, stand), stand, path, look=[look['outputs'], look['grads']], held=self.got['held'])
+
     def attack(self, a, trial, bar):
         "The verdicts of one attack, and the warnings that were heard"
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter('always')
-            t = run_attack(self.model, a, self.batches(), trial.stand, self.bs, self.seed, self.draws, self.fast, trial, bar, not self.got['random'])
+            t = run_attack(
+                self.model,
+                a,
+                self.batches(),
+                trial.stand,
+                self.bs,
+                self.seed,
+                self.draws,
+                self.fast,
+                trial,
+                bar,
+                not self.got['random'],
+            )
         return _joined(t.got, [str(w.message) for w in heard if w.category is UserWarning], self.many)
+
 
 def _measure(run, attack, stand, bar):
     "One row: the verdicts, and what else there is to say"
-    ok,pred,cost,parts,says = stand.copy(),np.full(len(stand), -2),np.zeros(2),[],[]
-    model,first,seed = run.model,run.got['first'],run.seed
-    for k,a in enumerate(_parts(attack, model, first[0])):
-        if not (ok>0).any(): break
-        g,said = run.attack(a, run.trial(_mine(ok>0, run.many), k, attack, a), bar)
-        before = (ok>0).sum()
-        pred[ok>0] = g['pred'][ok>0]; cost += g['cost']
-        if run.draws==1: ok = np.minimum(ok, g['share']).astype(stand.dtype)
-        elif not parts or g['share'].mean()<best.mean(): best = g['share']          # no minimum over draws: it would be below every one of them
-        left = round(float(g['share'].sum()), 2) if run.draws>1 else int(ok.sum())
-        parts.append(dict(attack=repr(a), attacked=int(before), left=left, seconds=round(float(g['cost'][1]),2), blackbox=getattr(a,'blackbox',False)))
-        says += said+_stuck(g, before)+_probe(model, a, first, seed)+(_precision(model, a, first, g, seed) if run.fast else [])
+    ok, pred, cost, parts, says = stand.copy(), np.full(len(stand), -2), np.zeros(2), [], []
+    model, first, seed = run.model, run.got['first'], run.seed
+    for k, a in enumerate(_parts(attack, model, first[0])):
+        if not (ok > 0).any():
+            break
+        g, said = run.attack(a, run.trial(_mine(ok > 0, run.many), k, attack, a), bar)
+        before = (ok > 0).sum()
+        pred[ok > 0] = g['pred'][ok > 0]
+        cost += g['cost']
+        if run.draws == 1:
+            ok = np.minimum(ok, g['share']).astype(stand.dtype)
+        # no minimum over draws: it would be below every one of them
+        elif not parts or g['share'].mean() < best.mean():
+            best = g['share']
+        left = round(float(g['share'].sum()), 2) if run.draws > 1 else int(ok.sum())
+        parts.append(
+            dict(
+                attack=repr(a),
+                attacked=int(before),
+                left=left,
+                seconds=round(float(g['cost'][1]), 2),
+                blackbox=getattr(a, 'blackbox', False),
+            )
+        )
+        says += (
+            said
+            + _stuck(g, before)
+            + _probe(model, a, first, seed)
+            + (_precision(model, a, first, g, seed) if run.fast else [])
+        )
     says = list(dict.fromkeys(s.removeprefix(f'{attack!r}: ') for s in says))
-    return best if run.draws>1 and parts else ok,pred,cost,parts,says
+    return best if run.draws > 1 and parts else ok, pred, cost, parts, says
 
 # %% ../nbs/01b_evaluate.ipynb #75a3c202
 @no_random(0)
 def robust_report(
-    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-    data, # A DataLoader or (images, labels), see `eval_batches`
-    attacks, # Attacks, weak to strong; None stands for clean images, which are always measured
-    n:int=None, # Images, the first ones, or a balanced choice where the data comes class by class; None: all
-    seed:int=0, # Of the attacks' random starts
-    bs:int=64, # Batch size of the attacks
-    cascade:bool=True, # Attack only what the rows above (same norm and eps) left standing; False: each attack on every image that is right without attack
-    draws:int=1, # Verdicts per image; more for a random model, whose accuracy is then the mean over draws
-    fast:bool=False, # Attack in bfloat16, compiled (see `Fast`); the verdicts stay in float32
-    out=None, # Folder to save to after every row and every few seconds, and to continue from; None: keep nothing
-    overwrite:bool=False, # Start anew although `out` holds a report
-    progress:bool=False, # Show fastai's progress bars
-    shard:bool=False, # Share the images among the processes of `torch.distributed`; all of them must make this call
-)->Report: # A row per attack, and the worst case
+    model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    data,  # A DataLoader or (images, labels), see `eval_batches`
+    attacks,  # Attacks, weak to strong; None stands for clean images, which are always measured
+    n: int = None,  # Images, the first ones, or a balanced choice where the data comes class by class; None: all
+    seed: int = 0,  # Of the attacks' random starts
+    bs: int = 64,  # Batch size of the attacks
+    # Attack only what the rows above (same norm and eps) left standing; False: each attack on every image that is right
+    # without attack
+    cascade: bool = True,
+    draws: int = 1,  # Verdicts per image; more for a random model, whose accuracy is then the mean over draws
+    fast: bool = False,  # Attack in bfloat16, compiled (see `Fast`); the verdicts stay in float32
+    out=None,  # Folder to save to after every row and every few seconds, and to continue from; None: keep nothing
+    overwrite: bool = False,  # Start anew although `out` holds a report
+    progress: bool = False,  # Show fastai's progress bars
+    shard: bool = False,  # Share the images among the processes of `torch.distributed`; all of them must make this call
+) -> Report:  # A row per attack, and the worst case
     "Clean accuracy, a row per attack, the worst case per image, and warnings"
-    if isinstance(model, Learner): raise TypeError('give the model, learn.model, or call learn.robust_report(attacks)')
-    if not (isinstance(draws, int) and draws>0): raise ValueError(f'draws must be a whole number >= 1, got {draws!r}')
-    known,seed,many,keep = _attacks(attacks),int(seed),_processes(shard),None if rank_distrib() else out
-    todo = [a for a,_ in known]
-    rep,got = _begin(model, data, n, seed, keep, overwrite, dict(bs=bs, cascade=cascade, draws=draws, fast=fast), [repr(a) for a in todo])
-    got['who'] = [who for _,who in known]
-    if many>1: _as_first(rep, got)
-    about = [rep.meta[k] for k in (*_same_run,'code')]
-    run = _Run(model, got, n=n, bs=bs, seed=seed, draws=draws, fast=fast, out=out if many>1 else keep, about=about, many=many)
-    for k,(a,who) in enumerate(zip(todo, got['who'])):
-        above = [repr(b) for b in todo[:k] if cascade and _group(b)==_group(a)]
-        stand = np.minimum.reduce([rep.verdicts[o] for o in ('clean',*above)]) if draws==1 else np.ones(len(got['ok']), np.float32)
-        if _kept(rep, a, who, stand): continue
-        ok,pred,cost,parts,says = _measure(run, a, stand, _bar(a, stand, progress and many==1))
-        if draws>1: ok = ok*(got['ok']>0)                                            # what is never right cannot be right under attack
-        rep.verdicts[repr(a)],rep.preds[repr(a)] = ok,np.where(pred>-2, pred, rep.preds[above[-1] if above else 'clean'])
-        more = dict(attacked=int((stand>0).sum()), passes=int(cost[0]), stand=_digest(stand), identity=who, threat=list(_group(a)))
-        row = _row(a, ok, seed, cost[1], **more, parts=parts if len(parts)>1 else [], warnings=says)
-        rep.rows = [r for r in rep.rows if r['attack']!=repr(a)]+[row]
-        if keep is not None: rep.save(keep, page=False); _tidy(keep)
+    if isinstance(model, Learner):
+        raise TypeError('give the model, learn.model, or call learn.robust_report(attacks)')
+    if not (isinstance(draws, int) and draws > 0):
+        raise ValueError(f'draws must be a whole number >= 1, got {draws!r}')
+    known, seed, many, keep = _attacks(attacks), int(seed), _processes(shard), None if rank_distrib() else out
+    todo = [a for a, _ in known]
+    rep, got = _begin(
+        model,
+        data,
+        n,
+        seed,
+        keep,
+        overwrite,
+        dict(bs=bs, cascade=cascade, draws=draws, fast=fast),
+        [repr(a) for a in todo],
+    )
+    got['who'] = [who for _, who in known]
+    if many > 1:
+        _as_first(rep, got)
+    about = [rep.meta[k] for k in (*_same_run, 'code')]
+    run = _Run(
+        model, got, n=n, bs=bs, seed=seed, draws=draws, fast=fast, out=out if many > 1 else keep, about=about, many=many
+    )
+    for k, (a, who) in enumerate(zip(todo, got['who'])):
+        above = [repr(b) for b in todo[:k] if cascade and _group(b) == _group(a)]
+        stand = (
+            np.minimum.reduce([rep.verdicts[o] for o in ('clean', *above)])
+            if draws == 1
+            else np.ones(len(got['ok']), np.float32)
+        )
+        if _kept(rep, a, who, stand):
+            continue
+        ok, pred, cost, parts, says = _measure(run, a, stand, _bar(a, stand, progress and many == 1))
+        # what is never right cannot be right under attack
+        if draws > 1:
+            ok = ok * (got['ok'] > 0)
+        rep.verdicts[repr(a)], rep.preds[repr(a)] = (
+            ok,
+            np.where(pred > -2, pred, rep.preds[above[-1] if above else 'clean']),
+        )
+        more = dict(
+            attacked=int((stand > 0).sum()),
+            passes=int(cost[0]),
+            stand=_digest(stand),
+            identity=who,
+            threat=list(_group(a)),
+        )
+        row = _row(a, ok, seed, cost[1], **more, parts=parts if len(parts) > 1 else [], warnings=says)
+        rep.rows = [r for r in rep.rows if r['attack'] != repr(a)] + [row]
+        if keep is not None:
+            rep.save(keep, page=False)
+            _tidy(keep)
     _finish(rep, todo, seed)
-    if keep is not None: rep.save(keep)
+    if keep is not None:
+        rep.save(keep)
     return rep
 
 # %% ../nbs/01b_evaluate.ipynb #0a3f3fb2
 def _bar(attack, stand, progress):
     "fastai's bar over the images of a row, with the accuracy that is still possible"
-    if not progress or not (stand>0).any(): return noop
+    if not progress or not (stand > 0).any():
+        return noop
     bar = progress_bar(range(len(stand)), leave=False)
+
     def tell(done, share):
-        bar.comment = f'{getattr(attack,"name","attack")}: between {share/len(stand):.1%} and {(share+len(stand)-done)/len(stand):.1%}'
+        bar.comment = (
+            f'{getattr(attack, "name", "attack")}: between {share / len(stand):.1%} and'
+            f' {(share + len(stand) - done) / len(stand):.1%}'
+        )
         bar.update(done)
+
     bar.update(0)
     return tell
 
 # %% ../nbs/01b_evaluate.ipynb #871f06b2
 def _finish(rep, attacks, seed):
     "Order the rows, add the worst case of each threat model, and the doubts that only results can raise"
-    order = ['clean']+[repr(a) for a in attacks]
+    order = ['clean'] + [repr(a) for a in attacks]
     rep.rows = sorted(rep.rows, key=lambda r: order.index(r['attack']) if r['attack'] in order else len(order))
-    rep.warnings += [f'{r["attack"]}: {w}' for r in rep.rows for w in r.get('warnings',[])]
+    rep.warnings += [f'{r["attack"]}: {w}' for r in rep.rows for w in r.get('warnings', [])]
     groups = groupby(rep.rows[1:], lambda r: tuple(r['threat']))
-    for (norm,eps),same in groups.items():
+    for (norm, eps), same in groups.items():
         ok = np.minimum.reduce([rep.verdicts[r['attack']] for r in same])
-        of = '' if len(groups)==1 else f' of {eps}' if norm is None else f' {norm} {eps_str(eps)}'
-        if len(same)>1 and rep.meta['draws']==1: rep.rows.append({**_row(None, ok, seed, None, 'worst case'+of), 'norm':norm, 'eps':eps if norm else None})
-    for same in groupby(attacks, _group).values(): rep.warnings += _order_doubts(rep, same)
+        of = '' if len(groups) == 1 else f' of {eps}' if norm is None else f' {norm} {eps_str(eps)}'
+        if len(same) > 1 and rep.meta['draws'] == 1:
+            rep.rows.append(
+                {**_row(None, ok, seed, None, 'worst case' + of), 'norm': norm, 'eps': eps if norm else None}
+            )
+    for same in groupby(attacks, _group).values():
+        rep.warnings += _order_doubts(rep, same)
+
 
 def _order_doubts(rep, same):
-    "Among attacks of one threat model, listed weak to strong: does a weaker one, or one without gradients, beat a stronger one?"
-    says,acc = [],{repr(a):rep.verdicts[repr(a)].mean() for a in same}
-    for a,b in zip(same, same[1:]):
-        if not rep.meta['cascade'] and acc[repr(a)]<acc[repr(b)]-.01: says.append(f'{a} ({acc[repr(a)]:.1%}) is stronger than {b} ({acc[repr(b)]:.1%}), which stands below it: attacks are listed weak to strong, so the second one may be failing')
+    """Among attacks of one threat model, listed weak to strong: does a weaker one, or one without gradients, beat a
+    stronger one?"""
+    says, acc = [], {repr(a): rep.verdicts[repr(a)].mean() for a in same}
+    for a, b in zip(same, same[1:]):
+        if not rep.meta['cascade'] and acc[repr(a)] < acc[repr(b)] - 0.01:
+            says.append(
+                f'{a} ({acc[repr(a)]:.1%}) is stronger than {b} ({acc[repr(b)]:.1%}), which stands below it: attacks'
+                ' are listed weak to strong, so the second one may be failing'
+            )
     for b in same:
-        before = same if not rep.meta['cascade'] else same[:same.index(b)]
-        before = [rep.verdicts[repr(a)] for a in before if a!=b] if any(_steps(a) and a.steps>=10 for a in before) else []
-        if (getattr(b,'blackbox',False) or isinstance(b, Transfer)) and before: says += _blind(b, *[int((np.minimum.reduce(o)>0).sum()) for o in (before, [*before, rep.verdicts[repr(b)]])])
+        before = same if not rep.meta['cascade'] else same[: same.index(b)]
+        before = (
+            [rep.verdicts[repr(a)] for a in before if a != b]
+            if any(_steps(a) and a.steps >= 10 for a in before)
+            else []
+        )
+        if (getattr(b, 'blackbox', False) or isinstance(b, Transfer)) and before:
+            says += _blind(
+                b, *[int((np.minimum.reduce(o) > 0).sum()) for o in (before, [*before, rep.verdicts[repr(b)]])]
+            )
     for r in rep.rows:
-        for p in r.get('parts',[]):
-            if p['blackbox'] and r['attack'] in acc: says += _blind(p['attack'], p['attacked'], p['left'])
+        for p in r.get('parts', []):
+            if p['blackbox'] and r['attack'] in acc:
+                says += _blind(p['attack'], p['attacked'], p['left'])
     return says
 
-def _blind(attack, stood, left): return [f'{attack}, which sees no gradient of the model, breaks {stood-left:g} of {stood} images that the attacks before it left standing: the model may be hiding its gradients, so try an adaptive attack'] if stood-left>max(5, .03*stood) else []
+
+def _blind(attack, stood, left):
+    return (
+        [
+            f'{attack}, which sees no gradient of the model, breaks {stood - left:g} of {stood} images that the attacks'
+            ' before it left standing: the model may be hiding its gradients, so try an adaptive attack'
+        ]
+        if stood - left > max(5, 0.03 * stood)
+        else []
+    )
 
 # %% ../nbs/01b_evaluate.ipynb #db243f31
 @patch
-def robust_report(self:Learner,
-    attacks, # Attacks, weak to strong; None stands for clean images
-    ds_idx:int=1, # 0: training images, 1: validation images
-    dl=None, # Another DataLoader
-    progress:bool=None, # None: if the Learner shows progress bars
-    **kw # See `robust_report`
-)->Report: # A row per attack, and the worst case
+def robust_report(
+    self: Learner,
+    attacks,  # Attacks, weak to strong; None stands for clean images
+    ds_idx: int = 1,  # 0: training images, 1: validation images
+    dl=None,  # Another DataLoader
+    progress: bool = None,  # None: if the Learner shows progress bars
+    **kw,  # See `robust_report`
+) -> Report:  # A row per attack, and the worst case
     "`robust_report` of this Learner's model on its validation images"
     dl = _images_of(self, ds_idx, dl)
     self.model.to(self.dls.device)
-    return robust_report(get_model(self.model), dl, attacks, bs=kw.pop('bs', getattr(dl,'bs',None) or 64), progress=hasattr(self,'progress') if progress is None else progress, **kw)
+    return robust_report(
+        get_model(self.model),
+        dl,
+        attacks,
+        bs=kw.pop('bs', getattr(dl, 'bs', None) or 64),
+        progress=hasattr(self, 'progress') if progress is None else progress,
+        **kw,
+    )
 
 # %% ../nbs/01b_evaluate.ipynb #18b103a9
 class Curve:
     "Accuracy against eps or steps: `df`, `plot()` and `warnings`"
-    def __init__(self,
-        df:pd.DataFrame, # A row per eps or number of steps (the first column), then accuracy, low, high, n, seed
-        title:str, # Attack, norm, n and seed
-        warnings=(), # Sentences
-    ): self.df,self.title,self.warnings = df,title,list(warnings)
 
-    def plot(self,
-        ax=None, # Matplotlib axes; None: new ones
-        label:str=None, # For the legend
-        **kw # For `ax.plot`
-    )->plt.Axes: # The axes
+    def __init__(
+        self,
+        df: pd.DataFrame,  # A row per eps or number of steps (the first column), then accuracy, low, high, n, seed
+        title: str,  # Attack, norm, n and seed
+        warnings=(),  # Sentences
+    ):
+        self.df, self.title, self.warnings = df, title, list(warnings)
+
+    def plot(
+        self,
+        ax=None,  # Matplotlib axes; None: new ones
+        label: str = None,  # For the legend
+        **kw,  # For `ax.plot`
+    ) -> plt.Axes:  # The axes
         "Accuracy with its 95% interval"
-        ax = ax or plt.subplots(figsize=(4.5,3))[1]
-        x = self.df.iloc[:,0]
+        ax = ax or plt.subplots(figsize=(4.5, 3))[1]
+        x = self.df.iloc[:, 0]
         ax.plot(x, self.df.accuracy, marker='o', label=label, **kw)
-        ax.fill_between(x, self.df.low, self.df.high, alpha=.2)
-        ax.set(xlabel=x.name, ylabel='accuracy', ylim=(0,1), title=self.title)
-        if label: ax.legend()
+        ax.fill_between(x, self.df.low, self.df.high, alpha=0.2)
+        ax.set(xlabel=x.name, ylabel='accuracy', ylim=(0, 1), title=self.title)
+        if label:
+            ax.legend()
         return ax
-    def __repr__(self): return '\n'.join([self.title, self.df.to_string(index=False)]+[f'warning: {o}' for o in self.warnings])
+
+    def __repr__(self):
+        return '\n'.join([self.title, self.df.to_string(index=False)] + [f'warning: {o}' for o in self.warnings])
 
 # %% ../nbs/01b_evaluate.ipynb #01a499b0
 def _sweep(model, data, attacks, n, seed, bs, name, values):
     "Each attack on every image that is right without attack: a row per value, and the doubts"
-    got,says = _first_pass(model, data, n, bs, _device(model))
+    got, says = _first_pass(model, data, n, bs, _device(model))
     batches = lambda: _same(_batches(got['data'], n, bs, _device(model)), got['keys'])
-    oks = [got['ok'] if not getattr(a,name) else run_attack(model, a, batches(), got['ok'], bs, seed, hasty=not got['random']).got['share']>0 for a in attacks]
-    df = pd.DataFrame([{name:v, **{k:w for k,w in _row(a, ok, seed, None).items() if k in ('accuracy','low','high','n','seed')}} for v,a,ok in zip(values, attacks, oks)])
-    up = [(a,b) for (_,a),(_,b) in zip(df.sort_values(name)[:-1].iterrows(), df.sort_values(name)[1:].iterrows()) if b.low>a.high]
-    show = lambda v: eps_str(v) if name=='eps' else f'{v:g}'
-    return df,says+[f'accuracy rises from {a.accuracy:.1%} at {name}={show(a[name])} to {b.accuracy:.1%} at {name}={show(b[name])}: the attack fails at the larger one' for a,b in up],len(got['ok'])
+    oks = [
+        (
+            got['ok']
+            if not getattr(a, name)
+            else run_attack(model, a, batches(), got['ok'], bs, seed, hasty=not got['random']).got['share'] > 0
+        )
+        for a in attacks
+    ]
+    df = pd.DataFrame(
+        [
+            {
+                name: v,
+                **{k: w for k, w in _row(a, ok, seed, None).items() if k in ('accuracy', 'low', 'high', 'n', 'seed')},
+            }
+            for v, a, ok in zip(values, attacks, oks)
+        ]
+    )
+    up = [
+        (a, b)
+        for (_, a), (_, b) in zip(df.sort_values(name)[:-1].iterrows(), df.sort_values(name)[1:].iterrows())
+        if b.low > a.high
+    ]
+    show = lambda v: eps_str(v) if name == 'eps' else f'{v:g}'
+    return (
+        df,
+        says
+        + [
+            f'accuracy rises from {a.accuracy:.1%} at {name}={show(a[name])} to {b.accuracy:.1%} at'
+            f' {name}={show(b[name])}: the attack fails at the larger one'
+            for a, b in up
+        ],
+        len(got['ok']),
+    )
+
 
 @no_random(0)
 def eps_curve(
-    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-    data, # A DataLoader or (images, labels), see `eval_batches`
-    attack:Attack, # Its own eps is replaced
-    eps, # Radii in pixel units
-    n:int=None, # Images; None: all
-    seed:int=0, # Of the attack
-    bs:int=64, # Batch size
-)->Curve: # A row per eps
-    "Accuracy under `attack` at each eps; warns where a larger eps does not lower it, or a huge one leaves more than chance"
-    if not hasattr(attack, 'but') or attack.norm is None: raise TypeError(f'eps_curve needs an attack whose eps can be changed, such as PGD(steps=20), got {attack!r}')
-    eps = [float(e) for e in (eps if hasattr(eps,'__iter__') else [eps])]
-    if not eps: raise ValueError('eps_curve needs at least one eps')
-    df,says,k = _sweep(model, data, [attack.at_eps(e) for e in eps], n, seed, bs, 'eps', eps)
-    if attack.norm=='Linf' and (big:=df[df.eps>=.5]).size and big.low.max()>.15: says.append(f'{big.accuracy.max():.1%} survive eps >= 0.5, at which any image can become grey: gradients are masked, or the attack is too weak')
+    model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    data,  # A DataLoader or (images, labels), see `eval_batches`
+    attack: Attack,  # Its own eps is replaced
+    eps,  # Radii in pixel units
+    n: int = None,  # Images; None: all
+    seed: int = 0,  # Of the attack
+    bs: int = 64,  # Batch size
+) -> Curve:  # A row per eps
+    """Accuracy under `attack` at each eps; warns where a larger eps does not lower it, or a huge one leaves more than
+    chance"""
+    if not hasattr(attack, 'but') or attack.norm is None:
+        raise TypeError(f'eps_curve needs an attack whose eps can be changed, such as PGD(steps=20), got {attack!r}')
+    eps = [float(e) for e in (eps if hasattr(eps, '__iter__') else [eps])]
+    if not eps:
+        raise ValueError('eps_curve needs at least one eps')
+    df, says, k = _sweep(model, data, [attack.at_eps(e) for e in eps], n, seed, bs, 'eps', eps)
+    if attack.norm == 'Linf' and (big := df[df.eps >= 0.5]).size and big.low.max() > 0.15:
+        says.append(
+            f'{big.accuracy.max():.1%} survive eps >= 0.5, at which any image can become grey: gradients are masked, or'
+            ' the attack is too weak'
+        )
     return Curve(df, f'{attack.name}, {attack.norm}, n={k}, seed={seed}', says)
 
 # %% ../nbs/01b_evaluate.ipynb #9527a4de
 @no_random(0)
 def steps_curve(
-    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-    data, # A DataLoader or (images, labels), see `eval_batches`
-    attack:Attack, # Its own steps are replaced
-    steps, # Numbers of steps
-    n:int=None, # Images; None: all
-    seed:int=0, # Of the attack
-    bs:int=64, # Batch size
-)->Curve: # A row per number of steps
+    model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    data,  # A DataLoader or (images, labels), see `eval_batches`
+    attack: Attack,  # Its own steps are replaced
+    steps,  # Numbers of steps
+    n: int = None,  # Images; None: all
+    seed: int = 0,  # Of the attack
+    bs: int = 64,  # Batch size
+) -> Curve:  # A row per number of steps
     "Accuracy under `attack` with each number of steps; warns where more steps do not lower it"
-    steps = [int(o) for o in (steps if hasattr(steps,'__iter__') else [steps])]
-    if not steps or 'steps' not in {f.name for f in fields(attack) if f.init}: raise TypeError(f'steps_curve needs numbers of steps, and an attack whose steps can be changed, such as PGD(8/255), got {attack!r} and {steps}')
-    df,says,k = _sweep(model, data, [attack.but(steps=o) for o in steps], n, seed, bs, 'steps', steps)
+    steps = [int(o) for o in (steps if hasattr(steps, '__iter__') else [steps])]
+    if not steps or 'steps' not in {f.name for f in fields(attack) if f.init}:
+        raise TypeError(
+            'steps_curve needs numbers of steps, and an attack whose steps can be changed, such as PGD(8/255), got'
+            f' {attack!r} and {steps}'
+        )
+    df, says, k = _sweep(model, data, [attack.but(steps=o) for o in steps], n, seed, bs, 'steps', steps)
     ball = '' if attack.norm is None else f', {attack.norm} {eps_str(attack.eps)}'
-    return Curve(df, f'{attack.name.replace(str(attack.steps),"",1)}{ball}, n={k}, seed={seed}', says)
+    return Curve(df, f'{attack.name.replace(str(attack.steps), "", 1)}{ball}, n={k}, seed={seed}', says)
 
 # %% ../nbs/01b_evaluate.ipynb #2bef148a
 @patch
-def eps_curve(self:Learner,
-    attack:Attack, # Its own eps is replaced
-    eps, # Radii in pixel units
-    ds_idx:int=1, # 0: training images, 1: validation images
-    dl=None, # Another DataLoader
-    **kw # See `eps_curve`
-)->Curve: # A row per eps
+def eps_curve(
+    self: Learner,
+    attack: Attack,  # Its own eps is replaced
+    eps,  # Radii in pixel units
+    ds_idx: int = 1,  # 0: training images, 1: validation images
+    dl=None,  # Another DataLoader
+    **kw,  # See `eps_curve`
+) -> Curve:  # A row per eps
     "`eps_curve` of this Learner's model on its validation images"
     self.model.to(self.dls.device)
     return eps_curve(get_model(self.model), _images_of(self, ds_idx, dl), attack, eps, **kw)
 
 # %% ../nbs/01b_evaluate.ipynb #89cc4c22
 @patch
-def steps_curve(self:Learner,
-    attack:Attack, # Its own steps are replaced
-    steps, # Numbers of steps
-    ds_idx:int=1, # 0: training images, 1: validation images
-    dl=None, # Another DataLoader
-    **kw # See `steps_curve`
-)->Curve: # A row per number of steps
+def steps_curve(
+    self: Learner,
+    attack: Attack,  # Its own steps are replaced
+    steps,  # Numbers of steps
+    ds_idx: int = 1,  # 0: training images, 1: validation images
+    dl=None,  # Another DataLoader
+    **kw,  # See `steps_curve`
+) -> Curve:  # A row per number of steps
     "`steps_curve` of this Learner's model on its validation images"
     self.model.to(self.dls.device)
     return steps_curve(get_model(self.model), _images_of(self, ds_idx, dl), attack, steps, **kw)
 
 # %% ../nbs/01b_evaluate.ipynb #7cfa9cd1
 def to_8bit(
-    x_adv:Tensor, # Adversarial images [B,C,H,W] in [0,1]
-    x:Tensor, # The clean images
-)->Tensor: # Multiples of 1/255, each between the clean and the adversarial value where there is one
+    x_adv: Tensor,  # Adversarial images [B,C,H,W] in [0,1]
+    x: Tensor,  # The clean images
+) -> Tensor:  # Multiples of 1/255, each between the clean and the adversarial value where there is one
     "What an 8-bit file can hold, rounded towards the clean image so that it stays in the ball"
-    lo,hi = [f(255*o) for f,o in ((torch.ceil, torch.minimum(x,x_adv)-1e-6), (torch.floor, torch.maximum(x,x_adv)+1e-6))]
-    k = torch.where(x_adv>x, hi, lo)
-    return torch.where(lo>hi, (255*x).round(), k).clamp(0,255)/255
+    lo, hi = [
+        f(255 * o)
+        for f, o in ((torch.ceil, torch.minimum(x, x_adv) - 1e-6), (torch.floor, torch.maximum(x, x_adv) + 1e-6))
+    ]
+    k = torch.where(x_adv > x, hi, lo)
+    return torch.where(lo > hi, (255 * x).round(), k).clamp(0, 255) / 255
 
 # %% ../nbs/01b_evaluate.ipynb #22d8f91c
 def save_adv(
-    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-    x:Tensor, # Images [B,C,H,W] in [0,1], of 1 or 3 channels
-    y, # Labels [B]
-    attack, # Any attack
-    out, # Folder; made if it does not exist
-    seed:int=0, # Of the attack
-)->dict: # Accuracy: clean, of the exact images (adv.npz), and of the PNG files as they come back from disk, each of images that are right without attack too
-    "Attack, write adv.npz (exact, float32) and a PNG for each image (8 bits, rounded inside the ball), read both back and judge them"
-    out = Path(out); out.mkdir(parents=True, exist_ok=True)
-    x,y = check_images(x, model),check_labels(y, x)
-    if x.shape[1] not in (1,3): raise ValueError(f'PNG files hold 1 or 3 channels, the images have {x.shape[1]}')
+    model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    x: Tensor,  # Images [B,C,H,W] in [0,1], of 1 or 3 channels
+    y,  # Labels [B]
+    attack,  # Any attack
+    out,  # Folder; made if it does not exist
+    seed: int = 0,  # Of the attack
+) -> dict:  # Accuracy: clean, of the exact images (adv.npz), and of the PNG files as they come back from disk, each of images that are right without attack too
+    """Attack, write adv.npz (exact, float32) and a PNG for each image (8 bits, rounded inside the ball), read both back
+    and judge them"""
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    x, y = check_images(x, model), check_labels(y, x)
+    if x.shape[1] not in (1, 3):
+        raise ValueError(f'PNG files hold 1 or 3 channels, the images have {x.shape[1]}')
     x_adv = attack(model, x, y, seed=seed).as_subclass(Tensor)
-    _npz(out/'adv.npz', dict(x_adv=x_adv.cpu().float().numpy(), y=y.cpu().numpy()))
-    for i,o in enumerate((255*to_8bit(x_adv, x)).round().byte().cpu().permute(0,2,3,1).numpy()): Image.fromarray(o.squeeze()).save(out/f'{i:05d}.png')
-    pngs = torch.stack([torch.as_tensor(np.array(Image.open(out/f'{i:05d}.png'))).view(*x.shape[-2:],-1).permute(2,0,1)/255 for i in range(len(x))])
-    with np.load(out/'adv.npz') as f: exact = torch.from_numpy(f['x_adv'])
-    y = hard_labels(y, x); right = predict(model, x)==y
-    return {k:(right&(predict(model, o.to(x))==y)).float().mean().item() for k,o in dict(clean=x, exact=exact, png=pngs).items()}
+    _npz(out / 'adv.npz', dict(x_adv=x_adv.cpu().float().numpy(), y=y.cpu().numpy()))
+    for i, o in enumerate((255 * to_8bit(x_adv, x)).round().byte().cpu().permute(0, 2, 3, 1).numpy()):
+        Image.fromarray(o.squeeze()).save(out / f'{i:05d}.png')
+    pngs = torch.stack(
+        [
+            torch.as_tensor(np.array(Image.open(out / f'{i:05d}.png'))).view(*x.shape[-2:], -1).permute(2, 0, 1) / 255
+            for i in range(len(x))
+        ]
+    )
+    with np.load(out / 'adv.npz') as f:
+        exact = torch.from_numpy(f['x_adv'])
+    y = hard_labels(y, x)
+    right = predict(model, x) == y
+    return {
+        k: (right & (predict(model, o.to(x)) == y)).float().mean().item()
+        for k, o in dict(clean=x, exact=exact, png=pngs).items()
+    }
 
 # %% ../nbs/01b_evaluate.ipynb #aa5620ab
 def lpips_dist(
-    x:Tensor, # Images [B,C,H,W] in [0,1], of 1 or 3 channels
-    x2:Tensor, # Others of the same shape
-    net=None, # An `lpips.LPIPS` module; None: AlexNet's, whose weights torchvision downloads once
-)->Tensor: # [B], 0 for equal images
-    "Perceptual distance (Zhang et al., 2018): the images are brought from [0,1] to [-1,1], grey ones to three channels, small ones to 64 pixels"
-    try: from lpips import LPIPS
-    except ImportError as e: raise ImportError('perceptual distances need lpips: pip install lpips') from e
-    x,x2 = check_images(x),check_images(x2)
-    if x.shape!=x2.shape or x.shape[1] not in (1,3): raise ValueError(f'expected two batches [B,C,H,W] of one shape with 1 or 3 channels, got {list(x.shape)} and {list(x2.shape)}')
-    try: net = LPIPS(net='alex', verbose=False) if net is None else net
-    except (OSError, RuntimeError) as e: raise RuntimeError(f"AlexNet's weights could not be downloaded ({e}): give net=lpips.LPIPS(...) with weights of your own") from e
-    x,x2 = [(F.interpolate(o, size=(64,64), mode='bilinear') if min(o.shape[-2:])<64 else o).expand(-1,3,-1,-1) for o in (x.float(), x2.float())]
-    with attack_mode(net.to(x.device)), torch.no_grad(): return net(x.clone(), x2.clone(), normalize=True).flatten()
+    x: Tensor,  # Images [B,C,H,W] in [0,1], of 1 or 3 channels
+    x2: Tensor,  # Others of the same shape
+    net=None,  # An `lpips.LPIPS` module; None: AlexNet's, whose weights torchvision downloads once
+) -> Tensor:  # [B], 0 for equal images
+    """Perceptual distance (Zhang et al., 2018): the images are brought from [0,1] to [-1,1], grey ones to three
+    channels, small ones to 64 pixels"""
+    try:
+        from lpips import LPIPS
+    except ImportError as e:
+        raise ImportError('perceptual distances need lpips: pip install lpips') from e
+    x, x2 = check_images(x), check_images(x2)
+    if x.shape != x2.shape or x.shape[1] not in (1, 3):
+        raise ValueError(
+            f'expected two batches [B,C,H,W] of one shape with 1 or 3 channels, got {list(x.shape)} and'
+            f' {list(x2.shape)}'
+        )
+    try:
+        net = LPIPS(net='alex', verbose=False) if net is None else net
+    except (OSError, RuntimeError) as e:
+        raise RuntimeError(
+            f"AlexNet's weights could not be downloaded ({e}): give net=lpips.LPIPS(...) with weights of your own"
+        ) from e
+    x, x2 = [
+        (F.interpolate(o, size=(64, 64), mode='bilinear') if min(o.shape[-2:]) < 64 else o).expand(-1, 3, -1, -1)
+        for o in (x.float(), x2.float())
+    ]
+    with attack_mode(net.to(x.device)), torch.no_grad():
+        return net(x.clone(), x2.clone(), normalize=True).flatten()

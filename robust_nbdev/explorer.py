@@ -31,74 +31,138 @@ from .aas import *
 
 # %% ../nbs/07_explorer.ipynb #fc4dadf9
 def png64(
-    t:Tensor, # A picture [1,H,W] or [3,H,W] in [0,1]
-)->str: # Base64
+    t: Tensor,  # A picture [1,H,W] or [3,H,W] in [0,1]
+) -> str:  # Base64
     "A picture as the text of a PNG file, at its own size"
-    if t.ndim!=3 or t.shape[0] not in (1,3): raise ValueError(f'a picture is a tensor [1,H,W] or [3,H,W], got {list(t.shape)}')
-    a = (check_images(t[None])[0]*255).round().byte().permute(1,2,0).cpu().numpy()
-    f = io.BytesIO(); Image.fromarray(a[...,0] if a.shape[-1]==1 else a).save(f, 'PNG', optimize=True)
+    if t.ndim != 3 or t.shape[0] not in (1, 3):
+        raise ValueError(f'a picture is a tensor [1,H,W] or [3,H,W], got {list(t.shape)}')
+    a = (check_images(t[None])[0] * 255).round().byte().permute(1, 2, 0).cpu().numpy()
+    f = io.BytesIO()
+    Image.fromarray(a[..., 0] if a.shape[-1] == 1 else a).save(f, 'PNG', optimize=True)
     return base64.b64encode(f.getvalue()).decode()
 
 # %% ../nbs/07_explorer.ipynb #b0779b96
 def heat(
-    t:Tensor, # Numbers [H,W]
-    lo:float=0., # What the first colour stands for
-    hi:float=None, # What the last colour stands for; None: the largest number
-    cmap:str='magma', # A colour map of matplotlib
-)->Tensor: # A picture [3,H,W]
+    t: Tensor,  # Numbers [H,W]
+    lo: float = 0.0,  # What the first colour stands for
+    hi: float = None,  # What the last colour stands for; None: the largest number
+    cmap: str = 'magma',  # A colour map of matplotlib
+) -> Tensor:  # A picture [3,H,W]
     "Numbers as colours"
-    hi = ifnone(hi, max(t.max().item(), lo+1e-12))
-    v = ((t.detach().cpu().float()-lo)/(hi-lo)).clamp(0,1)
-    return torch.as_tensor(matplotlib.colormaps[cmap](v.numpy())[...,:3]).permute(2,0,1).float()
+    hi = ifnone(hi, max(t.max().item(), lo + 1e-12))
+    v = ((t.detach().cpu().float() - lo) / (hi - lo)).clamp(0, 1)
+    return torch.as_tensor(matplotlib.colormaps[cmap](v.numpy())[..., :3]).permute(2, 0, 1).float()
 
 # %% ../nbs/07_explorer.ipynb #08ff8a6d
-def _text(v): return ('text', v if isinstance(v, str) else f'{v:.3g}')
-def _pic(name, v): return ['<figure>', ('src',png64(v),name), f'<figcaption>{html.escape(name)}</figcaption></figure>']
+def _text(v):
+    return ('text', v if isinstance(v, str) else f'{v:.3g}')
+
+
+def _pic(name, v):
+    return ['<figure>', ('src', png64(v), name), f'<figcaption>{html.escape(name)}</figcaption></figure>']
+
+
 def _bars(name, v):
-    rows = [o for k,p in v.items() for o in ('<span>', _text(str(k)), '</span>', ('width',round(100*float(p)) if p==p else 0), '<span>', _text(f'{100*float(p):.0f}%'), '</span>')]
+    rows = [
+        o
+        for k, p in v.items()
+        for o in (
+            '<span>',
+            _text(str(k)),
+            '</span>',
+            ('width', round(100 * float(p)) if p == p else 0),
+            '<span>',
+            _text(f'{100 * float(p):.0f}%'),
+            '</span>',
+        )
+    ]
     return [f'<div>{html.escape(name)}</div><div class="rx-bars">', *rows, '</div>']
+
+
 def _hist(name, v):
-    return [f'<div class="rx-hist" role="img" aria-label="histogram, {html.escape(name)}">', *[('height',round(100*float(o))) for o in v/v.max().clamp(min=1e-12)], f'</div><div>{html.escape(name)}</div>']
-def _note(name, v): return [f'<div class="rx-note" aria-live="polite">{html.escape(name)}: <b>', _text(v), '</b></div>']
+    return [
+        f'<div class="rx-hist" role="img" aria-label="histogram, {html.escape(name)}">',
+        *[('height', round(100 * float(o))) for o in v / v.max().clamp(min=1e-12)],
+        f'</div><div>{html.escape(name)}</div>',
+    ]
+
+
+def _note(name, v):
+    return [f'<div class="rx-note" aria-live="polite">{html.escape(name)}: <b>', _text(v), '</b></div>']
+
 
 def _item(name, v):
     "HTML and slots of one value"
-    if isinstance(v, Tensor) and v.ndim in (1,3): return (_pic if v.ndim==3 else _hist)(name, v)
-    if isinstance(v, dict): return _bars(name, v)
-    if isinstance(v, (str,Number)): return _note(name, v)
-    raise TypeError(f'{name!r} is shown as a picture (tensor [C,H,W]), a histogram (tensor [n]), bars (a dict of shares) or a text, got {type(v).__name__}'+(f' of shape {list(v.shape)}' if isinstance(v, Tensor) else ''))
+    if isinstance(v, Tensor) and v.ndim in (1, 3):
+        return (_pic if v.ndim == 3 else _hist)(name, v)
+    if isinstance(v, dict):
+        return _bars(name, v)
+    if isinstance(v, (str, Number)):
+        return _note(name, v)
+    raise TypeError(
+        f'{name!r} is shown as a picture (tensor [C,H,W]), a histogram (tensor [n]), bars (a dict of shares) or a text,'
+        f' got {type(v).__name__}' + (f' of shape {list(v.shape)}' if isinstance(v, Tensor) else '')
+    )
 
 # %% ../nbs/07_explorer.ipynb #19287d25
 def _slot(kind, v, alt=''):
-    if kind=='src': return f'<img data-slot="src" alt="{html.escape(alt)}" src="data:image/png;base64,{v}">'
-    return f'<span data-slot="text">{html.escape(v)}</span>' if kind=='text' else f'<i data-slot="{kind}" style="{kind}:{v}%"></i>'
+    if kind == 'src':
+        return f'<img data-slot="src" alt="{html.escape(alt)}" src="data:image/png;base64,{v}">'
+    return (
+        f'<span data-slot="text">{html.escape(v)}</span>'
+        if kind == 'text'
+        else f'<i data-slot="{kind}" style="{kind}:{v}%"></i>'
+    )
+
 
 def _scene(v):
     "What `show` has returned, as a scene"
-    if not isinstance(v, dict): raise TypeError(f'show(**state) must return a scene, {{panel: {{name: value}}}}, got {type(v).__name__}')
+    if not isinstance(v, dict):
+        raise TypeError(f'show(**state) must return a scene, {{panel: {{name: value}}}}, got {type(v).__name__}')
     return v if isinstance(v, Scene) else Scene(v)
 
+
 class Scene(dict):
-    "What one state shows, `{panel: {name: value}}`: pictures [C,H,W], histograms [n], bars (a dict of shares), texts and numbers"
+    """What one state shows, `{panel: {name: value}}`: pictures [C,H,W], histograms [n], bars (a dict of shares), texts
+    and numbers"""
+
     @property
     def parts(self):
         "HTML, and between it the slots `(kind, value, ...)`"
-        size = max([88,*[v.shape[-1] for items in self.values() if isinstance(items, dict) for v in items.values() if isinstance(v, Tensor) and v.ndim==3]])
+        size = max(
+            [
+                88,
+                *[
+                    v.shape[-1]
+                    for items in self.values()
+                    if isinstance(items, dict)
+                    for v in items.values()
+                    if isinstance(v, Tensor) and v.ndim == 3
+                ],
+            ]
+        )
         res = [f'<div class="rx-panels" style="--rx-size:{min(size, 224)}px">']
-        for title,items in self.items():
-            if not isinstance(items, dict): raise TypeError(f'a scene is {{panel: {{name: value}}}}, and its panel {title!r} is {items!r}')
-            res += [f'<div class="rx-panel" role="group" aria-label="{html.escape(title)}"><div class="rx-title">{html.escape(title)}</div>']
-            res += [p for k,v in items.items() for p in _item(k, v)]+['</div>']
-        return res+['</div>']
+        for title, items in self.items():
+            if not isinstance(items, dict):
+                raise TypeError(f'a scene is {{panel: {{name: value}}}}, and its panel {title!r} is {items!r}')
+            res += [
+                f'<div class="rx-panel" role="group" aria-label="{html.escape(title)}"><div'
+                f' class="rx-title">{html.escape(title)}</div>'
+            ]
+            res += [p for k, v in items.items() for p in _item(k, v)] + ['</div>']
+        return res + ['</div>']
+
     @property
     def slots(self):
         "What differs from state to state"
         return [p for p in self.parts if isinstance(p, tuple)]
-    def body(self
-    )->str: # HTML
+
+    def body(self) -> str:  # HTML
         "The panels"
         return ''.join(_slot(*p) if isinstance(p, tuple) else p for p in self.parts)
-    def _repr_html_(self): return f'<div class="rx">{_CSS}{self.body()}</div>'
+
+    def _repr_html_(self):
+        return f'<div class="rx">{_CSS}{self.body()}</div>'
 
 # %% ../nbs/07_explorer.ipynb #6378813d
 _CSS = '''<style>
@@ -126,31 +190,47 @@ _CSS = '''<style>
 def _options(name, vals):
     "(is it a menu?, labels, values)"
     menu = isinstance(vals, dict)
-    if not menu and (isinstance(vals, str) or not hasattr(vals,'__iter__')): raise TypeError(f'control {name!r} needs a list of values or a dict {{label: value}}, got {vals!r}')
-    labels,vals = (list(vals),list(vals.values())) if menu else (None,list(vals))
-    if not vals: raise ValueError(f'control {name!r} has no values')
+    if not menu and (isinstance(vals, str) or not hasattr(vals, '__iter__')):
+        raise TypeError(f'control {name!r} needs a list of values or a dict {{label: value}}, got {vals!r}')
+    labels, vals = (list(vals), list(vals.values())) if menu else (None, list(vals))
+    if not vals:
+        raise ValueError(f'control {name!r} has no values')
     menu = menu or not all(isinstance(o, Number) and not isinstance(o, bool) for o in vals)
-    say = lambda o: str(o) if menu else eps_str(o) if name=='eps' else f'{o:g}'
-    return menu,[str(o) for o in labels] if labels else [say(o) for o in vals],vals
+    say = lambda o: str(o) if menu else eps_str(o) if name == 'eps' else f'{o:g}'
+    return menu, [str(o) for o in labels] if labels else [say(o) for o in vals], vals
+
 
 def _grid(controls):
     "The controls by name, as `_options`"
-    if not isinstance(controls, dict) or not controls: raise ValueError(f'an explorer needs controls, such as dict(eps=[0,4/255,8/255]), got {controls!r}')
-    return {k:_options(k, v) for k,v in controls.items()}
+    if not isinstance(controls, dict) or not controls:
+        raise ValueError(f'an explorer needs controls, such as dict(eps=[0,4/255,8/255]), got {controls!r}')
+    return {k: _options(k, v) for k, v in controls.items()}
+
 
 def _begin(grid, start):
     "Where each control stands at first"
-    if bad := set(start or {})-set(grid): raise ValueError(f'start names {sorted(bad)}, the controls are {list(grid)}')
-    return {k:vals.index(start[k]) if start and k in start and start[k] in vals else 0 for k,(_,_,vals) in grid.items()}
+    if bad := set(start or {}) - set(grid):
+        raise ValueError(f'start names {sorted(bad)}, the controls are {list(grid)}')
+    return {
+        k: vals.index(start[k]) if start and k in start and start[k] in vals else 0 for k, (_, _, vals) in grid.items()
+    }
 
 # %% ../nbs/07_explorer.ipynb #2d21488a
 def _control(name, menu, labels, at):
     "A labelled control that the keyboard reaches; its value is a position"
-    n,name = html.escape(name),name
+    n, name = html.escape(name), name
     if menu:
-        opts = ''.join(f'<option value="{i}"{" selected" if i==at else ""}>{html.escape(o)}</option>' for i,o in enumerate(labels))
+        opts = ''.join(
+            f'<option value="{i}"{" selected" if i == at else ""}>{html.escape(o)}</option>'
+            for i, o in enumerate(labels)
+        )
         return f'<label>{n} <select data-control>{opts}</select></label>'
-    return f'<label>{n} <input data-control type="range" min="0" max="{len(labels)-1}" step="1" value="{at}" aria-valuetext="{html.escape(labels[at])}"><output aria-hidden="true">{html.escape(labels[at])}</output></label>'
+    return (
+        f'<label>{n} <input data-control type="range" min="0" max="{len(labels) - 1}" step="1" value="{at}"'
+        f' aria-valuetext="{html.escape(labels[at])}"><output'
+        f' aria-hidden="true">{html.escape(labels[at])}</output></label>'
+    )
+
 
 _JS = '''(() => {
   const D = DATA;
@@ -180,254 +260,388 @@ _JS = '''(() => {
 # %% ../nbs/07_explorer.ipynb #d4273cd2
 class Twin(str):
     "The HTML of a viewer that needs no kernel: shows itself in a notebook, `save` writes a page"
-    def _repr_html_(self): return str(self)
-    def __repr__(self): return f'Twin({len(self)/1000:.0f} kB)'
-    def save(self,
-        fname, # The file to write
-        title:str='Explorer', # Of the page
+
+    def _repr_html_(self):
+        return str(self)
+
+    def __repr__(self):
+        return f'Twin({len(self) / 1000:.0f} kB)'
+
+    def save(
+        self,
+        fname,  # The file to write
+        title: str = 'Explorer',  # Of the page
     ):
         "Write a page of its own"
-        Path(fname).write_text(f'<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title></head><body style="font-family:sans-serif">{self}</body></html>', encoding='utf-8')
+        Path(fname).write_text(
+            '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport"'
+            f' content="width=device-width"><title>{html.escape(title)}</title></head><body'
+            f' style="font-family:sans-serif">{self}</body></html>',
+            encoding='utf-8',
+        )
+
 
 def _pack(scenes):
     "Slots that change, what they hold in each state, and every picture and text once"
     rows = [[p[1] for p in s] for s in scenes]
-    moves = [i for i,col in enumerate(zip(*rows)) if len(set(col))>1]
-    pools,kinds = dict(src={}, text={}),[p[0] for p in scenes[0]]
-    put = lambda i,v: pools[kinds[i]].setdefault(v, len(pools[kinds[i]])) if kinds[i] in pools else v
+    moves = [i for i, col in enumerate(zip(*rows)) if len(set(col)) > 1]
+    pools, kinds = dict(src={}, text={}), [p[0] for p in scenes[0]]
+    put = lambda i, v: pools[kinds[i]].setdefault(v, len(pools[kinds[i]])) if kinds[i] in pools else v
     states = [[put(i, row[i]) for i in moves] for row in rows]
     return dict(slots=moves, states=states, pictures=list(pools['src']), texts=list(pools['text']))
 
 # %% ../nbs/07_explorer.ipynb #3d809041
 def _fits(scene, first, state):
-    same = [[p if isinstance(p, str) else p[0] for p in o.parts] for o in (scene,first)]
-    if same[0]!=same[1]: raise ValueError(f'the state {state} shows other things than the first one: panels, names and numbers of bars must be the same in all states')
+    same = [[p if isinstance(p, str) else p[0] for p in o.parts] for o in (scene, first)]
+    if same[0] != same[1]:
+        raise ValueError(
+            f'the state {state} shows other things than the first one: panels, names and numbers of bars must be the'
+            ' same in all states'
+        )
+
 
 def static_twin(
-    show, # `show(**state)` returns a `Scene`
-    controls:dict, # The grid: name -> numbers (a slider), or other values or a dict `{label: value}` (a menu)
-    start:dict=None, # Values at first, by name; None: the first of each
-    most:int=5000, # More states than that are refused
-)->Twin: # HTML that needs no kernel and no other file
+    show,  # `show(**state)` returns a `Scene`
+    controls: dict,  # The grid: name -> numbers (a slider), or other values or a dict `{label: value}` (a menu)
+    start: dict = None,  # Values at first, by name; None: the first of each
+    most: int = 5000,  # More states than that are refused
+) -> Twin:  # HTML that needs no kernel and no other file
     "Compute every state of a grid and put them into one piece of HTML, with controls that need no kernel"
-    grid = _grid(controls); n = math.prod(len(v) for _,_,v in grid.values())
-    if n>most: raise ValueError(f'{n} states are too many (most={most}): give fewer values')
-    states = [dict(zip(grid, o)) for o in itertools.product(*[v for _,_,v in grid.values()])]
+    grid = _grid(controls)
+    n = math.prod(len(v) for _, _, v in grid.values())
+    if n > most:
+        raise ValueError(f'{n} states are too many (most={most}): give fewer values')
+    states = [dict(zip(grid, o)) for o in itertools.product(*[v for _, _, v in grid.values()])]
     scenes = [_scene(show(**o)) for o in states]
-    for sc,o in zip(scenes, states): _fits(sc, scenes[0], o)
+    for sc, o in zip(scenes, states):
+        _fits(sc, scenes[0], o)
     at = _begin(grid, start)
-    data = json.dumps(dict(labels=[l for _,l,_ in grid.values()], **_pack([o.slots for o in scenes])), separators=(',',':')).replace('<','\\u003c')
+    data = json.dumps(
+        dict(labels=[l for _, l, _ in grid.values()], **_pack([o.slots for o in scenes])), separators=(',', ':')
+    ).replace('<', '\\u003c')
     key = hashlib.sha256(data.encode()).hexdigest()[:12]
-    now = scenes[np.ravel_multi_index(list(at.values()), [len(v) for _,_,v in grid.values()])]
-    top = ''.join(_control(k, m, l, at[k]) for k,(m,l,_) in grid.items())
-    return Twin(f'<div class="rx" data-twin="{key}">{_CSS}<div class="rx-controls">{top}</div>{now.body()}</div><script>{_JS.replace("KEY",key).replace("DATA",data)}</script>')
+    now = scenes[np.ravel_multi_index(list(at.values()), [len(v) for _, _, v in grid.values()])]
+    top = ''.join(_control(k, m, l, at[k]) for k, (m, l, _) in grid.items())
+    return Twin(
+        f'<div class="rx" data-twin="{key}">{_CSS}<div'
+        f' class="rx-controls">{top}</div>{now.body()}</div><script>{_JS.replace("KEY", key).replace("DATA", data)}</script>'
+    )
 
 # %% ../nbs/07_explorer.ipynb #d58f5163
 def live_widget(
-    show, # `show(**state)` returns a `Scene`
-    controls:dict, # As for `static_twin`
-    start:dict=None, # Values at first, by name; None: the first of each
-)->object: # An ipywidgets box; its `controls` by name, and `scene`, the HTML below them
+    show,  # `show(**state)` returns a `Scene`
+    controls: dict,  # As for `static_twin`
+    start: dict = None,  # Values at first, by name; None: the first of each
+) -> object:  # An ipywidgets box; its `controls` by name, and `scene`, the HTML below them
     "The same controls in a live notebook: each state is computed when it is asked for"
-    try: import ipywidgets as w
-    except ImportError as e: raise ImportError('a live explorer needs ipywidgets: pip install ipywidgets (the static twin, .twin(), works without)') from e
-    grid,scene = _grid(controls),w.HTML(); at = _begin(grid, start)
-    made = {k:(w.Dropdown if menu else w.SelectionSlider)(options=list(zip(labels,vals)), index=at[k], description=k, **({} if menu else dict(continuous_update=False))) for k,(menu,labels,vals) in grid.items()}
+    try:
+        import ipywidgets as w
+    except ImportError as e:
+        raise ImportError(
+            'a live explorer needs ipywidgets: pip install ipywidgets (the static twin, .twin(), works without)'
+        ) from e
+    grid, scene = _grid(controls), w.HTML()
+    at = _begin(grid, start)
+    made = {
+        k: (w.Dropdown if menu else w.SelectionSlider)(
+            options=list(zip(labels, vals)),
+            index=at[k],
+            description=k,
+            **({} if menu else dict(continuous_update=False)),
+        )
+        for k, (menu, labels, vals) in grid.items()
+    }
+
     def draw(*_):
-        try: scene.value = _scene(show(**{k:c.value for k,c in made.items()}))._repr_html_()
-        except Exception as e: scene.value = f'<div class="rx">{html.escape(f"{type(e).__name__}: {e}")}</div>'; raise
-    for c in made.values(): c.observe(draw, 'value')
+        try:
+            scene.value = _scene(show(**{k: c.value for k, c in made.items()}))._repr_html_()
+        except Exception as e:
+            scene.value = f'<div class="rx">{html.escape(f"{type(e).__name__}: {e}")}</div>'
+            raise
+
+    for c in made.values():
+        c.observe(draw, 'value')
     draw()
-    box = w.VBox([w.Box(list(made.values()), layout=dict(flex_flow='row wrap')),scene])
-    box.controls,box.scene = made,scene
+    box = w.VBox([w.Box(list(made.values()), layout=dict(flex_flow='row wrap')), scene])
+    box.controls, box.scene = made, scene
     return box
 
 # %% ../nbs/07_explorer.ipynb #24e59d5f
 def _uncounted(o):
     "Without `Counted`, whose counts are no part of a model"
-    if isinstance(o, dict): return {k:_uncounted(v) for k,v in o.items()}
-    if isinstance(o, (list,tuple)): return [_uncounted(v) for v in o]
+    if isinstance(o, dict):
+        return {k: _uncounted(v) for k, v in o.items()}
+    if isinstance(o, (list, tuple)):
+        return [_uncounted(v) for v in o]
     return _uncounted(o.model) if isinstance(o, Counted) else o
+
 
 class Memory:
     "Functions that remember their results, until what these come from has changed"
-    def __init__(self,
-        *sources, # What the results come from besides the arguments: models, attacks, ..., see `identity`
-    ): self.sources,self.was,self.forget = sources,None,[]
-    def __call__(self,
-        f, # A function; arguments that can be keys of a dictionary
-        n:int=512, # Results that are kept
-    )->object: # The function, with a memory
+
+    def __init__(
+        self,
+        *sources,  # What the results come from besides the arguments: models, attacks, ..., see `identity`
+    ):
+        self.sources, self.was, self.forget = sources, None, []
+
+    def __call__(
+        self,
+        f,  # A function; arguments that can be keys of a dictionary
+        n: int = 512,  # Results that are kept
+    ) -> object:  # The function, with a memory
         "Let `f` remember"
         f = lru_cache(n)(f)
         self.forget.append(f.cache_clear)
         return f
+
     def check(self):
         "Forget everything, if one of the sources is not what it was at the last call, or cannot be read"
         now = identity(*map(_uncounted, self.sources)) if self.sources else 'nothing'
-        if not now or now!=self.was:
-            for f in self.forget: f()
+        if not now or now != self.was:
+            for f in self.forget:
+                f()
         self.was = now
 
 # %% ../nbs/07_explorer.ipynb #0818f185
 class Explorer:
-    "A function `show(**state)` with the values each part of a state may take: `widget()` live, `twin()` on a page; in a notebook it shows the widget"
-    def __init__(self,
-        show, # `show(**state)` returns a `Scene`
-        controls:dict, # As for `static_twin`
-        start:dict=None, # Values at first, by name; None: the first of each
-        memory=None, # A `Memory` that `show` computes with
+    """A function `show(**state)` with the values each part of a state may take: `widget()` live, `twin()` on a page; in
+    a notebook it shows the widget"""
+
+    def __init__(
+        self,
+        show,  # `show(**state)` returns a `Scene`
+        controls: dict,  # As for `static_twin`
+        start: dict = None,  # Values at first, by name; None: the first of each
+        memory=None,  # A `Memory` that `show` computes with
     ):
-        self.show,self.controls,self.start,self.memory = show,controls,start,memory or Memory()
-        self.first = {k:_grid(controls)[k][2][i] for k,i in _begin(_grid(controls), start).items()}
-    def __call__(self,
-        **state # Controls by name; those that are left out stand where they start
-    )->Scene: # Of that state
+        self.show, self.controls, self.start, self.memory = show, controls, start, memory or Memory()
+        self.first = {k: _grid(controls)[k][2][i] for k, i in _begin(_grid(controls), start).items()}
+
+    def __call__(
+        self,
+        **state,  # Controls by name; those that are left out stand where they start
+    ) -> Scene:  # Of that state
         "The `Scene` of a state"
-        if bad := set(state)-set(self.controls): raise TypeError(f'there is no control {sorted(bad)}, there are {list(self.controls)}')
+        if bad := set(state) - set(self.controls):
+            raise TypeError(f'there is no control {sorted(bad)}, there are {list(self.controls)}')
         self.memory.check()
         return self.show(**{**self.first, **state})
-    def widget(self
-    )->object: # An ipywidgets box, see `live_widget`
+
+    def widget(self) -> object:  # An ipywidgets box, see `live_widget`
         "The live widget"
         return live_widget(self, self.controls, self.start)
-    def twin(self,
-        **fewer # Other values of some controls, such as a coarser `eps=[...]`
-    )->Twin: # See `static_twin`
+
+    def twin(
+        self,
+        **fewer,  # Other values of some controls, such as a coarser `eps=[...]`
+    ) -> Twin:  # See `static_twin`
         "The static twin"
-        if bad := set(fewer)-set(self.controls): raise TypeError(f'there is no control {sorted(bad)}, there are {list(self.controls)}')
+        if bad := set(fewer) - set(self.controls):
+            raise TypeError(f'there is no control {sorted(bad)}, there are {list(self.controls)}')
         self.memory.check()
         return static_twin(self.show, {**self.controls, **fewer}, self.start)
-    def __repr__(self): return f'Explorer({", ".join(f"{k}: {len(v)}" for k,v in self.controls.items())})'
+
+    def __repr__(self):
+        return f'Explorer({", ".join(f"{k}: {len(v)}" for k, v in self.controls.items())})'
+
     def _ipython_display_(self):
         from IPython.display import display
+
         display(self.widget())
 
 # %% ../nbs/07_explorer.ipynb #4fbe7091
 def _named(models):
     "Models by name"
-    res = {str(k):m for k,m in models.items()} if isinstance(models, dict) else {'model':models}
-    if isinstance(models, dict) and len(res)<len(models):
+    res = {str(k): m for k, m in models.items()} if isinstance(models, dict) else {'model': models}
+    if isinstance(models, dict) and len(res) < len(models):
         raise ValueError(f'two models have names that print alike: {list(models)}')
-    for m in res.values(): check_call(m, None, False)
-    if not res or not all(map(callable, res.values())): raise TypeError(f'give a model, or a dict of models by name, got {models if isinstance(models, dict) else type(models).__name__}')
+    for m in res.values():
+        check_call(m, None, False)
+    if not res or not all(map(callable, res.values())):
+        raise TypeError(
+            'give a model, or a dict of models by name, got'
+            f' {models if isinstance(models, dict) else type(models).__name__}'
+        )
     return res
+
 
 def _batch(x, y, vocab):
     "Images and labels that fit together, and a name for each label"
     x = check_images(x)
-    if x.ndim!=4: raise ValueError(f'an explorer takes a batch of images [B,C,H,W], got shape {list(x.shape)}: x[None] is a batch of one')
+    if x.ndim != 4:
+        raise ValueError(
+            f'an explorer takes a batch of images [B,C,H,W], got shape {list(x.shape)}: x[None] is a batch of one'
+        )
     y = check_labels(y, x)
-    if y.ndim>1: raise TypeError(f'an explorer takes class numbers [B], got shape {list(y.shape)}: y.argmax(1) makes them')
-    if vocab is not None and y.max()>=len(vocab): raise ValueError(f'there is a label {y.max()}, and vocab names {len(vocab)} classes')
-    return x,y
+    if y.ndim > 1:
+        raise TypeError(f'an explorer takes class numbers [B], got shape {list(y.shape)}: y.argmax(1) makes them')
+    if vocab is not None and y.max() >= len(vocab):
+        raise ValueError(f'there is a label {y.max()}, and vocab names {len(vocab)} classes')
+    return x, y
+
 
 def _values(v):
     "A list, from a list, a range, an array, a tensor, or one value"
-    return [o.tolist() if hasattr(o,'tolist') else o for o in listify(v.tolist() if hasattr(v,'tolist') else v)]
-def _middle(**controls): return {k:v[len(v)//2] for k,v in controls.items() if v}
+    return [o.tolist() if hasattr(o, 'tolist') else o for o in listify(v.tolist() if hasattr(v, 'tolist') else v)]
+
+
+def _middle(**controls):
+    return {k: v[len(v) // 2] for k, v in controls.items() if v}
 
 # %% ../nbs/07_explorer.ipynb #60f420d8
 def _probs(model, x):
-    with attack_mode(model), torch.no_grad(): return check_logits(model(x.clone()), x, torch.zeros(len(x), device=x.device)).softmax(1).cpu()
+    with attack_mode(model), torch.no_grad():
+        return check_logits(model(x.clone()), x, torch.zeros(len(x), device=x.device)).softmax(1).cpu()
 
-def _name(i, vocab): return str(i if vocab is None else vocab[i])
+
+def _name(i, vocab):
+    return str(i if vocab is None else vocab[i])
+
 
 def chances(
-    p:Tensor, # Probabilities [C]
-    label:int, # The true class
-    vocab=None, # Names of the classes; None: their numbers
-    most:int=10, # Of more classes than that, the likeliest are shown
-)->dict: # Shares by name, for bars
+    p: Tensor,  # Probabilities [C]
+    label: int,  # The true class
+    vocab=None,  # Names of the classes; None: their numbers
+    most: int = 10,  # Of more classes than that, the likeliest are shown
+) -> dict:  # Shares by name, for bars
     "Probabilities by class"
-    if vocab is not None and len(vocab)<len(p): raise ValueError(f'vocab names {len(vocab)} classes, the model has {len(p)}')
-    top = range(len(p)) if len(p)<=most else p.topk(most).indices.tolist()
-    return {_name(i, vocab)+' (label)'*(i==label):p[i].item() for i in top}
+    if vocab is not None and len(vocab) < len(p):
+        raise ValueError(f'vocab names {len(vocab)} classes, the model has {len(p)}')
+    top = range(len(p)) if len(p) <= most else p.topk(most).indices.tolist()
+    return {_name(i, vocab) + ' (label)' * (i == label): p[i].item() for i in top}
 
-def _verdict(p, label, vocab): return f'{_name(int(p.argmax()), vocab)}, {"right" if p.argmax()==label else "wrong"}'
+
+def _verdict(p, label, vocab):
+    return f'{_name(int(p.argmax()), vocab)}, {"right" if p.argmax() == label else "wrong"}'
+
+
 def _share(ps, y, clean=None):
     "Share of images that are right; under attack: right before (`clean`) and after"
-    ok = ps.argmax(1)==y.cpu()
-    if clean is not None: ok &= clean.argmax(1)==y.cpu()
-    return f'{100*ok.float().mean():.1f}% of {len(y)} images'
+    ok = ps.argmax(1) == y.cpu()
+    if clean is not None:
+        ok &= clean.argmax(1) == y.cpu()
+    return f'{100 * ok.float().mean():.1f}% of {len(y)} images'
 
 # %% ../nbs/07_explorer.ipynb #c2b95960
-_CLASS = (VisionTransformer,Xcit,Cait)
+_CLASS = (VisionTransformer, Xcit, Cait)
+
+
 def class_attention(
-    model:nn.Module, # A timm ViT, XCiT or CaiT, maybe inside wrappers
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-)->Tensor: # [B,rows,columns], at most 1 in all
-    "How much attention the class token pays to each patch in the last block, mean over heads; without a class token: all tokens together"
+    model: nn.Module,  # A timm ViT, XCiT or CaiT, maybe inside wrappers
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+) -> Tensor:  # [B,rows,columns], at most 1 in all
+    """How much attention the class token pays to each patch in the last block, mean over heads; without a class token:
+    all tokens together"""
     m = unwrap(model)
-    if not isinstance(m, _CLASS): raise TypeError(f'{type(m).__name__} has no class token whose attention could be shown')
-    with attack_mode(model), torch.no_grad(): a = attn_maps(model, check_images(x, model))[-1].mean(1)
-    grid,p = patch_grid(model, x),prefix_tokens(m) if isinstance(m, VisionTransformer) else 1
-    return (a[:,0] if p else a.mean(1))[:,p:p+math.prod(grid)].unflatten(1, grid).cpu()
+    if not isinstance(m, _CLASS):
+        raise TypeError(f'{type(m).__name__} has no class token whose attention could be shown')
+    with attack_mode(model), torch.no_grad():
+        a = attn_maps(model, check_images(x, model))[-1].mean(1)
+    grid, p = patch_grid(model, x), prefix_tokens(m) if isinstance(m, VisionTransformer) else 1
+    return (a[:, 0] if p else a.mean(1))[:, p : p + math.prod(grid)].unflatten(1, grid).cpu()
 
 # %% ../nbs/07_explorer.ipynb #4306be1d
 def _attacked(model, x, xa, y):
     "For each image what there is to see of one model under attack"
-    ps,att = _probs(model, xa),class_attention(model, xa) if isinstance(unwrap(model), _CLASS) else None
-    d = (xa-x).as_subclass(Tensor)
+    ps, att = _probs(model, xa), class_attention(model, xa) if isinstance(unwrap(model), _CLASS) else None
+    d = (xa - x).as_subclass(Tensor)
+
     def one(i, vocab):
-        pics = {'attacked':xa[i], 'change, magnified':(15*(.5+d[i]/(2*d[i].abs().max().clamp(min=1e-12)))).round()/15, **({} if att is None else {'attention':heat(att[i])})}
-        return {**pics, 'says':_verdict(ps[i], int(y[i]), vocab), 'largest change':f'{255*d[i].abs().max():.1f}/255', 'probabilities':chances(ps[i], int(y[i]), vocab)}
+        pics = {
+            'attacked': xa[i],
+            'change, magnified': (15 * (0.5 + d[i] / (2 * d[i].abs().max().clamp(min=1e-12)))).round() / 15,
+            **({} if att is None else {'attention': heat(att[i])}),
+        }
+        return {
+            **pics,
+            'says': _verdict(ps[i], int(y[i]), vocab),
+            'largest change': f'{255 * d[i].abs().max():.1f}/255',
+            'probabilities': chances(ps[i], int(y[i]), vocab),
+        }
+
     return one
 
+
 def attack_view(
-    models, # A model, or a dict of models by name
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    y:Tensor, # Labels [B]
-    attack, # Any attack
-    vocab=None, # Names of the classes
-    seed:int=0, # Of the attack
-)->list: # A `Scene` for each image
+    models,  # A model, or a dict of models by name
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    y: Tensor,  # Labels [B]
+    attack,  # Any attack
+    vocab=None,  # Names of the classes
+    seed: int = 0,  # Of the attack
+) -> list:  # A `Scene` for each image
     "What an attack makes of images, and what models say to that: each model is attacked itself"
-    see = {k:_attacked(m, x, attack(m, x, y, seed=seed), y) for k,m in _named(models).items()}
-    return [Scene({'image':{'clean':x[i], 'label':_name(int(y[i]), vocab), 'attack':repr(attack)}, **{k:f(i, vocab) for k,f in see.items()}}) for i in range_of(x)]
+    see = {k: _attacked(m, x, attack(m, x, y, seed=seed), y) for k, m in _named(models).items()}
+    return [
+        Scene(
+            {
+                'image': {'clean': x[i], 'label': _name(int(y[i]), vocab), 'attack': repr(attack)},
+                **{k: f(i, vocab) for k, f in see.items()},
+            }
+        )
+        for i in range_of(x)
+    ]
 
 # %% ../nbs/07_explorer.ipynb #0550a215
-def _pictured(x, y, vocab): return {f'{i+1}: {_name(int(y[i]), vocab)}':i for i in range_of(x)}
+def _pictured(x, y, vocab):
+    return {f'{i + 1}: {_name(int(y[i]), vocab)}': i for i in range_of(x)}
+
 
 def _per_image(view, memory):
-    "`view(**settings)`, which returns a scene per image, as a function of the image too; the last settings are remembered"
+    """`view(**settings)`, which returns a scene per image, as a function of the image too; the last settings are
+    remembered"""
     once = memory(view)
     return lambda image, **kw: once(**kw)[image]
 
+
 def _settable(attack):
     own = {f.name for f in fields(attack) if f.init}
-    return own|_settable(attack.attack) if isinstance(attack, Around) else own
+    return own | _settable(attack.attack) if isinstance(attack, Around) else own
+
 
 def _with(attack, eps, **kw):
     "The attack for this radius, with those of the other settings that it has"
     attack = attack.at_eps(eps)
-    return attack.but(**{k:v for k,v in kw.items() if k in _settable(attack)})
+    return attack.but(**{k: v for k, v in kw.items() if k in _settable(attack)})
+
 
 def _labelled(attacks):
     "Attacks by a short name, or by all of it where names repeat"
     attacks = listify(attacks)
     for a in attacks:
         check_attack(a)
-        if not isinstance(a, Value) or 'eps' not in _settable(a): raise TypeError(f'{a!r} has no eps that a slider could move')
-    short,res = [type(a).__name__ for a in attacks],{}
-    for n,a in zip(short, attacks):
-        if res.setdefault(n if short.count(n)==1 else repr(a), a)==a: continue
+        if not isinstance(a, Value) or 'eps' not in _settable(a):
+            raise TypeError(f'{a!r} has no eps that a slider could move')
+    short, res = [type(a).__name__ for a in attacks], {}
+    for n, a in zip(short, attacks):
+        if res.setdefault(n if short.count(n) == 1 else repr(a), a) == a:
+            continue
         raise ValueError(f'two attacks that differ print as {a!r}: a menu cannot tell them apart')
     return res
 
+
 def explore_attack(
-    models, # A model, or a dict of models by name
-    x:Tensor, # A few images [B,C,H,W] in [0,1]
-    y:Tensor, # Labels [B]
-    attacks=(FGSM(),PGD(),APGD()), # Attacks; their eps (a step length `alpha` moves with it) and steps are replaced
-    eps=tuple(o/255 for o in (0,1,2,3,4,6,8,12,16)), # Radii in pixel units
-    steps=(1,2,5,10,20), # Numbers of steps
-    vocab=None, # Names of the classes
-    seed:int=0, # Of the attacks
-)->Explorer: # `widget()` and `twin()`
+    models,  # A model, or a dict of models by name
+    x: Tensor,  # A few images [B,C,H,W] in [0,1]
+    y: Tensor,  # Labels [B]
+    attacks=(FGSM(), PGD(), APGD()),  # Attacks; their eps (a step length `alpha` moves with it) and steps are replaced
+    eps=tuple(o / 255 for o in (0, 1, 2, 3, 4, 6, 8, 12, 16)),  # Radii in pixel units
+    steps=(1, 2, 5, 10, 20),  # Numbers of steps
+    vocab=None,  # Names of the classes
+    seed: int = 0,  # Of the attacks
+) -> Explorer:  # `widget()` and `twin()`
     "Image, attack, eps and steps; the picture, the change, attention and probabilities"
-    models,(x,y),eps,steps,attacks = _named(models),_batch(x, y, vocab),_values(eps),_values(steps),_labelled(attacks)
-    for a,e,k in itertools.product(attacks.values(), eps, steps): _with(a, eps=e, steps=k)     # a radius or a number of steps that no attack takes
+    models, (x, y), eps, steps, attacks = (
+        _named(models),
+        _batch(x, y, vocab),
+        _values(eps),
+        _values(steps),
+        _labelled(attacks),
+    )
+    # a radius or a number of steps that no attack takes
+    for a, e, k in itertools.product(attacks.values(), eps, steps):
+        _with(a, eps=e, steps=k)
     memory = Memory(models, attacks)
     made = memory(lambda attack: attack_view(models, x, y, attack, vocab, seed))
     show = lambda image, attack, eps, steps: made(_with(attack, eps=eps, steps=steps))[image]
@@ -436,84 +650,127 @@ def explore_attack(
 
 # %% ../nbs/07_explorer.ipynb #2470454f
 def corruption_view(
-    models, # A model, or a dict of models by name
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    y:Tensor, # Labels [B]
-    kind:str, # A corruption, see `corrupt`
-    severity:int, # 1 to 5; 0: none
-    shown:int=4, # Images from the start that get a scene; all count in the accuracy
-    vocab=None, # Names of the classes
-    seed:int=0, # Of random corruptions
-)->list: # A `Scene` for each shown image
+    models,  # A model, or a dict of models by name
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    y: Tensor,  # Labels [B]
+    kind: str,  # A corruption, see `corrupt`
+    severity: int,  # 1 to 5; 0: none
+    shown: int = 4,  # Images from the start that get a scene; all count in the accuracy
+    vocab=None,  # Names of the classes
+    seed: int = 0,  # Of random corruptions
+) -> list:  # A `Scene` for each shown image
     "One corruption at one severity: the picture, what models say, how many images they get right"
     xc = corrupt(x, kind, severity, seed) if severity else x
-    ps = {k:_probs(m, xc) for k,m in _named(models).items()}
-    def model(p, i): return {'says':_verdict(p[i], int(y[i]), vocab), 'accuracy':_share(p, y), 'probabilities':chances(p[i], int(y[i]), vocab)}
-    def image(i): return {'clean':x[i], 'corrupted':xc[i], 'label':_name(int(y[i]), vocab), 'root mean square change':f'{255*(xc[i]-x[i]).square().mean().sqrt():.1f}/255'}
-    return [Scene({'image':image(i), **{k:model(p, i) for k,p in ps.items()}}) for i in range(min(shown, len(x)))]
+    ps = {k: _probs(m, xc) for k, m in _named(models).items()}
+
+    def model(p, i):
+        return {
+            'says': _verdict(p[i], int(y[i]), vocab),
+            'accuracy': _share(p, y),
+            'probabilities': chances(p[i], int(y[i]), vocab),
+        }
+
+    def image(i):
+        return {
+            'clean': x[i],
+            'corrupted': xc[i],
+            'label': _name(int(y[i]), vocab),
+            'root mean square change': f'{255 * (xc[i] - x[i]).square().mean().sqrt():.1f}/255',
+        }
+
+    return [Scene({'image': image(i), **{k: model(p, i) for k, p in ps.items()}}) for i in range(min(shown, len(x)))]
+
 
 def explore_corruption(
-    models, # A model, or a dict of models by name
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    y:Tensor, # Labels [B]
-    kinds=CORRUPTIONS, # Which corruptions
-    severities=range(6), # Which severities; 0: none
-    shown:int=4, # Images from the start that can be looked at; all count in the accuracy
-    vocab=None, # Names of the classes
-    seed:int=0, # Of random corruptions
-)->Explorer: # `widget()` and `twin()`
+    models,  # A model, or a dict of models by name
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    y: Tensor,  # Labels [B]
+    kinds=CORRUPTIONS,  # Which corruptions
+    severities=range(6),  # Which severities; 0: none
+    shown: int = 4,  # Images from the start that can be looked at; all count in the accuracy
+    vocab=None,  # Names of the classes
+    seed: int = 0,  # Of random corruptions
+) -> Explorer:  # `widget()` and `twin()`
     "Image, corruption, severity; the picture, probabilities, and the accuracy on all images"
-    models,(x,y),kinds,severities = _named(models),_batch(x, y, vocab),_values(kinds),_values(severities)
-    if bad := [o for o in kinds if o not in CORRUPTIONS+EXTRA_CORRUPTIONS]: raise ValueError(f'no corruption {bad}, there are: {", ".join(CORRUPTIONS+EXTRA_CORRUPTIONS)}')
-    if bad := [o for o in severities if o not in range(6)]: raise ValueError(f'severities are whole numbers from 0 (none) to 5, got {bad}')
+    models, (x, y), kinds, severities = _named(models), _batch(x, y, vocab), _values(kinds), _values(severities)
+    if bad := [o for o in kinds if o not in CORRUPTIONS + EXTRA_CORRUPTIONS]:
+        raise ValueError(f'no corruption {bad}, there are: {", ".join(CORRUPTIONS + EXTRA_CORRUPTIONS)}')
+    if bad := [o for o in severities if o not in range(6)]:
+        raise ValueError(f'severities are whole numbers from 0 (none) to 5, got {bad}')
     memory = Memory(models)
-    def view(corruption, severity): return corruption_view(models, x, y, corruption, severity, shown, vocab, seed)
-    named = {k.replace('_',' '):k for k in kinds}
+
+    def view(corruption, severity):
+        return corruption_view(models, x, y, corruption, severity, shown, vocab, seed)
+
+    named = {k.replace('_', ' '): k for k in kinds}
     controls = dict(image=_pictured(x[:shown], y, vocab), corruption=named, severity=severities)
     return Explorer(_per_image(view, memory), controls, _middle(severity=severities), memory)
 
 # %% ../nbs/07_explorer.ipynb #fd6ec3be
 def token_view(
-    probes, # Two classifiers, see `LinearProbe`: on features without tokens, and with
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    y:Tensor, # Labels [B]
-    attack, # An attack on features, without labels: `PGD(8/255, loss=feat_cos)`
-    tokens:bool=True, # Does the model that answers have its tokens?
-    aware:bool=False, # Does the attack see them too?
-    shown:int=4, # Images from the start that get a scene; all count in the means
-    vocab=None, # Names of the classes
-    seed:int=0, # Of the attack
-    x_adv:Tensor=None, # The attacked images, if they are known already
-)->list: # A `Scene` for each shown image
+    probes,  # Two classifiers, see `LinearProbe`: on features without tokens, and with
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    y: Tensor,  # Labels [B]
+    attack,  # An attack on features, without labels: `PGD(8/255, loss=feat_cos)`
+    tokens: bool = True,  # Does the model that answers have its tokens?
+    aware: bool = False,  # Does the attack see them too?
+    shown: int = 4,  # Images from the start that get a scene; all count in the means
+    vocab=None,  # Names of the classes
+    seed: int = 0,  # Of the attack
+    x_adv: Tensor = None,  # The attacked images, if they are known already
+) -> list:  # A `Scene` for each shown image
     "Features attacked with or without knowledge of the tokens, and what a head with or without them says"
-    plain,victim = probes[0].model,probes[bool(tokens)]
+    plain, victim = probes[0].model, probes[bool(tokens)]
     xa = attack(probes[bool(aware)].model, x, None, seed=seed) if x_adv is None else x_adv
-    cos,pc,pa = feature_cosine(victim.model, x, xa, clean=plain),*[_probs(victim, o) for o in (x,xa)]
-    means = {'cosine, mean':f'{cos.mean():.3f} over {len(x)} images'}
-    means.update({'accuracy, clean':_share(pc, y), 'accuracy, attacked':_share(pa, y, pc)})
-    def one(i): return {'says':_verdict(pa[i], int(y[i]), vocab), "cosine with the plain backbone's clean features":f'{cos[i]:.3f}', **means, 'probabilities':chances(pa[i], int(y[i]), vocab)}
-    return [Scene({'image':{'clean':x[i], 'attacked':xa[i], 'label':_name(int(y[i]), vocab), 'attack':repr(attack)}, 'model':one(i)}) for i in range(min(shown, len(x)))]
+    cos, pc, pa = feature_cosine(victim.model, x, xa, clean=plain), *[_probs(victim, o) for o in (x, xa)]
+    means = {'cosine, mean': f'{cos.mean():.3f} over {len(x)} images'}
+    means.update({'accuracy, clean': _share(pc, y), 'accuracy, attacked': _share(pa, y, pc)})
+
+    def one(i):
+        return {
+            'says': _verdict(pa[i], int(y[i]), vocab),
+            "cosine with the plain backbone's clean features": f'{cos[i]:.3f}',
+            **means,
+            'probabilities': chances(pa[i], int(y[i]), vocab),
+        }
+
+    return [
+        Scene(
+            {
+                'image': {'clean': x[i], 'attacked': xa[i], 'label': _name(int(y[i]), vocab), 'attack': repr(attack)},
+                'model': one(i),
+            }
+        )
+        for i in range(min(shown, len(x)))
+    ]
 
 # %% ../nbs/07_explorer.ipynb #bba933a4
 def explore_tokens(
-    probes, # Two classifiers, see `LinearProbe`: on features without tokens, and with
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    y:Tensor, # Labels [B]
-    attack=PGD(8/255, steps=10, loss=feat_cos), # An attack on features; its eps is replaced
-    eps=tuple(o/255 for o in (0,1,2,4,8)), # Radii in pixel units
-    shown:int=4, # Images from the start that can be looked at; all count in the means
-    vocab=None, # Names of the classes
-    seed:int=0, # Of the attack
-)->Explorer: # `widget()` and `twin()`
+    probes,  # Two classifiers, see `LinearProbe`: on features without tokens, and with
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    y: Tensor,  # Labels [B]
+    attack=PGD(8 / 255, steps=10, loss=feat_cos),  # An attack on features; its eps is replaced
+    eps=tuple(o / 255 for o in (0, 1, 2, 4, 8)),  # Radii in pixel units
+    shown: int = 4,  # Images from the start that can be looked at; all count in the means
+    vocab=None,  # Names of the classes
+    seed: int = 0,  # Of the attack
+) -> Explorer:  # `widget()` and `twin()`
     "Tokens on and off, clean and attacked; the cosine of features, and the prediction"
-    if not isinstance(probes, (list,tuple)) or [isinstance(o, Probe) for o in probes]!=[True,True]: raise ValueError(f'explore_tokens needs two classifiers, such as `LinearProbe`, on features without tokens and with, got {[type(o).__name__ for o in probes] if isinstance(probes, (list,tuple)) else type(probes).__name__}')
-    check_attack(attack); (x,y),eps = _batch(x, y, vocab),_values(eps)
+    if not isinstance(probes, (list, tuple)) or [isinstance(o, Probe) for o in probes] != [True, True]:
+        raise ValueError(
+            'explore_tokens needs two classifiers, such as `LinearProbe`, on features without tokens and with, got'
+            f' {[type(o).__name__ for o in probes] if isinstance(probes, (list, tuple)) else type(probes).__name__}'
+        )
+    check_attack(attack)
+    (x, y), eps = _batch(x, y, vocab), _values(eps)
     memory = Memory(list(probes), attack)
     made = memory(lambda eps, aware: attack.at_eps(eps)(probes[aware].model, x, None, seed=seed), 64)
+
     def view(eps, tokens, attacker):
         a = attack.at_eps(eps)
         return token_view(probes, x, y, a, tokens, attacker, shown, vocab, seed, made(eps, attacker))
-    who = {'knows the backbone':False, 'knows the tokens too':True}
+
+    who = {'knows the backbone': False, 'knows the tokens too': True}
     controls = dict(image=_pictured(x[:shown], y, vocab), tokens=dict(off=False, on=True), eps=eps, attacker=who)
     return Explorer(_per_image(view, memory), controls, dict(tokens=True, **_middle(eps=eps)), memory)
 
@@ -521,45 +778,67 @@ def explore_tokens(
 @contextmanager
 def _gates_kept(model):
     was = gates_of(model)
-    try: yield
-    finally: set_gates(model, was)
+    try:
+        yield
+    finally:
+        set_gates(model, was)
+
 
 def lam_view(
-    dial:GateDial, # Its model is shown, and has its own gates afterwards
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    y:Tensor, # Labels [B]
-    attack, # Any attack, on the model with these gates
-    lam:float, # The robust share of the loss, in the range of the dial
-    lim:float=.1, # Deviation of a gate from even weights that is full red
-    shown:int=4, # Images from the start that get a scene; all count in the accuracy
-    vocab=None, # Names of the classes
-    seed:int=0, # Of the attack
-)->list: # A `Scene` for each shown image
+    dial: GateDial,  # Its model is shown, and has its own gates afterwards
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    y: Tensor,  # Labels [B]
+    attack,  # Any attack, on the model with these gates
+    lam: float,  # The robust share of the loss, in the range of the dial
+    lim: float = 0.1,  # Deviation of a gate from even weights that is full red
+    shown: int = 4,  # Images from the start that get a scene; all count in the accuracy
+    vocab=None,  # Names of the classes
+    seed: int = 0,  # Of the attack
+) -> list:  # A `Scene` for each shown image
     "The gates for one lam, and what the model says of clean and of attacked images"
     with _gates_kept(dial.model):
-        m = dial(lam); xa = attack(m, x, y, seed=seed)
-        ps,gs = [_probs(m, o) for o in (x,xa)],gate_pictures(m, x[:shown])[:,:,0]
+        m = dial(lam)
+        xa = attack(m, x, y, seed=seed)
+        ps, gs = [_probs(m, o) for o in (x, xa)], gate_pictures(m, x[:shown])[:, :, 0]
+
     def one(o, p, i):
-        says,share = _verdict(p[i], int(y[i]), vocab),_share(p, y, ps[0])
-        return {'picture':o[i], 'says':says, 'accuracy':share, 'probabilities':chances(p[i], int(y[i]), vocab)}
-    return [Scene({'weight of the accuracy adapter, block by block':{f'block {b+1}':heat(g[i], -lim, lim, 'bwr') for b,g in enumerate(gs)}, 'clean':one(x, ps[0], i), f'attacked, {attack!r}':one(xa, ps[1], i)}) for i in range(min(shown, len(x)))]
+        says, share = _verdict(p[i], int(y[i]), vocab), _share(p, y, ps[0])
+        return {'picture': o[i], 'says': says, 'accuracy': share, 'probabilities': chances(p[i], int(y[i]), vocab)}
+
+    return [
+        Scene(
+            {
+                'weight of the accuracy adapter, block by block': {
+                    f'block {b + 1}': heat(g[i], -lim, lim, 'bwr') for b, g in enumerate(gs)
+                },
+                'clean': one(x, ps[0], i),
+                f'attacked, {attack!r}': one(xa, ps[1], i),
+            }
+        )
+        for i in range(min(shown, len(x)))
+    ]
 
 # %% ../nbs/07_explorer.ipynb #35cac07d
 def explore_lam(
-    dial:GateDial, # Gates for a few lam
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    y:Tensor, # Labels [B]
-    attack, # Any attack
-    lams=None, # Values; None: nine, over the range of the dial
-    shown:int=4, # Images from the start that can be looked at; all count in the accuracy
-    vocab=None, # Names of the classes
-    seed:int=0, # Of the attack
-)->Explorer: # `widget()` and `twin()`
+    dial: GateDial,  # Gates for a few lam
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    y: Tensor,  # Labels [B]
+    attack,  # Any attack
+    lams=None,  # Values; None: nine, over the range of the dial
+    shown: int = 4,  # Images from the start that can be looked at; all count in the accuracy
+    vocab=None,  # Names of the classes
+    seed: int = 0,  # Of the attack
+) -> Explorer:  # `widget()` and `twin()`
     "lam; predictions and accuracy on clean and attacked images, and the gates"
-    if not isinstance(dial, GateDial): raise TypeError(f'explore_lam needs a GateDial, GateDial(model, {{lam: gates_of(model), ...}}), got {type(dial).__name__}')
-    check_attack(attack); (x,y),ends = _batch(x, y, vocab),list(dial.gates)
-    lams = [round(float(o),4) for o in (np.linspace(ends[0], ends[-1], 9) if lams is None else _values(lams))]
-    with _gates_kept(dial.model): lim = max(gate_pictures(dial(o), x[:shown])[:,:,0].abs().max().item() for o in ends)
+    if not isinstance(dial, GateDial):
+        raise TypeError(
+            f'explore_lam needs a GateDial, GateDial(model, {{lam: gates_of(model), ...}}), got {type(dial).__name__}'
+        )
+    check_attack(attack)
+    (x, y), ends = _batch(x, y, vocab), list(dial.gates)
+    lams = [round(float(o), 4) for o in (np.linspace(ends[0], ends[-1], 9) if lams is None else _values(lams))]
+    with _gates_kept(dial.model):
+        lim = max(gate_pictures(dial(o), x[:shown])[:, :, 0].abs().max().item() for o in ends)
     memory = Memory(dial, attack)
     show = _per_image(lambda lam: lam_view(dial, x, y, attack, lam, max(lim, 1e-6), shown, vocab, seed), memory)
     return Explorer(show, dict(image=_pictured(x[:shown], y, vocab), lam=lams), memory=memory)
@@ -567,46 +846,86 @@ def explore_lam(
 # %% ../nbs/07_explorer.ipynb #343364c2
 def _moved(model, x, x2):
     "Alignment loss between images and what was made of them"
-    with attack_mode(model), torch.no_grad(): f = block_outputs(model, torch.cat([x,x2]))[:len(patch_blocks(model))]
+    with attack_mode(model), torch.no_grad():
+        f = block_outputs(model, torch.cat([x, x2]))[: len(patch_blocks(model))]
     return align_loss(*zip(*[o.chunk(2) for o in f])).item()
 
+
 def mask_view(
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    y:Tensor, # Labels [B]
-    corruption:PatchOcclusion, # Chooses the patches
-    share:float, # Share of the patches that is covered
-    shown:int=4, # Images from the start that get a scene; all count in the means
-    fill:str='noise', # See `patch_cover`
-    vocab=None, # Names of the classes
-    seed:int=0, # Of random patches and noise
-)->list: # A `Scene` for each shown image
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    y: Tensor,  # Labels [B]
+    corruption: PatchOcclusion,  # Chooses the patches
+    share: float,  # Share of the patches that is covered
+    shown: int = 4,  # Images from the start that get a scene; all count in the means
+    fill: str = 'noise',  # See `patch_cover`
+    vocab=None,  # Names of the classes
+    seed: int = 0,  # Of random patches and noise
+) -> list:  # A `Scene` for each shown image
     "Patches that a corruption model chooses, beside random ones"
-    xs = {'learned patches':Occlusion(share=share, by=corruption, fill=fill)(model, x, y, seed=seed), 'random patches':Occlusion(share=share, fill=fill)(model, x, y, seed=seed)}
-    ps,pc,k = {o:_probs(model, v) for o,v in xs.items()},_probs(model, x),n_occluded(share, math.prod(corruption.grid))
-    means = {o:{'alignment loss':f'{_moved(model, x, v):.4f}', 'accuracy':_share(ps[o], y, pc)} for o,v in xs.items()}
-    def one(o, i): return {'picture':xs[o][i], 'says':_verdict(ps[o][i], int(y[i]), vocab), 'probability of the label':f'{ps[o][i,int(y[i])]:.2f}', **means[o]}
-    return [Scene({'image':{'clean':x[i], 'label':_name(int(y[i]), vocab), 'patches covered':f'{k} of {math.prod(corruption.grid)}'}, **{o:one(o, i) for o in xs}}) for i in range(min(shown, len(x)))]
+    xs = {
+        'learned patches': Occlusion(share=share, by=corruption, fill=fill)(model, x, y, seed=seed),
+        'random patches': Occlusion(share=share, fill=fill)(model, x, y, seed=seed),
+    }
+    ps, pc, k = (
+        {o: _probs(model, v) for o, v in xs.items()},
+        _probs(model, x),
+        n_occluded(share, math.prod(corruption.grid)),
+    )
+    means = {
+        o: {'alignment loss': f'{_moved(model, x, v):.4f}', 'accuracy': _share(ps[o], y, pc)} for o, v in xs.items()
+    }
+
+    def one(o, i):
+        return {
+            'picture': xs[o][i],
+            'says': _verdict(ps[o][i], int(y[i]), vocab),
+            'probability of the label': f'{ps[o][i, int(y[i])]:.2f}',
+            **means[o],
+        }
+
+    return [
+        Scene(
+            {
+                'image': {
+                    'clean': x[i],
+                    'label': _name(int(y[i]), vocab),
+                    'patches covered': f'{k} of {math.prod(corruption.grid)}',
+                },
+                **{o: one(o, i) for o in xs},
+            }
+        )
+        for i in range(min(shown, len(x)))
+    ]
 
 # %% ../nbs/07_explorer.ipynb #d4728d81
 def explore_masks(
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    y:Tensor, # Labels [B]
-    corruptions:dict, # Corruption models by the number of steps they have trained
-    shares=(0,.1,.2,.4), # Shares of the patches to cover
-    shown:int=4, # Images from the start that can be looked at; all count in the means
-    fill:str='noise', # See `patch_cover`
-    vocab=None, # Names of the classes
-    seed:int=0, # Of random patches and noise
-)->Explorer: # `widget()` and `twin()`
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    y: Tensor,  # Labels [B]
+    corruptions: dict,  # Corruption models by the number of steps they have trained
+    shares=(0, 0.1, 0.2, 0.4),  # Shares of the patches to cover
+    shown: int = 4,  # Images from the start that can be looked at; all count in the means
+    fill: str = 'noise',  # See `patch_cover`
+    vocab=None,  # Names of the classes
+    seed: int = 0,  # Of random patches and noise
+) -> Explorer:  # `widget()` and `twin()`
     "Steps of the corruption model and share of patches; the masks, and how far features and accuracy move"
-    if not isinstance(corruptions, dict) or not corruptions: raise TypeError(f'explore_masks needs corruption models by the number of steps they have trained, {{0: occlusion_for(model, x), ...}}, got {corruptions!r}')
-    if len({id(c) for c in corruptions.values()})<len(corruptions):
-        raise ValueError('one corruption model stands for several numbers of steps, and is now what the last left: '
-            'keep copies, deepcopy(c)')
-    (x,y),shares,memory = _batch(x, y, vocab),_values(shares),Memory(model, corruptions)
-    def view(steps, share): return mask_view(model, x, y, corruptions[steps], share, shown, fill, vocab, seed)
+    if not isinstance(corruptions, dict) or not corruptions:
+        raise TypeError(
+            'explore_masks needs corruption models by the number of steps they have trained, {0: occlusion_for(model,'
+            f' x), ...}}, got {corruptions!r}'
+        )
+    if len({id(c) for c in corruptions.values()}) < len(corruptions):
+        raise ValueError(
+            'one corruption model stands for several numbers of steps, and is now what the last left: '
+            'keep copies, deepcopy(c)'
+        )
+    (x, y), shares, memory = _batch(x, y, vocab), _values(shares), Memory(model, corruptions)
+
+    def view(steps, share):
+        return mask_view(model, x, y, corruptions[steps], share, shown, fill, vocab, seed)
+
     controls = dict(image=_pictured(x[:shown], y, vocab), steps=list(corruptions), share=shares)
     start = dict(steps=list(corruptions)[-1], **_middle(share=shares))
     return Explorer(_per_image(view, memory), controls, start, memory)
@@ -616,37 +935,57 @@ def _log_hist(g, bins=30):
     "Counts of gaps on a logarithmic axis from 0.001 to 1000"
     return torch.histc(g.flatten().clamp(1e-3, 1e3).log10().cpu(), bins, -3, 3)
 
+
 def scale_view(
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    y:Tensor, # Labels [B]
-    attack, # Any attack
-    scale:float, # What goes into every softmax is multiplied by it
-    x_plain:Tensor=None, # What the attack makes of the images with the model as it is; None: compute it
-    seed:int=0, # Of the attack
-)->Scene: # Histograms, medians and accuracies
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    y: Tensor,  # Labels [B]
+    attack,  # Any attack
+    scale: float,  # What goes into every softmax is multiplied by it
+    x_plain: Tensor = None,  # What the attack makes of the images with the model as it is; None: compute it
+    seed: int = 0,  # Of the attack
+) -> Scene:  # Histograms, medians and accuracies
     "One scale for all blocks: the gaps before the softmax, and who is right about what, see `two_models`"
     v = two_models(model, x, y, Scaled(attack, scale), seed, x_plain)
-    gaps = attn_gaps(ScaledModel(model, scale), x); last = len(gaps)-1
-    blocks = sorted({0, last//2, last})
-    says = dict(clean='clean', clean_scaled='clean, scaled model', plain='attacked', on_scaled='scaled model, attacked itself', transferred='attacked through the scaled model', worst='the stronger attack of the two')
-    hists = {f'gaps in block {b+1}, 0.001 to 1000, log scale':_log_hist(gaps[b]) for b in blocks}
-    notes = {f'block {b+1}, median gap; over 17':f'{gaps[b].median():.3g}; {100*(gaps[b]>17).float().mean():.1f}%' for b in blocks}
-    return Scene({'numbers before the softmax':{**hists, **notes}, f'accuracy on {len(x)} images, {attack!r}':{'share of images that are right':{t:v[k].float().mean().item() for k,t in says.items()}}})
+    gaps = attn_gaps(ScaledModel(model, scale), x)
+    last = len(gaps) - 1
+    blocks = sorted({0, last // 2, last})
+    says = dict(
+        clean='clean',
+        clean_scaled='clean, scaled model',
+        plain='attacked',
+        on_scaled='scaled model, attacked itself',
+        transferred='attacked through the scaled model',
+        worst='the stronger attack of the two',
+    )
+    hists = {f'gaps in block {b + 1}, 0.001 to 1000, log scale': _log_hist(gaps[b]) for b in blocks}
+    notes = {
+        f'block {b + 1}, median gap; over 17': f'{gaps[b].median():.3g}; {100 * (gaps[b] > 17).float().mean():.1f}%'
+        for b in blocks
+    }
+    return Scene(
+        {
+            'numbers before the softmax': {**hists, **notes},
+            f'accuracy on {len(x)} images, {attack!r}': {
+                'share of images that are right': {t: v[k].float().mean().item() for k, t in says.items()}
+            },
+        }
+    )
 
 # %% ../nbs/07_explorer.ipynb #4a8a2c53
 def explore_scales(
-    models, # A model, or a dict of models by name
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    y:Tensor, # Labels [B]
-    attack, # Any attack
-    scales=(.001,.01,.03,.1,.3,.5,.8,1.,1.2,2.,5.,10.), # Factors
-    seed:int=0, # Of the attack
-)->Explorer: # `widget()` and `twin()`
+    models,  # A model, or a dict of models by name
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    y: Tensor,  # Labels [B]
+    attack,  # Any attack
+    scales=(0.001, 0.01, 0.03, 0.1, 0.3, 0.5, 0.8, 1.0, 1.2, 2.0, 5.0, 10.0),  # Factors
+    seed: int = 0,  # Of the attack
+) -> Explorer:  # `widget()` and `twin()`
     "One scale for all blocks; gaps before the softmax, and accuracies of the model and of the scaled model"
-    check_attack(attack); models,(x,y),scales = _named(models),_batch(x, y, None),_values(scales)
+    check_attack(attack)
+    models, (x, y), scales = _named(models), _batch(x, y, None), _values(scales)
     memory = Memory(models, attack)
     plain = memory(lambda k: attack(models[k], x, y, seed=seed), None)
     show = memory(lambda model, scale: scale_view(models[model], x, y, attack, scale, plain(model), seed))
-    start = dict(model=list(models)[-1], scale=1. if 1 in scales else first(scales))
+    start = dict(model=list(models)[-1], scale=1.0 if 1 in scales else first(scales))
     return Explorer(show, dict(model=list(models), scale=scales), start, memory)

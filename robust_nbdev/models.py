@@ -18,98 +18,148 @@ from .vit import *
 from .datasets import *
 
 # %% ../nbs/00c_models.ipynb #5a3fd2f3
-_DATA = dict(cifar10=dict(img_size=32, in_chans=3, mean=(.4914,.4822,.4465), std=(.247,.2435,.2616)),
-             fashion_mnist=dict(img_size=28, in_chans=1, mean=(.286,), std=(.353,)))
+_DATA = dict(
+    cifar10=dict(img_size=32, in_chans=3, mean=(0.4914, 0.4822, 0.4465), std=(0.247, 0.2435, 0.2616)),
+    fashion_mnist=dict(img_size=28, in_chans=1, mean=(0.286,), std=(0.353,)),
+)
 _NETS = {
-    ('vit','cifar10'): dict(patch_size=4, embed_dim=96, depth=8, num_heads=4),
-    ('vit_reg4','cifar10'): dict(patch_size=4, embed_dim=96, depth=8, num_heads=4, reg_tokens=4, no_embed_class=True),
-    ('xcit','cifar10'): dict(patch=4, embed_dim=96, depth=6, num_heads=4, cls_attn_layers=2),
-    ('vit','fashion_mnist'): dict(patch_size=7, embed_dim=64, depth=6, num_heads=4),
-    ('xcit','fashion_mnist'): dict(patch=4, embed_dim=64, depth=4, num_heads=4, cls_attn_layers=1)}
+    ('vit', 'cifar10'): dict(patch_size=4, embed_dim=96, depth=8, num_heads=4),
+    ('vit_reg4', 'cifar10'): dict(patch_size=4, embed_dim=96, depth=8, num_heads=4, reg_tokens=4, no_embed_class=True),
+    ('xcit', 'cifar10'): dict(patch=4, embed_dim=96, depth=6, num_heads=4, cls_attn_layers=2),
+    ('vit', 'fashion_mnist'): dict(patch_size=7, embed_dim=64, depth=6, num_heads=4),
+    ('xcit', 'fashion_mnist'): dict(patch=4, embed_dim=64, depth=4, num_heads=4, cls_attn_layers=1),
+}
+
 
 def _net(name, data):
     "The architecture with random weights"
-    if (name,data) not in _NETS: raise ValueError(f'no small model {name!r} for {data!r}, there are: {", ".join(f"{n} for {d}" for n,d in _NETS)}')
-    d,kw = _DATA[data],dict(_NETS[name,data])
-    base,patch = dict(in_chans=d['in_chans'], num_classes=10),kw.pop('patch', None)
-    if patch is None: return VisionTransformer(img_size=d['img_size'], init_values=.1, **base, **kw)
-    m = Xcit(img_size=32, patch_size=8, eta=.1, **base, **kw)
-    m.patch_embed.img_size = (d['img_size'],)*2
+    if (name, data) not in _NETS:
+        raise ValueError(
+            f'no small model {name!r} for {data!r}, there are: {", ".join(f"{n} for {d}" for n, d in _NETS)}'
+        )
+    d, kw = _DATA[data], dict(_NETS[name, data])
+    base, patch = dict(in_chans=d['in_chans'], num_classes=10), kw.pop('patch', None)
+    if patch is None:
+        return VisionTransformer(img_size=d['img_size'], init_values=0.1, **base, **kw)
+    m = Xcit(img_size=32, patch_size=8, eta=0.1, **base, **kw)
+    m.patch_embed.img_size = (d['img_size'],) * 2
     return xcit_stem(m, patch)
 
 # %% ../nbs/00c_models.ipynb #cba7a593
-def _folder(): return files('robust_nbdev')/'data'
+def _folder():
+    return files('robust_nbdev') / 'data'
+
 
 @lru_cache
 def _cards():
     "The card of each file"
-    try: return json.loads((_folder()/'models.json').read_text(encoding='utf-8'))
-    except OSError as e: raise FileNotFoundError(f'models.json, the cards of the small models, is not in the package ({_folder()}): install robust-nbdev again') from e
-    except ValueError as e: raise ValueError(f'models.json, the cards of the small models, is damaged: {e}; install robust-nbdev again') from e
+    try:
+        return json.loads((_folder() / 'models.json').read_text(encoding='utf-8'))
+    except OSError as e:
+        raise FileNotFoundError(
+            f'models.json, the cards of the small models, is not in the package ({_folder()}): install robust-nbdev'
+            ' again'
+        ) from e
+    except ValueError as e:
+        raise ValueError(
+            f'models.json, the cards of the small models, is damaged: {e}; install robust-nbdev again'
+        ) from e
 
-def _key(name, robust, data): return f'{data}_{name}'+'_robust'*robust
+
+def _key(name, robust, data):
+    return f'{data}_{name}' + '_robust' * robust
+
 
 def half_weights(
-    model:nn.Module, # Any module
-)->dict: # Tensors on the CPU by name, contiguous; parameters as float16, buffers as they are
+    model: nn.Module,  # Any module
+) -> dict:  # Tensors on the CPU by name, contiguous; parameters as float16, buffers as they are
     "The state of a model at the precision in which small checkpoints are stored"
-    ps = {n for n,_ in model.named_parameters()}
-    return {k:(v.detach().half() if k in ps else v.detach()).cpu().contiguous() for k,v in model.state_dict().items()}
+    ps = {n for n, _ in model.named_parameters()}
+    return {k: (v.detach().half() if k in ps else v.detach()).cpu().contiguous() for k, v in model.state_dict().items()}
 
 # %% ../nbs/00c_models.ipynb #8f8b8762
 _used = {}
 
-def weights_used(
-)->dict: # Key of a checkpoint, such as `cifar10_vit`, -> sha256 of its file
+
+def weights_used() -> dict:  # Key of a checkpoint, such as `cifar10_vit`, -> sha256 of its file
     "The checkpoints that this process has loaded: what saved outputs depend on"
     return dict(sorted(_used.items()))
 
+
 def _read(key, card):
     "The weights of one file, checked, as float32"
-    try: b = (_folder()/f'{key}.safetensors').read_bytes()
-    except OSError as e: raise FileNotFoundError(f'{key}.safetensors is not in the package ({_folder()}): install robust-nbdev again, or make it with tools/train_checkpoints.py') from e
+    try:
+        b = (_folder() / f'{key}.safetensors').read_bytes()
+    except OSError as e:
+        raise FileNotFoundError(
+            f'{key}.safetensors is not in the package ({_folder()}): install robust-nbdev again, or make it with'
+            ' tools/train_checkpoints.py'
+        ) from e
     got = hashlib.sha256(b).hexdigest()
-    if got!=card['sha256']: raise ValueError(f'{key}.safetensors is damaged or not the file that its card describes: sha256 {got[:12]}... instead of {card["sha256"][:12]}...; install robust-nbdev again')
+    if got != card['sha256']:
+        raise ValueError(
+            f'{key}.safetensors is damaged or not the file that its card describes: sha256 {got[:12]}... instead of'
+            f' {card["sha256"][:12]}...; install robust-nbdev again'
+        )
     _used[key] = got
-    return {k:v.float() if v.is_floating_point() else v for k,v in load(b).items()}
+    return {k: v.float() if v.is_floating_point() else v for k, v in load(b).items()}
+
 
 def _data_name(data):
     "The name of the dataset that DataLoaders or a string stand for"
-    name = data if isinstance(data, str) else getattr(data,'about','').split(':')[0].split(' (')[0]
-    if name not in _DATA: raise ValueError(f'data must be one of {list(_DATA)}, or DataLoaders of one of them from this library, got {name or type(data).__name__!r}')
+    name = data if isinstance(data, str) else getattr(data, 'about', '').split(':')[0].split(' (')[0]
+    if name not in _DATA:
+        raise ValueError(
+            f'data must be one of {list(_DATA)}, or DataLoaders of one of them from this library, got'
+            f' {name or type(data).__name__!r}'
+        )
     return name
 
 # %% ../nbs/00c_models.ipynb #bdbdc922
 def small_model(
-    name:str='vit', # `'vit'`, `'vit_reg4'` or `'xcit'`
-    robust:bool=False, # The one trained against PGD?
-    data='cifar10', # `'cifar10'`, `'fashion_mnist'`, or DataLoaders of one of them
-    weights:bool=True, # False: the architecture with random weights, for training
-)->Normalized: # Takes images in [0,1], [B,3,32,32] or [B,1,28,28]; in evaluation mode; `.card` says where it comes from
-    "A small pretrained transformer; raises ValueError for a name that does not exist or a damaged file, FileNotFoundError for a missing one"
+    name: str = 'vit',  # `'vit'`, `'vit_reg4'` or `'xcit'`
+    robust: bool = False,  # The one trained against PGD?
+    data='cifar10',  # `'cifar10'`, `'fashion_mnist'`, or DataLoaders of one of them
+    weights: bool = True,  # False: the architecture with random weights, for training
+) -> (
+    Normalized
+):  # Takes images in [0,1], [B,3,32,32] or [B,1,28,28]; in evaluation mode; `.card` says where it comes from
+    """A small pretrained transformer; raises ValueError for a name that does not exist or a damaged file,
+    FileNotFoundError for a missing one"""
     data = _data_name(data)
-    net,key = _net(name, data),_key(name, robust, data)
+    net, key = _net(name, data), _key(name, robust, data)
     m = Normalized(net, _DATA[data]['mean'], _DATA[data]['std']).eval()
-    if not weights: return m
-    if key not in _cards(): raise ValueError(f'{name} for {data} has no {"robust" if robust else "plain"} weights, there are: {", ".join(_cards())}')
+    if not weights:
+        return m
+    if key not in _cards():
+        raise ValueError(
+            f'{name} for {data} has no {"robust" if robust else "plain"} weights, there are: {", ".join(_cards())}'
+        )
     m.card = AttrDict(deepcopy(_cards()[key]))
     net.load_state_dict(_read(key, m.card))
     return m
 
 # %% ../nbs/00c_models.ipynb #19c5a18b
 def small_dls(
-    s:RunSettings=None, # Run settings; default: `settings()`
-    **kwargs, # For `dataset`, in place of what the settings say: `n_train`, `n_valid`, `bs`, ...
-)->DataLoaders: # For `small_model(..., data=dls)`
-    "Images for the small models: the dataset that the profile's `small` names where it is to be had, else the embedded Fashion-MNIST; prints which"
+    s: RunSettings = None,  # Run settings; default: `settings()`
+    **kwargs,  # For `dataset`, in place of what the settings say: `n_train`, `n_valid`, `bs`, ...
+) -> DataLoaders:  # For `small_model(..., data=dls)`
+    """Images for the small models: the dataset that the profile's `small` names where it is to be had, else the
+    embedded Fashion-MNIST; prints which"""
     s = ifnone(s, settings())
     dls = profile_dls(RunSettings(merge(s, dict(dataset=s.small, size=None))), **kwargs)
     print(dls.about)
     return dls
 
 # %% ../nbs/00c_models.ipynb #3508b1fa
-def small_cards(
-)->pd.DataFrame: # A row per file
-    "What each small model is and does: clean, PGD-50 and AutoAttack accuracy with their n, parameters, FLOPs, and how it was trained"
+def small_cards() -> pd.DataFrame:  # A row per file
+    """What each small model is and does: clean, PGD-50 and AutoAttack accuracy with their n, parameters, FLOPs, and how
+    it was trained"""
     df = pd.DataFrame(_cards()).T.dropna(axis=1, how='all')
-    return df[[c for c in 'eps clean clean_n pgd50 pgd50_n aa aa_n params flops epochs minutes machine seed'.split() if c in df]]
+    return df[
+        [
+            c
+            for c in 'eps clean clean_n pgd50 pgd50_n aa aa_n params flops epochs minutes machine seed'.split()
+            if c in df
+        ]
+    ]

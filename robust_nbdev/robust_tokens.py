@@ -8,7 +8,7 @@ __all__ = ['FeatCos', 'tokens_of', 'use_tokens', 'WithoutTokens', 'RandomTokens'
            'mask_ce', 'iou_counts', 'miou', 'TokenSets', 'token_sets', 'largest_activations', 'feature_cosine']
 
 # %% ../nbs/02_robust_tokens.ipynb #3d2364ea
-import timm,warnings
+import timm, warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from contextlib import contextmanager, nullcontext
@@ -28,426 +28,596 @@ from fastai.callback.mixup import MixHandler
 # %% ../nbs/02_robust_tokens.ipynb #279a174e
 class FeatCos:
     "Mean of 1 - cosine between features and their targets: the loss of a training without labels"
-    clean,y_int,__name__ = True,True,'feat_cos_loss'
-    def __init__(self,
-        axis:int=1, # Of the cosine: 1, the tokens of [B,T,D] (the authors' code) or the features of [B,D]; -1: the features of each token
-        reduction:str='mean', # `'mean'`, `'sum'` or `'none'`: one number per image [B]
+
+    clean, y_int, __name__ = True, True, 'feat_cos_loss'
+
+    def __init__(
+        self,
+        # Of the cosine: 1, the tokens of [B,T,D] (the authors' code) or the features of [B,D]; -1: the features of each
+        # token
+        axis: int = 1,
+        reduction: str = 'mean',  # `'mean'`, `'sum'` or `'none'`: one number per image [B]
     ):
-        if reduction not in ('mean','sum','none'): raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-        if axis not in (1,2,-1): raise ValueError(f'axis must be 1 (tokens) or -1 (features of each token), got {axis!r}')
+        if reduction not in ('mean', 'sum', 'none'):
+            raise ValueError(f"reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+        if axis not in (1, 2, -1):
+            raise ValueError(f'axis must be 1 (tokens) or -1 (features of each token), got {axis!r}')
         store_attr()
-    def __call__(self,
-        f:Tensor, # Features [B,T,D]
-        f0:Tensor, # Features of the clean images, of the same shape
-    )->Tensor: # One number, or [B] where the reduction is `'none'`
+
+    def __call__(
+        self,
+        f: Tensor,  # Features [B,T,D]
+        f0: Tensor,  # Features of the clean images, of the same shape
+    ) -> Tensor:  # One number, or [B] where the reduction is `'none'`
         "How far the features have turned"
-        if f.shape!=f0.shape: raise ValueError(f'features {list(f.shape)} against a target {list(f0.shape)}: FeatCos compares with the features of the clean image, which the callback RobustTokens puts in the place of labels')
+        if f.shape != f0.shape:
+            raise ValueError(
+                f'features {list(f.shape)} against a target {list(f0.shape)}: FeatCos compares with the features of the'
+                ' clean image, which the callback RobustTokens puts in the place of labels'
+            )
         v = feat_cos(f.float(), f0.float(), self.axis)
-        return v if self.reduction=='none' else v.sum() if self.reduction=='sum' else v.mean()
-    def __repr__(self): return f'FeatCos(axis={self.axis})'
+        return v if self.reduction == 'none' else v.sum() if self.reduction == 'sum' else v.mean()
+
+    def __repr__(self):
+        return f'FeatCos(axis={self.axis})'
 
 # %% ../nbs/02_robust_tokens.ipynb #3ab2b7c8
 def tokens_of(
-    model:nn.Module, # A model after `add_tokens`, maybe inside wrappers
-)->ExtraTokens: # Its `weight` [1,n,D] are the tokens
+    model: nn.Module,  # A model after `add_tokens`, maybe inside wrappers
+) -> ExtraTokens:  # Its `weight` [1,n,D] are the tokens
     "The extra tokens of a model; raises ValueError if it has none"
     t = getattr(unwrap(model), 'extra_tokens', None)
     if t is None:
-        raise ValueError(f'{type(unwrap(model)).__name__} has no extra tokens: add_tokens(model, n=10, out="cls_patch") first')
+        raise ValueError(
+            f'{type(unwrap(model)).__name__} has no extra tokens: add_tokens(model, n=10, out="cls_patch") first'
+        )
     return t
+
 
 @contextmanager
 def use_tokens(
-    model:nn.Module, # A model after `add_tokens`
-    weight:Tensor, # Other tokens [1,n,D], any n; or a set for each image [B,n,D]; gradients reach it
-)->Iterator: # Yields `model`
+    model: nn.Module,  # A model after `add_tokens`
+    weight: Tensor,  # Other tokens [1,n,D], any n; or a set for each image [B,n,D]; gradients reach it
+) -> Iterator:  # Yields `model`
     "Inside, the model runs with these tokens instead of its own; compiled code, which would not see them, steps aside"
     if any(isinstance(o, nn.DataParallel) for o in model.modules()):
-        raise ValueError('DataParallel gives each replica the tokens of the model itself: put what chooses the tokens inside, '
-            'nn.DataParallel(TokenSets(model))')
+        raise ValueError(
+            'DataParallel gives each replica the tokens of the model itself: put what chooses the tokens inside, '
+            'nn.DataParallel(TokenSets(model))'
+        )
     d = tokens_of(model).__dict__
     was = d.get('weight')
     try:
         d['weight'] = weight
-        with nullcontext() if torch.compiler.is_compiling() else uncompiled(model): yield model
+        with nullcontext() if torch.compiler.is_compiling() else uncompiled(model):
+            yield model
     finally:
-        if was is None: d.pop('weight', None)
-        else: d['weight'] = was
+        if was is None:
+            d.pop('weight', None)
+        else:
+            d['weight'] = was
 
 # %% ../nbs/02_robust_tokens.ipynb #24b61906
 class WithoutTokens(Wrapper):
     "`model` as it is without its extra tokens: what an attacker has who was not given them"
-    def forward(self,
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-    )->Tensor: # Whatever the model returns
+
+    def forward(
+        self,
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+    ) -> Tensor:  # Whatever the model returns
         "Run the model without its tokens"
-        with no_tokens(self.model): return self.model(x)
+        with no_tokens(self.model):
+            return self.model(x)
+
 
 class RandomTokens(Wrapper):
     "`model` with new random tokens for each image at each call: what an attacker can do who knows how tokens look"
-    def __init__(self,
-        model:nn.Module, # A model after `add_tokens`
-        n:int=10, # Tokens to draw
-        std:float=.015, # Of their normal distribution: the authors' released tokens have 0.013 to 0.045
+
+    def __init__(
+        self,
+        model: nn.Module,  # A model after `add_tokens`
+        n: int = 10,  # Tokens to draw
+        std: float = 0.015,  # Of their normal distribution: the authors' released tokens have 0.013 to 0.045
     ):
         super().__init__(model)
-        if n!=int(n) or n<1: raise ValueError(f'n, the number of random tokens, must be a whole number >= 1, got {n}')
+        if n != int(n) or n < 1:
+            raise ValueError(f'n, the number of random tokens, must be a whole number >= 1, got {n}')
         if any(isinstance(m, WithoutTokens) for m in model.modules()):
             raise ValueError('RandomTokens of WithoutTokens would run without any tokens: give the model with tokens')
-        self.n,self.std = int(n),std
-    def forward(self,
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-    )->Tensor: # Whatever the model returns
+        self.n, self.std = int(n), std
+
+    def forward(
+        self,
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+    ) -> Tensor:  # Whatever the model returns
         "Run the model with tokens drawn anew for each image"
         w = tokens_of(self.model).weight
-        r = self.std*torch.randn(len(x), self.n, w.shape[-1], dtype=w.dtype, device=w.device)
-        with use_tokens(self.model, r): return self.model(x)
+        r = self.std * torch.randn(len(x), self.n, w.shape[-1], dtype=w.dtype, device=w.device)
+        with use_tokens(self.model, r):
+            return self.model(x)
 
 # %% ../nbs/02_robust_tokens.ipynb #eb203769
 @dataclass(frozen=True, repr=False)
 class TokenAttack(PGD):
-    "Signed steps in normalised space on the features' cosine and the pixels' squared error, rounded to 8 bits; see `token_attack`"
-    steps:int = field(default=30, kw_only=True) # Iterations; each costs one forward and one backward
-    loss:Callable = field(default=feat_cos, kw_only=True) # `loss(f, f0) -> [B]`; with labels: `ce`
-    std:tuple = field(default=(.229,.224,.225), kw_only=True) # What the model divides each channel by; each moves by `eps*std/max(std)`
-    noise:float = field(default=None, kw_only=True) # Deviation of the start, in pixel units; None: a step
-    mse:float = field(default=1., kw_only=True) # Weight of the squared error, which holds the attack back
-    bits:str = field(default='floor', kw_only=True) # Rounding: `'floor'` (up to 1/255 out of the ball), `'inside'` or None
+    """Signed steps in normalised space on the features' cosine and the pixels' squared error, rounded to 8 bits; see
+    `token_attack`"""
+
+    steps: int = field(default=30, kw_only=True)  # Iterations; each costs one forward and one backward
+    loss: Callable = field(default=feat_cos, kw_only=True)  # `loss(f, f0) -> [B]`; with labels: `ce`
+    # What the model divides each channel by; each moves by `eps*std/max(std)`
+    std: tuple = field(default=(0.229, 0.224, 0.225), kw_only=True)
+    noise: float = field(default=None, kw_only=True)  # Deviation of the start, in pixel units; None: a step
+    mse: float = field(default=1.0, kw_only=True)  # Weight of the squared error, which holds the attack back
+    # Rounding: `'floor'` (up to 1/255 out of the ball), `'inside'` or None
+    bits: str = field(default='floor', kw_only=True)
 
     def __post_init__(self):
         super().__post_init__()
-        if self.norm!='Linf': raise ValueError(f'TokenAttack is an attack in Linf, got {self.norm}')
-        if self.bits not in ('floor','inside',None): raise ValueError(f"bits must be 'floor', 'inside' or None, got {self.bits!r}")
+        if self.norm != 'Linf':
+            raise ValueError(f'TokenAttack is an attack in Linf, got {self.norm}')
+        if self.bits not in ('floor', 'inside', None):
+            raise ValueError(f"bits must be 'floor', 'inside' or None, got {self.bits!r}")
         self._set(std=tuple(float(o) for o in (self.std if is_iter(self.std) else [self.std])))
-        if self.std: _refuse_grey_levels(torch.zeros(1), torch.tensor(self.std))
-        if not self.std or min(self.std)<=0: raise ValueError(f'std are the positive numbers that the model divides its channels by, got {self.std}')
+        if self.std:
+            _refuse_grey_levels(torch.zeros(1), torch.tensor(self.std))
+        if not self.std or min(self.std) <= 0:
+            raise ValueError(f'std are the positive numbers that the model divides its channels by, got {self.std}')
+
     @property
-    def name(self): return '_'.join([f'token_attack{self.steps}', *([self.loss.__name__] if self.loss not in (feat_cos,None) and hasattr(self.loss,'__name__') else [])])
+    def name(self):
+        return '_'.join(
+            [
+                f'token_attack{self.steps}',
+                *([self.loss.__name__] if self.loss not in (feat_cos, None) and hasattr(self.loss, '__name__') else []),
+            ]
+        )
 
 # %% ../nbs/02_robust_tokens.ipynb #98c273a6
 @patch
-def share(self:TokenAttack,
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-)->Tensor: # [C,1,1], at most 1
+def share(
+    self: TokenAttack,
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+) -> Tensor:  # [C,1,1], at most 1
     "How far each channel goes where the widest goes by 1"
     s = torch.tensor(self.std, dtype=x.dtype, device=x.device)
     if len(s) not in (1, x.shape[1]):
-        raise ValueError(f'std has {len(s)} numbers, the images have {x.shape[1]} channels: token_attack(model) '
-            'takes them from the model')
-    return (s/s.max()).view(-1,1,1)
+        raise ValueError(
+            f'std has {len(s)} numbers, the images have {x.shape[1]} channels: token_attack(model) '
+            'takes them from the model'
+        )
+    return (s / s.max()).view(-1, 1, 1)
+
 
 @patch
-def limit(self:TokenAttack,
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-)->Tensor: # [C,1,1], pixel units
+def limit(
+    self: TokenAttack,
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+) -> Tensor:  # [C,1,1], pixel units
     "How far each channel may go"
-    return self.eps*self.share(x)
+    return self.eps * self.share(x)
+
 
 @patch
-def into(self:TokenAttack,
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    d:Tensor, # Change [B,C,H,W]
-)->Tensor: # Change [B,C,H,W]
+def into(
+    self: TokenAttack,
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    d: Tensor,  # Change [B,C,H,W]
+) -> Tensor:  # Change [B,C,H,W]
     "Into the ball and into [0,1]"
     l = self.limit(x)
-    return (x+d.clamp(-l, l)).clamp(0,1)-x
+    return (x + d.clamp(-l, l)).clamp(0, 1) - x
+
 
 @patch
-def start(self:TokenAttack, obj, x, seed):
+def start(self: TokenAttack, obj, x, seed):
     "Normal noise"
     noise = self.step_size if self.noise is None else self.noise
-    return dict(d=self.into(x, noise*self.share(x)*torch.special.ndtri(uniform(seed, x))))
+    return dict(d=self.into(x, noise * self.share(x) * torch.special.ndtri(uniform(seed, x))))
+
 
 @patch
-def update(self:TokenAttack, x, s, g, v, i):
+def update(self: TokenAttack, x, s, g, v, i):
     "A step along the sign of the gradient of loss - mse*|d|^2/numel"
-    g = g-self.mse*2*s['d']/s['d'][0].numel()
-    return {**s, 'd':self.into(x, s['d']+self.step_size*self.share(x)*self.ball.step(g))}
+    g = g - self.mse * 2 * s['d'] / s['d'][0].numel()
+    return {**s, 'd': self.into(x, s['d'] + self.step_size * self.share(x) * self.ball.step(g))}
+
 
 @patch
-def _best(self:TokenAttack, obj, x, seed):
+def _best(self: TokenAttack, obj, x, seed):
     "The attacked images, rounded"
     x_adv = PGD._best(self, obj, x, seed)
-    if self.bits=='inside': return to_8bit(x_adv, x)
-    return x_adv if self.bits is None else (255*x_adv+1e-3).floor()/255
+    if self.bits == 'inside':
+        return to_8bit(x_adv, x)
+    return x_adv if self.bits is None else (255 * x_adv + 1e-3).floor() / 255
 
 # %% ../nbs/02_robust_tokens.ipynb #1deffa87
 def token_attack(
-    model:nn.Module=None, # A model inside `Normalized`, whose deviations are taken; None: ImageNet's, with which the authors normalise for every backbone
-    eps:float=8/255, # Radius in *normalised* units, here alone
-    steps:int=30, # Iterations
-    step:float=1e-2, # Step length and deviation of the starting noise, in normalised units
-    **kw # Fields of `TokenAttack`, such as `bits=None` or `loss=ce`
-)->TokenAttack: # With 30 steps, unless told otherwise
+    # A model inside `Normalized`, whose deviations are taken; None: ImageNet's, with which the authors normalise for
+    # every backbone
+    model: nn.Module = None,
+    eps: float = 8 / 255,  # Radius in *normalised* units, here alone
+    steps: int = 30,  # Iterations
+    step: float = 1e-2,  # Step length and deviation of the starting noise, in normalised units
+    **kw,  # Fields of `TokenAttack`, such as `bits=None` or `loss=ce`
+) -> TokenAttack:  # With 30 steps, unless told otherwise
     "The authors' attack with their settings; its `eps` is that of the widest channel, in pixel units"
     norm = None if model is None else first(m for m in model.modules() if isinstance(m, Normalized))
     std = kw.pop('std', None)
-    if std is None and model is not None and norm is None: raise ValueError(f'{type(model).__name__} is not inside Normalized, so its deviations are not known: token_attack(std=(...))')
-    if std is None: std = (.229,.224,.225) if norm is None else norm.std
+    if std is None and model is not None and norm is None:
+        raise ValueError(
+            f'{type(model).__name__} is not inside Normalized, so its deviations are not known: token_attack(std=(...))'
+        )
+    if std is None:
+        std = (0.229, 0.224, 0.225) if norm is None else norm.std
     std = tuple(std.flatten().tolist()) if isinstance(std, Tensor) else tuple(std) if is_iter(std) else (std,)
-    return TokenAttack(eps*max(std), alpha=step*max(std), steps=steps, std=std, **kw)
+    return TokenAttack(eps * max(std), alpha=step * max(std), steps=steps, std=std, **kw)
 
 # %% ../nbs/02_robust_tokens.ipynb #ab47052d
 _LABELFREE = 'give PGD, FGSM_RS, APGD, or MIFGSM with rand=True, each with loss=feat_cos; or token_attack(model)'
+
+
 def _check_labelfree(attack, loss=kl):
     "Raises ValueError if `attack`, with `loss` where it has none of its own, needs class labels or class probabilities"
-    if isinstance(attack, Transfer): return _check_labelfree(attack.attack, None)
+    if isinstance(attack, Transfer):
+        return _check_labelfree(attack.attack, None)
     if isinstance(attack, GAMAPGD):
         raise ValueError(f'{attack!r} is guided by class probabilities, and there are only features here: {_LABELFREE}')
-    if isinstance(attack, (WorstCase,AutoAttack)):
-        raise ValueError(f'tokens train without labels, and {attack!r} needs them to see which of its attacks '
-            f'works: {_LABELFREE}')
-    if not isinstance(attack, Attack): return
-    if getattr(attack.loss or (loss if attack.takes_loss else None), 'clean', False): return
+    if isinstance(attack, (WorstCase, AutoAttack)):
+        raise ValueError(
+            f'tokens train without labels, and {attack!r} needs them to see which of its attacks works: {_LABELFREE}'
+        )
+    if not isinstance(attack, Attack):
+        return
+    if getattr(attack.loss or (loss if attack.takes_loss else None), 'clean', False):
+        return
     what = getattr(attack.loss, '__name__', repr(attack))
-    raise ValueError(f'tokens train without labels, and {what} needs them: give an attack with loss=feat_cos, such '
-        'as PGD(8/255, loss=feat_cos)')
+    raise ValueError(
+        f'tokens train without labels, and {what} needs them: give an attack with loss=feat_cos, such '
+        'as PGD(8/255, loss=feat_cos)'
+    )
+
 
 class RobustTokens(AdvTrain):
-    "Train the extra tokens alone, without labels: features of clean and attacked images are to stay those of the plain backbone"
-    order,run_valid,_stateattrs = AdvCallback.order-.5,True,('extra','target','now','seen')      # before AdvValid
-    joint,compares,options,target,now,seen = True,True,('adv_weight','through'),None,None,()
-    def __init__(self,
-        attack:Attack, # Made on the token-free backbone; where it has no loss of its own, it climbs the Learner's `FeatCos`
-        adv_weight=1., # Weight of the adversarial term, a number or a schedule; the paper's is 1
-        through:bool=False, # Let the attack see the tokens? Not the paper: adversarial training of the tokens
-        eps=None, # A number, or a schedule such as `warmup`; None: the attack's own
-        **fields, # Other fields of the attack that follow a number or a schedule
+    """Train the extra tokens alone, without labels: features of clean and attacked images are to stay those of the
+    plain backbone"""
+
+    order, run_valid, _stateattrs = AdvCallback.order - 0.5, True, ('extra', 'target', 'now', 'seen')  # before AdvValid
+    joint, compares, options, target, now, seen = True, True, ('adv_weight', 'through'), None, None, ()
+
+    def __init__(
+        self,
+        # Made on the token-free backbone; where it has no loss of its own, it climbs the Learner's `FeatCos`
+        attack: Attack,
+        adv_weight=1.0,  # Weight of the adversarial term, a number or a schedule; the paper's is 1
+        through: bool = False,  # Let the attack see the tokens? Not the paper: adversarial training of the tokens
+        eps=None,  # A number, or a schedule such as `warmup`; None: the attack's own
+        **fields,  # Other fields of the attack that follow a number or a schedule
     ):
         self.begin(attack, eps, fields)
         _check_labelfree(attack)
-        self.adv_weight,self.through = adv_weight,through
+        self.adv_weight, self.through = adv_weight, through
 
-    def inner(self,
-        f:Tensor, # Features [B,T,D]
-        f0:Tensor, # Features of the clean images, of the same shape
-    )->Tensor: # [B]
+    def inner(
+        self,
+        f: Tensor,  # Features [B,T,D]
+        f0: Tensor,  # Features of the clean images, of the same shape
+    ) -> Tensor:  # [B]
         "One number per image: the Learner's cosine"
         return self.per_image(f, f0)
+
     inner.clean = True
-    def per_image(self,
-        f:Tensor, # Features [B,T,D]
-        f0:Tensor, # Features of the clean images, of the same shape
-    )->Tensor: # [B]
+
+    def per_image(
+        self,
+        f: Tensor,  # Features [B,T,D]
+        f0: Tensor,  # Features of the clean images, of the same shape
+    ) -> Tensor:  # [B]
         "The Learner's loss of each image"
-        with NoneReduce(self.base_loss): return self.base_loss(f, f0)
+        with NoneReduce(self.base_loss):
+            return self.base_loss(f, f0)
 
 # %% ../nbs/02_robust_tokens.ipynb #32c4a997
 @patch
-def before_train(self:RobustTokens):
+def before_train(self: RobustTokens):
     "Only tokens may train; and nothing but the weights may change in the model's answer, so evaluation mode"
     AdvTrain.before_train(self)
     t = tokens_of(self.victim)
     own = {id(p) for p in t.parameters()}
-    other = [n for n,p in self.victim.named_parameters() if p.requires_grad and id(p) not in own]
+    other = [n for n, p in self.victim.named_parameters() if p.requires_grad and id(p) not in own]
     if other:
-        raise ValueError(f'{len(other)} parameters besides the tokens would train, such as {other[0]}: Learner(..., '
-            'splitter=token_splitter, train_bn=False), then learn.freeze()')
+        raise ValueError(
+            f'{len(other)} parameters besides the tokens would train, such as {other[0]}: Learner(..., '
+            'splitter=token_splitter, train_bn=False), then learn.freeze()'
+        )
     if not t.weight.numel():
-        raise ValueError('the model has 0 tokens, so there is nothing to train: add_tokens(model, n=10, '
-            'out="cls_patch")')
+        raise ValueError(
+            'the model has 0 tokens, so there is nothing to train: add_tokens(model, n=10, out="cls_patch")'
+        )
     if not t.weight.requires_grad:
         raise ValueError('the tokens are frozen: Learner(..., splitter=token_splitter), then learn.freeze()')
     if not isinstance(self.base_loss, FeatCos):
-        raise ValueError('tokens are trained on features, Learner(..., loss_func=FeatCos()), got the loss '
-            f'{self.base_loss!r}')
+        raise ValueError(
+            f'tokens are trained on features, Learner(..., loss_func=FeatCos()), got the loss {self.base_loss!r}'
+        )
     self.learn.model.eval()
     self.seen = list(self.seen)
 
+
 @patch(as_prop=True)
-def attacks(self:RobustTokens):
+def attacks(self: RobustTokens):
     "Attack this batch? Not where somebody asks for predictions, or attacks validation batches already"
-    return self.training or not any(isinstance(c, (GatherPredsCallback,AdvValid)) for c in self.learn.cbs)
+    return self.training or not any(isinstance(c, (GatherPredsCallback, AdvValid)) for c in self.learn.cbs)
+
 
 @patch
-def before_batch(self:RobustTokens):
+def before_batch(self: RobustTokens):
     "Clean targets, once; attacked images; both halves in one batch"
-    if len(self.xb)!=1: raise ValueError(f'attacks need a model with one input tensor, this batch has {len(self.xb)}')
-    x,self.extra = check_images(self.x, self.victim),None
-    with self.amp(), torch.no_grad(), no_tokens(self.victim): f0 = own(check_logits(outputs(self.victim, x), x))
-    self.learn.yb,self.target = (f0,),f0 if self.attacks else None
+    if len(self.xb) != 1:
+        raise ValueError(f'attacks need a model with one input tensor, this batch has {len(self.xb)}')
+    x, self.extra = check_images(self.x, self.victim), None
+    with self.amp(), torch.no_grad(), no_tokens(self.victim):
+        f0 = own(check_logits(outputs(self.victim, x), x))
+    self.learn.yb, self.target = (f0,), f0 if self.attacks else None
     for c in self.learn.cbs:
-        if isinstance(c, MixHandler) and hasattr(c,'yb1'): c.yb1 = self.yb
-    if self.target is None: return
+        if isinstance(c, MixHandler) and hasattr(c, 'yb1'):
+            c.yb1 = self.yb
+    if self.target is None:
+        return
     with self.amp(), nullcontext() if self.through else no_tokens(self.victim):
         x_adv = self.against(f0)(self.victim, x, None, seed=self.seed)
     self.learn.xb = (torch.cat([x, x_adv.as_subclass(Tensor)]),)
 
+
 @patch
-def against(self:RobustTokens,
-    f0:Tensor, # Features of the clean images, of the same shape
-)->Attack: # Ready to be called
+def against(
+    self: RobustTokens,
+    f0: Tensor,  # Features of the clean images, of the same shape
+) -> Attack:  # Ready to be called
     "The attack of this moment, which compares with the targets at hand instead of computing them again"
     a = self.current()
     return a.but(loss=partial(_towards, a.loss, f0)) if isinstance(a, Attack) else a
 
-def _towards(loss, f0, f, _): return loss(f, f0)
+
+def _towards(loss, f0, f, _):
+    return loss(f, f0)
 
 # %% ../nbs/02_robust_tokens.ipynb #1d1dfdaf
 @patch
-def after_pred(self:RobustTokens):
+def after_pred(self: RobustTokens):
     "The clean half stays the prediction; the attacked half becomes the second term"
-    if self.target is None: return
-    f,f_adv = self.pred.chunk(2)
-    self.learn.pred,self.extra = f,self.at(self.adv_weight)*self.base_loss(f_adv, self.target)
-    self.now = torch.stack([1-self.per_image(o.detach(), self.target).mean() for o in (f,f_adv)])
+    if self.target is None:
+        return
+    f, f_adv = self.pred.chunk(2)
+    self.learn.pred, self.extra = f, self.at(self.adv_weight) * self.base_loss(f_adv, self.target)
+    self.now = torch.stack([1 - self.per_image(o.detach(), self.target).mean() for o in (f, f_adv)])
+
 
 @patch
-def after_batch(self:RobustTokens):
+def after_batch(self: RobustTokens):
     "Note the two similarities"
-    if self.training and self.now is not None and not hasattr(self.learn,'lr_finder'): self.seen.append(self.now)
+    if self.training and self.now is not None and not hasattr(self.learn, 'lr_finder'):
+        self.seen.append(self.now)
     self.now = self.target = None
 
+
 @patch(as_prop=True)
-def df(self:RobustTokens):
+def df(self: RobustTokens):
     "The two similarities of each training batch in the Learner's life, `inv` and `adv`, and their sum"
-    d = pd.DataFrame(torch.stack(list(self.seen)).cpu().numpy() if self.seen else [], columns=['inv','adv'])
-    return d.assign(total=d.inv+d.adv)
+    d = pd.DataFrame(torch.stack(list(self.seen)).cpu().numpy() if self.seen else [], columns=['inv', 'adv'])
+    return d.assign(total=d.inv + d.adv)
 
 # %% ../nbs/02_robust_tokens.ipynb #fd389229
 def save_tokens(
-    model:nn.Module, # A model after `add_tokens`
-    fname, # A file, `.safetensors`
+    model: nn.Module,  # A model after `add_tokens`
+    fname,  # A file, `.safetensors`
 ):
     "Write the tokens, and nothing else of the model, with what tells their backbone from others"
-    if Path(fname).suffix!='.safetensors':
+    if Path(fname).suffix != '.safetensors':
         raise ValueError(f'tokens are written as .safetensors, got {Path(fname).name}')
     t = tokens_of(model)
-    if not t.weight.numel(): raise ValueError('the model has 0 tokens, so there is nothing to save')
+    if not t.weight.numel():
+        raise ValueError('the model has 0 tokens, so there is nothing to save')
     made = dict(timm=timm.__version__, torch=torch.__version__)
     about = dict(version=1, out=t.out, **backbone_about(model, head=False), **made)
-    save_file({'tokens':t.weight.detach().cpu().contiguous()}, str(fname), {k:str(v) for k,v in about.items()})
+    save_file({'tokens': t.weight.detach().cpu().contiguous()}, str(fname), {k: str(v) for k, v in about.items()})
+
 
 def _read(f):
     "Tensors and remarks in a file"
-    if not f.is_file(): raise FileNotFoundError(f'there is no file {f}')
+    if not f.is_file():
+        raise FileNotFoundError(f'there is no file {f}')
     try:
-        if f.suffix!='.safetensors': return torch.load(f, map_location='cpu', weights_only=True),{}
-        with safe_open(f, 'pt') as h: return {k:h.get_tensor(k) for k in h.keys()},h.metadata() or {}
-    except Exception as e: raise ValueError(f'{f.name}, {f.stat().st_size} bytes, is damaged or holds more than tensors, which weights_only=True does not open: {type(e).__name__}: {str(e).split(". ")[0].strip()[:200]}') from e
+        if f.suffix != '.safetensors':
+            return torch.load(f, map_location='cpu', weights_only=True), {}
+        with safe_open(f, 'pt') as h:
+            return {k: h.get_tensor(k) for k in h.keys()}, h.metadata() or {}
+    except Exception as e:
+        raise ValueError(
+            f'{f.name}, {f.stat().st_size} bytes, is damaged or holds more than tensors, which weights_only=True does'
+            f' not open: {type(e).__name__}: {str(e).split(". ")[0].strip()[:200]}'
+        ) from e
 
 # %% ../nbs/02_robust_tokens.ipynb #bf29a3fa
 def read_tokens(
-    fname, # A file of `save_tokens`; or `.pt`: the authors' `{'rtokens': [1,n,D]}`, or a whole checkpoint of theirs with that key
-)->tuple: # Tokens [1,n,D], remarks of `save_tokens`
+    # A file of `save_tokens`; or `.pt`: the authors' `{'rtokens': [1,n,D]}`, or a whole checkpoint of theirs with that
+    # key
+    fname,
+) -> tuple:  # Tokens [1,n,D], remarks of `save_tokens`
     "The tokens in a file; raises ValueError and says what the file holds if there are none"
-    f = Path(fname); d,about = _read(f)
-    if isinstance(d, Tensor): d = {'rtokens':d}
+    f = Path(fname)
+    d, about = _read(f)
+    if isinstance(d, Tensor):
+        d = {'rtokens': d}
     keys = list(d) if isinstance(d, dict) else []
-    if 'register_tokens' in keys and 'rtokens' not in keys: raise ValueError(f"{f.name} is a converted checkpoint: its tokens were appended to DINOv2's register tokens and cannot be told apart, give the file from before the conversion")
-    own = [k for k in ('tokens','rtokens') if k in keys]
-    rest = [k for k in keys if k not in own and not (own==['rtokens'] and str(k).startswith('model.'))]
-    if len(own)!=1 or rest: raise ValueError(f"{f.name} should hold 'tokens' (ours) or 'rtokens' (the authors') alone, it holds {keys[:4] if keys else type(d).__name__}{', ...' if len(keys)>4 else ''}")
+    if 'register_tokens' in keys and 'rtokens' not in keys:
+        raise ValueError(
+            f"{f.name} is a converted checkpoint: its tokens were appended to DINOv2's register tokens and cannot be"
+            " told apart, give the file from before the conversion"
+        )
+    own = [k for k in ('tokens', 'rtokens') if k in keys]
+    rest = [k for k in keys if k not in own and not (own == ['rtokens'] and str(k).startswith('model.'))]
+    if len(own) != 1 or rest:
+        raise ValueError(
+            f"{f.name} should hold 'tokens' (ours) or 'rtokens' (the authors') alone, it holds"
+            f" {keys[:4] if keys else type(d).__name__}{', ...' if len(keys) > 4 else ''}"
+        )
     w = d[own[0]]
-    if not isinstance(w, Tensor) or w.ndim!=3 or not w.is_floating_point() or not w.numel(): raise ValueError(f'{f.name}: tokens are floats [1,n,D], got {list(w.shape) if isinstance(w, Tensor) else type(w).__name__}')
-    if not w.isfinite().all(): raise ValueError(f'{f.name}: {int((~w.isfinite()).sum())} of {w.numel()} numbers are not finite')
-    return w.detach(),about
+    if not isinstance(w, Tensor) or w.ndim != 3 or not w.is_floating_point() or not w.numel():
+        raise ValueError(
+            f'{f.name}: tokens are floats [1,n,D], got {list(w.shape) if isinstance(w, Tensor) else type(w).__name__}'
+        )
+    if not w.isfinite().all():
+        raise ValueError(f'{f.name}: {int((~w.isfinite()).sum())} of {w.numel()} numbers are not finite')
+    return w.detach(), about
 
 # %% ../nbs/02_robust_tokens.ipynb #7ddd5616
-_WIDTH = {192:'ViT-Ti', 384:'ViT-S', 768:'ViT-B', 1024:'ViT-L', 1280:'ViT-H', 1536:'ViT-G'}
-def _width(d): return f'{d}'+(f' ({_WIDTH[d]})' if d in _WIDTH else '')
+_WIDTH = {192: 'ViT-Ti', 384: 'ViT-S', 768: 'ViT-B', 1024: 'ViT-L', 1280: 'ViT-H', 1536: 'ViT-G'}
+
+
+def _width(d):
+    return f'{d}' + (f' ({_WIDTH[d]})' if d in _WIDTH else '')
+
 
 def load_tokens(
-    model:nn.Module, # A timm ViT of the width of the tokens, maybe inside `Normalized`; changed in place
-    fname, # See `read_tokens`
-    out:str=None, # What the model returns, see `add_tokens`; None: what it does, else as saved, else `'cls_patch'`
-)->nn.Module: # `model`
+    model: nn.Module,  # A timm ViT of the width of the tokens, maybe inside `Normalized`; changed in place
+    fname,  # See `read_tokens`
+    out: str = None,  # What the model returns, see `add_tokens`; None: what it does, else as saved, else `'cls_patch'`
+) -> nn.Module:  # `model`
     "Give a model tokens from a file; raises ValueError if they do not fit to the last axis"
-    w,about = read_tokens(fname); m = unwrap(model)
-    t,d,name = getattr(m,'extra_tokens',None),getattr(m,'embed_dim',None),Path(fname).name
-    if d is None: raise TypeError(f'{type(m).__name__} has no tokens: use a timm ViT of width {_width(w.shape[-1])}')
-    if w.shape[-1]!=d:
-        raise ValueError(f'{name} has tokens of width {_width(w.shape[-1])}, the model is {_width(d)} wide: they '
-            'belong to another backbone')
-    if out is not None: _check_out(m, out)
+    w, about = read_tokens(fname)
+    m = unwrap(model)
+    t, d, name = getattr(m, 'extra_tokens', None), getattr(m, 'embed_dim', None), Path(fname).name
+    if d is None:
+        raise TypeError(f'{type(m).__name__} has no tokens: use a timm ViT of width {_width(w.shape[-1])}')
+    if w.shape[-1] != d:
+        raise ValueError(
+            f'{name} has tokens of width {_width(w.shape[-1])}, the model is {_width(d)} wide: they '
+            'belong to another backbone'
+        )
+    if out is not None:
+        _check_out(m, out)
     check_backbone(model, about, name, head=False)
-    if t is not None and t.weight.shape!=w.shape:
-        raise ValueError(f'{name} has tokens {list(w.shape)}, the model has {list(t.weight.shape)}: '
-            'remove_tokens(model) first')
+    if t is not None and t.weight.shape != w.shape:
+        raise ValueError(
+            f'{name} has tokens {list(w.shape)}, the model has {list(t.weight.shape)}: remove_tokens(model) first'
+        )
     if t is None:
-        if len(w)!=1:
+        if len(w) != 1:
             raise ValueError(f'{name} has {len(w)} sets of tokens: token_sets(model, {len(w)}, {w.shape[1]}) first')
-        add_tokens(model, w.shape[1], out or about.get('out','cls_patch')); t = m.extra_tokens
-    elif out is not None: t.out = out
-    with torch.no_grad(): t.weight.copy_(w)
+        add_tokens(model, w.shape[1], out or about.get('out', 'cls_patch'))
+        t = m.extra_tokens
+    elif out is not None:
+        t.out = out
+    with torch.no_grad():
+        t.weight.copy_(w)
     return model
 
 # %% ../nbs/02_robust_tokens.ipynb #ed112509
 class Probe(Wrapper):
     """A head on the features of a frozen backbone that returns `[B,1+P,D]`; in a Learner of your own freeze it first,
     `probe.model.requires_grad_(False)`"""
-    def __init__(self,
-        model:nn.Module, # A model after `add_tokens(..., out='cls_patch')`, or `WithoutTokens` of it; shared, not copied
-        head:nn.Module, # Takes what `pool` makes of the features
+
+    def __init__(
+        self,
+        # A model after `add_tokens(..., out='cls_patch')`, or `WithoutTokens` of it; shared, not copied
+        model: nn.Module,
+        head: nn.Module,  # Takes what `pool` makes of the features
     ):
         super().__init__(model)
         if any(isinstance(o, Probe) for o in model.modules()):
-            raise ValueError('the model has a probe already, which returns no features: give the model inside, '
-                'probe.model')
-        if tokens_of(model).out!='cls_patch':
-            raise ValueError("a probe needs class and patch tokens: add_tokens(model, n, out='cls_patch'), got "
-                f"out={tokens_of(model).out!r}")
+            raise ValueError(
+                'the model has a probe already, which returns no features: give the model inside, probe.model'
+            )
+        if tokens_of(model).out != 'cls_patch':
+            raise ValueError(
+                "a probe needs class and patch tokens: add_tokens(model, n, out='cls_patch'), got "
+                f"out={tokens_of(model).out!r}"
+            )
         self.head = head.to(next(model.parameters()).device)
-    def train(self,
-        mode:bool=True, # Training mode? Else evaluation mode
-    )->nn.Module: # `self`
+
+    def train(
+        self,
+        mode: bool = True,  # Training mode? Else evaluation mode
+    ) -> nn.Module:  # `self`
         "Training mode for what trains: a frozen backbone stays in evaluation mode, see `still`"
         super().train(mode)
         return still(self) if mode else self
-    def pool(self,
-        f:Tensor, # Features [B,T,D]
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-    )->Tensor: # What the head sees
+
+    def pool(
+        self,
+        f: Tensor,  # Features [B,T,D]
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+    ) -> Tensor:  # What the head sees
         "From the model's features to those of the head: here as they are"
         return f
-    def finish(self,
-        z:Tensor, # Output of the head
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-    )->Tensor: # The answer
+
+    def finish(
+        self,
+        z: Tensor,  # Output of the head
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+    ) -> Tensor:  # The answer
         "From the head's output to the answer: here as it is"
         return z
-    def features(self,
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-    )->Tensor: # What the head sees, in the type of its weights
+
+    def features(
+        self,
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+    ) -> Tensor:  # What the head sees, in the type of its weights
         "The features of the frozen model"
-        f,w = self.model(x),first(o.weight for o in self.head.modules() if getattr(o,'weight',None) is not None)
+        f, w = self.model(x), first(o.weight for o in self.head.modules() if getattr(o, 'weight', None) is not None)
         return self.pool(f if w is None else f.to(w.dtype), x)
-    def forward(self,
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-    )->Tensor: # Logits
+
+    def forward(
+        self,
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+    ) -> Tensor:  # Logits
         "The head on the features of the frozen model"
         return self.finish(self.head(self.features(x)), x)
 
 # %% ../nbs/02_robust_tokens.ipynb #ed11250a
 class LinearProbe(Probe):
     "Logits [B,C] from the class token and the mean of the patch tokens"
-    def __init__(self,
-        model:nn.Module, # See `Probe`
-        classes:int, # Number of classes
-    ): super().__init__(model, nn.Linear(2*unwrap(model).embed_dim, classes))
-    def pool(self,
-        f:Tensor, # Features [B,T,D]
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-    )->Tensor: # [B,2D]
+
+    def __init__(
+        self,
+        model: nn.Module,  # See `Probe`
+        classes: int,  # Number of classes
+    ):
+        super().__init__(model, nn.Linear(2 * unwrap(model).embed_dim, classes))
+
+    def pool(
+        self,
+        f: Tensor,  # Features [B,T,D]
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+    ) -> Tensor:  # [B,2D]
         "The class token, and the mean of the others"
-        return torch.cat([f[:,0], f[:,1:].mean(1)], 1)
+        return torch.cat([f[:, 0], f[:, 1:].mean(1)], 1)
+
 
 class SegProbe(Probe):
     "Logits [B,C,H,W] from the patch tokens: BatchNorm, 1x1 convolution, brought to the size of the image"
-    def __init__(self,
-        model:nn.Module, # See `Probe`
-        classes:int, # Number of classes
-    ): d = unwrap(model).embed_dim; super().__init__(model, nn.Sequential(nn.BatchNorm2d(d), nn.Conv2d(d, classes, 1)))
-    def pool(self,
-        f:Tensor, # Features [B,T,D]
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-    )->Tensor: # [B,D,h,w]
+
+    def __init__(
+        self,
+        model: nn.Module,  # See `Probe`
+        classes: int,  # Number of classes
+    ):
+        d = unwrap(model).embed_dim
+        super().__init__(model, nn.Sequential(nn.BatchNorm2d(d), nn.Conv2d(d, classes, 1)))
+
+    def pool(
+        self,
+        f: Tensor,  # Features [B,T,D]
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+    ) -> Tensor:  # [B,D,h,w]
         "The patch tokens as a map"
-        return f[:,1:].transpose(1,2).unflatten(2, patch_grid(self.model, x))
-    def finish(self,
-        z:Tensor, # Logits [B,classes,h,w]
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-    )->Tensor: # [B,classes,H,W]
+        return f[:, 1:].transpose(1, 2).unflatten(2, patch_grid(self.model, x))
+
+    def finish(
+        self,
+        z: Tensor,  # Logits [B,classes,h,w]
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+    ) -> Tensor:  # [B,classes,H,W]
         "Logits at the size of the images"
         return F.interpolate(z, x.shape[-2:], mode='bilinear')
 
@@ -457,107 +627,135 @@ def _frozen_features(probe, dl):
     p = next(probe.model.parameters())
     batches = (to_device(tuple(b), p.device) for b in dl.new(shuffle=False, drop_last=False))
     with attack_mode(probe), torch.no_grad():
-        got = [(own(outputs(probe.features, x.as_subclass(Tensor).to(p.dtype))),y.as_subclass(Tensor)) for x,y in batches]
+        got = [
+            (own(outputs(probe.features, x.as_subclass(Tensor).to(p.dtype))), y.as_subclass(Tensor)) for x, y in batches
+        ]
     return [torch.cat(o) for o in zip(*got)]
 
+
 def seg_loss(
-    z:Tensor, # Logits [B,C,h,w]
-    y:Tensor, # Masks [B,H,W], integers
-)->Tensor: # The mean over all pixels
+    z: Tensor,  # Logits [B,C,h,w]
+    y: Tensor,  # Masks [B,H,W], integers
+) -> Tensor:  # The mean over all pixels
     "Cross-entropy of each pixel, the logits brought to the size of the masks; 255 is ignored"
-    if z.shape[-2:]!=y.shape[-2:]: z = F.interpolate(z, y.shape[-2:], mode='bilinear')
-    return F.cross_entropy(z, y.long(), ignore_index=255) if (y!=255).any() else 0.*z.sum()      # without pixels there is no mean
+    if z.shape[-2:] != y.shape[-2:]:
+        z = F.interpolate(z, y.shape[-2:], mode='bilinear')
+    # without pixels there is no mean
+    return F.cross_entropy(z, y.long(), ignore_index=255) if (y != 255).any() else 0.0 * z.sum()
+
 
 def fit_head(
-    probe:Probe, # Its head is trained, its backbone is not touched
-    dls:DataLoaders, # Images in [0,1] and class numbers, or masks [B,H,W]
-    epochs:int=10, # Over the stored features
-    lr:float=1e-2, # Highest learning rate
-    bs:int=128, # Batch size
-    wd:float=1e-4, # Weight decay
-)->Probe: # `probe`, in evaluation mode
-    "Train the linear head: one forward of the backbone for each training image, then fastai's one-cycle on the stored features"
-    f,y = _frozen_features(probe, dls.train)
-    dl = DataLoader(list(zip(f,y)), bs=min(bs,len(f)), shuffle=True, drop_last=True, device=f.device)
-    loss = CrossEntropyLossFlat() if y.ndim==1 else seg_loss
+    probe: Probe,  # Its head is trained, its backbone is not touched
+    dls: DataLoaders,  # Images in [0,1] and class numbers, or masks [B,H,W]
+    epochs: int = 10,  # Over the stored features
+    lr: float = 1e-2,  # Highest learning rate
+    bs: int = 128,  # Batch size
+    wd: float = 1e-4,  # Weight decay
+) -> Probe:  # `probe`, in evaluation mode
+    """Train the linear head: one forward of the backbone for each training image, then fastai's one-cycle on the stored
+    features"""
+    f, y = _frozen_features(probe, dls.train)
+    dl = DataLoader(list(zip(f, y)), bs=min(bs, len(f)), shuffle=True, drop_last=True, device=f.device)
+    loss = CrossEntropyLossFlat() if y.ndim == 1 else seg_loss
     learn = Learner(DataLoaders(dl, dl.new(shuffle=False)), probe.head, loss_func=loss, wd=wd)
-    with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(epochs, lr)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit_one_cycle(epochs, lr)
     return probe.eval()
 
 # %% ../nbs/02_robust_tokens.ipynb #44a5cdaf
 def mask_ce(
-    masks:Tensor, # Class of each pixel [B,H,W]; 255: ignored
-)->Callable: # A loss for attacks on images with these masks; called without labels
+    masks: Tensor,  # Class of each pixel [B,H,W]; 255: ignored
+) -> Callable:  # A loss for attacks on images with these masks; called without labels
     "The mean cross-entropy over an image's pixels, as an attack's loss"
-    def mask_ce(z, _): return F.cross_entropy(z, masks.to(z.device).long(), ignore_index=255, reduction='none').flatten(1).mean(1)
+
+    def mask_ce(z, _):
+        return F.cross_entropy(z, masks.to(z.device).long(), ignore_index=255, reduction='none').flatten(1).mean(1)
+
     return mask_ce
 
+
 def iou_counts(
-    z:Tensor, # Logits [B,C,H,W]
-    masks:Tensor, # Class of each pixel [B,H,W]; 255: ignored
-)->tuple: # Pixels in the intersection and in the union [B,C]
+    z: Tensor,  # Logits [B,C,H,W]
+    masks: Tensor,  # Class of each pixel [B,H,W]; 255: ignored
+) -> tuple:  # Pixels in the intersection and in the union [B,C]
     "What mean IoU is made of"
-    (b,c),p,y = z.shape[:2],z.argmax(1),masks.long(); keep = y!=255
-    if (bad := keep&((y<0)|(y>=c))).any(): raise ValueError(f'masks hold class {int(y[bad][0])}, the logits are for {c} classes, 0 to {c-1}; 255 is ignored')
-    row = c*torch.arange(b, device=y.device).view(-1,1,1)
-    count = lambda o,m: torch.bincount((row+o)[m], minlength=b*c).view(b, c)
-    inter = count(y, keep&(p==y))
-    return inter,count(p, keep)+count(y, keep)-inter
+    (b, c), p, y = z.shape[:2], z.argmax(1), masks.long()
+    keep = y != 255
+    if (bad := keep & ((y < 0) | (y >= c))).any():
+        raise ValueError(
+            f'masks hold class {int(y[bad][0])}, the logits are for {c} classes, 0 to {c - 1}; 255 is ignored'
+        )
+    row = c * torch.arange(b, device=y.device).view(-1, 1, 1)
+    count = lambda o, m: torch.bincount((row + o)[m], minlength=b * c).view(b, c)
+    inter = count(y, keep & (p == y))
+    return inter, count(p, keep) + count(y, keep) - inter
+
 
 def miou(
-    inter:Tensor, # From `iou_counts`
-    union:Tensor, # From `iou_counts`
-    per_image:bool=False, # The mean over images of the mean over the classes in them? Else over all pixels of the data
-)->float: # Between 0 and 1
+    inter: Tensor,  # From `iou_counts`
+    union: Tensor,  # From `iou_counts`
+    # The mean over images of the mean over the classes in them? Else over all pixels of the data
+    per_image: bool = False,
+) -> float:  # Between 0 and 1
     "Mean intersection over union of the classes that occur"
-    if not per_image: inter,union = inter.sum(0, keepdim=True),union.sum(0, keepdim=True)
-    return (inter/union).nanmean(1).nanmean().item()
+    if not per_image:
+        inter, union = inter.sum(0, keepdim=True), union.sum(0, keepdim=True)
+    return (inter / union).nanmean(1).nanmean().item()
 
 # %% ../nbs/02_robust_tokens.ipynb #5c45091a
 class TokenSets(Wrapper):
     "A model with several sets of tokens, one of which is drawn for each image at each call"
-    def forward(self,
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-    )->Tensor: # Whatever the model returns
+
+    def forward(
+        self,
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+    ) -> Tensor:  # Whatever the model returns
         "Run the model, each image with one of the sets"
         w = tokens_of(self.model).weight
-        with use_tokens(self.model, w[torch.randint(len(w), (len(x),), device=w.device)]): return self.model(x)
+        with use_tokens(self.model, w[torch.randint(len(w), (len(x),), device=w.device)]):
+            return self.model(x)
+
 
 def token_sets(
-    model:nn.Module, # A timm ViT, maybe inside `Normalized`; changed in place
-    k:int, # Number of sets
-    n:int=10, # Tokens in each
-    out:str='cls_patch', # What the model returns, see `add_tokens`
-    std:float=.01, # Of the normal initialisation
-)->TokenSets: # `remove_tokens` undoes it
+    model: nn.Module,  # A timm ViT, maybe inside `Normalized`; changed in place
+    k: int,  # Number of sets
+    n: int = 10,  # Tokens in each
+    out: str = 'cls_patch',  # What the model returns, see `add_tokens`
+    std: float = 0.01,  # Of the normal initialisation
+) -> TokenSets:  # `remove_tokens` undoes it
     "Give the model `k` sets of `n` tokens; train them together with `RobustTokens`"
-    for name,v in (('k',k),('n',n)):
-        if v!=int(v) or v<1: raise ValueError(f'{name} must be a whole number >= 1, got {v}')
+    for name, v in (('k', k), ('n', n)):
+        if v != int(v) or v < 1:
+            raise ValueError(f'{name} must be a whole number >= 1, got {v}')
     t = tokens_of(add_tokens(model, n, out, std))
-    t.weight = nn.Parameter(torch.cat([t.weight.detach(), std*torch.randn_like(t.weight.expand(int(k)-1,-1,-1))]))
+    t.weight = nn.Parameter(torch.cat([t.weight.detach(), std * torch.randn_like(t.weight.expand(int(k) - 1, -1, -1))]))
     return TokenSets(model)
 
 # %% ../nbs/02_robust_tokens.ipynb #5d111b41
 def largest_activations(
-    model:nn.Module, # A timm transformer, maybe inside wrappers
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-)->Tensor: # [B,L]
+    model: nn.Module,  # A timm transformer, maybe inside wrappers
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+) -> Tensor:  # [B,L]
     "The largest |activation| of each image in the output of each block, extra tokens left out"
     with attack_mode(model), torch.no_grad():
         return torch.stack([o.abs().flatten(1).amax(1) for o in block_outputs(model, x.clone())], 1)
 
+
 def feature_cosine(
-    model:nn.Module, # Returns features
-    x:Tensor, # Clean images [N,C,H,W]
-    x_adv:Tensor, # Attacked ones
-    axis:int=1, # Of the cosine, see `FeatCos`
-    clean:nn.Module=None, # Model that sees the clean images; None: `model` too, the poster's column *Features*
-    bs:int=100, # Batch size
-)->Tensor: # [N]
+    model: nn.Module,  # Returns features
+    x: Tensor,  # Clean images [N,C,H,W]
+    x_adv: Tensor,  # Attacked ones
+    axis: int = 1,  # Of the cosine, see `FeatCos`
+    clean: nn.Module = None,  # Model that sees the clean images; None: `model` too, the poster's column *Features*
+    bs: int = 100,  # Batch size
+) -> Tensor:  # [N]
     "The cosine between the features of each clean image and those of the attacked one"
-    if len(x)!=len(x_adv):
+    if len(x) != len(x_adv):
         raise ValueError(f'{len(x)} clean images and {len(x_adv)} attacked ones: give the same number of both')
-    def both(a, b): return model(torch.cat([a,b])).chunk(2) if clean is None else (own(outputs(clean, a)),outputs(model, b))
+
+    def both(a, b):
+        return model(torch.cat([a, b])).chunk(2) if clean is None else (own(outputs(clean, a)), outputs(model, b))
+
     with attack_mode(model), attack_mode(clean), torch.no_grad():
-        pairs = (both(a, b) for a,b in zip(x.split(bs), x_adv.split(bs)))
-        return torch.cat([1-feat_cos(a.float(), b.float(), axis) for a,b in pairs])
+        pairs = (both(a, b) for a, b in zip(x.split(bs), x_adv.split(bs)))
+        return torch.cat([1 - feat_cos(a.float(), b.float(), axis) for a, b in pairs])

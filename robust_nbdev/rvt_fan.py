@@ -23,445 +23,634 @@ from .core import *
 # %% ../nbs/00d_rvt_fan.ipynb #f12e8257
 class RVTStem(nn.Module):
     "Images [B,C,H,W] to tokens [B,N,D] by overlapping convolutions; the patches are `patch_size` pixels apart"
-    def __init__(self,
-        img_size=224, # Pixels: one number or (height, width)
-        patch_size:int=16, # 16, or a smaller even number for small images
-        in_chans:int=3, # Channels
-        embed_dim:int=384, # Width D
-        hidden:int=32, # Channels of the first convolution
-        **kwargs, # What timm tells every embedding, not used
+
+    def __init__(
+        self,
+        img_size=224,  # Pixels: one number or (height, width)
+        patch_size: int = 16,  # 16, or a smaller even number for small images
+        in_chans: int = 3,  # Channels
+        embed_dim: int = 384,  # Width D
+        hidden: int = 32,  # Channels of the first convolution
+        **kwargs,  # What timm tells every embedding, not used
     ):
         super().__init__()
-        self.img_size,self.patch_size = to_2tuple(img_size),patch_size
-        if patch_size%(4 if patch_size>=16 else 2) or any(s%patch_size for s in self.img_size): raise ValueError(f'images of {self.img_size} need a patch_size that divides them and is even (from 16 on a multiple of 4), got {patch_size}')
-        self.grid_size = tuple(s//patch_size for s in self.img_size)
-        self.num_patches,last = math.prod(self.grid_size),patch_size//4 if patch_size>=16 else patch_size//2
-        first = [nn.Conv2d(in_chans, hidden, 7, 2, 2), nn.BatchNorm2d(hidden), nn.MaxPool2d(3, 2, 1)] if patch_size>=16 else [nn.Conv2d(in_chans, hidden, 3, 2, 1), nn.BatchNorm2d(hidden)]
+        self.img_size, self.patch_size = to_2tuple(img_size), patch_size
+        if patch_size % (4 if patch_size >= 16 else 2) or any(s % patch_size for s in self.img_size):
+            raise ValueError(
+                f'images of {self.img_size} need a patch_size that divides them and is even (from 16 on a multiple of'
+                f' 4), got {patch_size}'
+            )
+        self.grid_size = tuple(s // patch_size for s in self.img_size)
+        self.num_patches, last = math.prod(self.grid_size), patch_size // 4 if patch_size >= 16 else patch_size // 2
+        first = (
+            [nn.Conv2d(in_chans, hidden, 7, 2, 2), nn.BatchNorm2d(hidden), nn.MaxPool2d(3, 2, 1)]
+            if patch_size >= 16
+            else [nn.Conv2d(in_chans, hidden, 3, 2, 1), nn.BatchNorm2d(hidden)]
+        )
         self.proj = nn.Sequential(*first, nn.Conv2d(hidden, embed_dim, last, last))
-    def feat_ratio(self)->int: # Pixels
+
+    def feat_ratio(self) -> int:  # Pixels
         "The side of the square that a token stands for"
         return self.patch_size
-    def dynamic_feat_size(self,
-        size:tuple, # Height and width in pixels
-    )->tuple: # Rows and columns of tokens
+
+    def dynamic_feat_size(
+        self,
+        size: tuple,  # Height and width in pixels
+    ) -> tuple:  # Rows and columns of tokens
         "The grid of an image"
-        return tuple(s//self.patch_size for s in size)
-    def forward(self,
-        x:Tensor, # Images [B,C,H,W], normalised
-    )->Tensor: # Tokens [B,N,D]
+        return tuple(s // self.patch_size for s in size)
+
+    def forward(
+        self,
+        x: Tensor,  # Images [B,C,H,W], normalised
+    ) -> Tensor:  # Tokens [B,N,D]
         "From images to tokens"
-        if x.shape[-2:]!=self.img_size: raise ValueError(f'this model was made for images of {self.img_size}, got {tuple(x.shape[-2:])}: create_model(..., img_size=)')
-        return self.proj(x).flatten(2).transpose(1,2)
+        if x.shape[-2:] != self.img_size:
+            raise ValueError(
+                f'this model was made for images of {self.img_size}, got {tuple(x.shape[-2:])}: create_model(...,'
+                ' img_size=)'
+            )
+        return self.proj(x).flatten(2).transpose(1, 2)
 
 # %% ../nbs/00d_rvt_fan.ipynb #5935cb5a
 class ScaledAttention(Attention):
     "timm's attention with position-aware scaling"
-    def __init__(self,
-        dim:int, # Width D
-        num_heads:int, # Heads H
-        tokens:int, # Number of tokens N
-        **kwargs, # For timm's `Attention`
+
+    def __init__(
+        self,
+        dim: int,  # Width D
+        num_heads: int,  # Heads H
+        tokens: int,  # Number of tokens N
+        **kwargs,  # For timm's `Attention`
     ):
         super().__init__(dim, num_heads=num_heads, **kwargs)
-        self.position = nn.Parameter(trunc_normal_(torch.empty(num_heads, tokens, tokens), std=.02))
-    def forward(self,
-        x:Tensor, # Tokens [B,N,D]
-        attn_mask=None, # None, as timm's blocks have it; a mask raises ValueError
-        is_causal:bool=False, # False; True raises ValueError
-    )->Tensor: # Tokens [B,N,D]
+        self.position = nn.Parameter(trunc_normal_(torch.empty(num_heads, tokens, tokens), std=0.02))
+
+    def forward(
+        self,
+        x: Tensor,  # Tokens [B,N,D]
+        attn_mask=None,  # None, as timm's blocks have it; a mask raises ValueError
+        is_causal: bool = False,  # False; True raises ValueError
+    ) -> Tensor:  # Tokens [B,N,D]
         "Attention whose scores are multiplied by a learned number per pair of positions"
         if attn_mask is not None or is_causal:
             raise ValueError('position-aware scaling takes no mask: leave attn_mask and is_causal out')
-        if x.shape[1]!=self.position.shape[-1]:
+        if x.shape[1] != self.position.shape[-1]:
             raise ValueError(f'position-aware scaling was made for {self.position.shape[-1]} tokens, got {x.shape[1]}')
-        q,k,v = self.qkv(x).unflatten(-1, (3,self.num_heads,-1)).permute(2,0,3,1,4)
-        attn = (self.q_norm(q)*self.scale) @ self.k_norm(k).transpose(-2,-1) * self.position.sigmoid()
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        attn = (self.q_norm(q) * self.scale) @ self.k_norm(k).transpose(-2, -1) * self.position.sigmoid()
         attn = self.attn_drop(attn.softmax(dim=-1))
-        return self.proj_drop(self.proj((attn@v).transpose(1,2).flatten(2)))
+        return self.proj_drop(self.proj((attn @ v).transpose(1, 2).flatten(2)))
 
 # %% ../nbs/00d_rvt_fan.ipynb #b5519d57
 def _grid(x, hw):
     "Tokens [B,N,D] as a picture [B,D,h,w]"
-    if x.shape[1]!=math.prod(hw): raise ValueError(f'these blocks work on a grid of {hw[0]}x{hw[1]} patches, got {x.shape[1]} tokens: extra tokens have no place in them')
-    return x.transpose(1,2).unflatten(2, hw)
+    if x.shape[1] != math.prod(hw):
+        raise ValueError(
+            f'these blocks work on a grid of {hw[0]}x{hw[1]} patches, got {x.shape[1]} tokens: extra tokens have no'
+            ' place in them'
+        )
+    return x.transpose(1, 2).unflatten(2, hw)
+
 
 class ConvMlp(nn.Module):
-    "RVT's feed-forward: two layers with a depthwise 3x3 convolution over the grid of tokens between them, batch norm behind each"
-    def __init__(self,
-        dim:int, # Width D
-        hidden:int, # Width inside
-        grid:tuple, # Rows and columns of tokens
-        drop:float=0., # Dropout
+    """RVT's feed-forward: two layers with a depthwise 3x3 convolution over the grid of tokens between them, batch norm
+    behind each"""
+
+    def __init__(
+        self,
+        dim: int,  # Width D
+        hidden: int,  # Width inside
+        grid: tuple,  # Rows and columns of tokens
+        drop: float = 0.0,  # Dropout
     ):
         super().__init__()
         self.grid = tuple(grid)
-        self.fc1,self.bn1 = nn.Conv2d(dim, hidden, 1),nn.BatchNorm2d(hidden)
-        self.dw,self.bn2 = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden),nn.BatchNorm2d(hidden)
-        self.fc2,self.bn3 = nn.Conv2d(hidden, dim, 1),nn.BatchNorm2d(dim)
-        self.act,self.drop = nn.GELU(),nn.Dropout(drop)
-    def forward(self,
-        x:Tensor, # Tokens [B,N,D]
-    )->Tensor: # Tokens [B,N,D]
+        self.fc1, self.bn1 = nn.Conv2d(dim, hidden, 1), nn.BatchNorm2d(hidden)
+        self.dw, self.bn2 = nn.Conv2d(hidden, hidden, 3, padding=1, groups=hidden), nn.BatchNorm2d(hidden)
+        self.fc2, self.bn3 = nn.Conv2d(hidden, dim, 1), nn.BatchNorm2d(dim)
+        self.act, self.drop = nn.GELU(), nn.Dropout(drop)
+
+    def forward(
+        self,
+        x: Tensor,  # Tokens [B,N,D]
+    ) -> Tensor:  # Tokens [B,N,D]
         "A feed-forward on the grid of tokens"
         x = self.drop(self.act(self.bn1(self.fc1(_grid(x, self.grid)))))
         x = self.act(self.bn2(self.dw(x)))
-        return self.drop(self.bn3(self.fc2(x))).flatten(2).transpose(1,2)
+        return self.drop(self.bn3(self.fc2(x))).flatten(2).transpose(1, 2)
 
 # %% ../nbs/00d_rvt_fan.ipynb #b769cacc
 class RVTBlock(nn.Module):
     "Attention and feed-forward, each behind a LayerNorm; `pool`: what brings the tokens to a coarser grid first"
-    def __init__(self,
-        dim:int, # Width D
-        num_heads:int, # Heads
-        grid:tuple, # Rows and columns of tokens
-        mlp_ratio:float=4., # Width inside the feed-forward, in units of D
-        scaled:bool=False, # Position-aware attention scaling?
-        conv:bool=True, # Convolution in the feed-forward? If not, timm's plain one
-        pool:nn.Module=None, # Runs first, on tokens
-        drop:float=0., # Dropout
-        attn_drop:float=0., # Of the attention
-        drop_path:float=0., # Stochastic depth
+
+    def __init__(
+        self,
+        dim: int,  # Width D
+        num_heads: int,  # Heads
+        grid: tuple,  # Rows and columns of tokens
+        mlp_ratio: float = 4.0,  # Width inside the feed-forward, in units of D
+        scaled: bool = False,  # Position-aware attention scaling?
+        conv: bool = True,  # Convolution in the feed-forward? If not, timm's plain one
+        pool: nn.Module = None,  # Runs first, on tokens
+        drop: float = 0.0,  # Dropout
+        attn_drop: float = 0.0,  # Of the attention
+        drop_path: float = 0.0,  # Stochastic depth
     ):
         super().__init__()
-        norm,kw = partial(nn.LayerNorm, eps=1e-6),dict(qkv_bias=True, attn_drop=attn_drop, proj_drop=drop)
-        self.dim,self.pool = dim,ifnone(pool, nn.Identity())
-        self.norm1,self.norm2 = norm(dim),norm(dim)
-        self.attn = ScaledAttention(dim, num_heads, math.prod(grid), **kw) if scaled else Attention(dim, num_heads=num_heads, **kw)
-        self.mlp = ConvMlp(dim, int(dim*mlp_ratio), grid, drop) if conv else Mlp(dim, int(dim*mlp_ratio), drop=drop)
+        norm, kw = partial(nn.LayerNorm, eps=1e-6), dict(qkv_bias=True, attn_drop=attn_drop, proj_drop=drop)
+        self.dim, self.pool = dim, ifnone(pool, nn.Identity())
+        self.norm1, self.norm2 = norm(dim), norm(dim)
+        self.attn = (
+            ScaledAttention(dim, num_heads, math.prod(grid), **kw)
+            if scaled
+            else Attention(dim, num_heads=num_heads, **kw)
+        )
+        self.mlp = ConvMlp(dim, int(dim * mlp_ratio), grid, drop) if conv else Mlp(dim, int(dim * mlp_ratio), drop=drop)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
-    def forward(self,
-        x:Tensor, # Tokens [B,N,D]
-    )->Tensor: # Tokens [B,N,D], fewer where a stage begins
+
+    def forward(
+        self,
+        x: Tensor,  # Tokens [B,N,D]
+    ) -> Tensor:  # Tokens [B,N,D], fewer where a stage begins
         "Pool where a stage begins; attention; feed-forward"
         x = self.pool(x)
-        x = x+self.drop_path(self.attn(self.norm1(x)))
-        return x+self.drop_path(self.mlp(self.norm2(x)))
+        x = x + self.drop_path(self.attn(self.norm1(x)))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
 
 # %% ../nbs/00d_rvt_fan.ipynb #d88a9907
 class TokenPool(nn.Module):
     "Half as many rows and columns of tokens, more channels: a depthwise convolution of stride 2"
-    def __init__(self,
-        dim:int, # Width before
-        out:int, # Width after, a multiple of it
-        grid:tuple, # Rows and columns before
+
+    def __init__(
+        self,
+        dim: int,  # Width before
+        out: int,  # Width after, a multiple of it
+        grid: tuple,  # Rows and columns before
     ):
         super().__init__()
-        self.grid,self.conv = tuple(grid),nn.Conv2d(dim, out, 3, 2, 1, groups=dim)
-    def forward(self,
-        x:Tensor, # Tokens [B,N,D]
-    )->Tensor: # Tokens [B,N',D'], a quarter as many
+        self.grid, self.conv = tuple(grid), nn.Conv2d(dim, out, 3, 2, 1, groups=dim)
+
+    def forward(
+        self,
+        x: Tensor,  # Tokens [B,N,D]
+    ) -> Tensor:  # Tokens [B,N',D'], a quarter as many
         "From the grid of one stage to that of the next"
-        return self.conv(_grid(x, self.grid)).flatten(2).transpose(1,2)
+        return self.conv(_grid(x, self.grid)).flatten(2).transpose(1, 2)
 
 # %% ../nbs/00d_rvt_fan.ipynb #37683421
 class RVT(VisionTransformer):
-    "Robust Vision Transformer (Mao et al., 2022), on timm's `VisionTransformer`: no class token, no positions, mean of the tokens"
-    fixed_tokens = True         # as many as the grid has: none can be added
-    def __init__(self,
-        img_size=224, # Pixels: one number or (height, width)
-        patch_size:int=16, # Pixels between patches
-        in_chans:int=3, # Channels
-        num_classes:int=1000, # Classes
-        dims:tuple=(384,), # Width of each stage
-        depths:tuple=(12,), # Blocks of each stage
-        heads:tuple=(6,), # Heads of each stage
-        scaled:int=0, # How many blocks, from the first, have position-aware attention scaling
-        conv:bool=True, # Convolution in the feed-forward?
-        mlp_ratio:float=4., # Width inside the feed-forward
-        drop_rate:float=0., # Dropout, in tokens, blocks and head
-        attn_drop_rate:float=0., # Dropout of the attention
-        drop_path_rate:float=0., # Stochastic depth: rises linearly from 0, and would reach this behind the last block
-        **kwargs, # For `VisionTransformer`: `global_pool`, ...
+    """Robust Vision Transformer (Mao et al., 2022), on timm's `VisionTransformer`: no class token, no positions, mean
+    of the tokens"""
+
+    fixed_tokens = True  # as many as the grid has: none can be added
+
+    def __init__(
+        self,
+        img_size=224,  # Pixels: one number or (height, width)
+        patch_size: int = 16,  # Pixels between patches
+        in_chans: int = 3,  # Channels
+        num_classes: int = 1000,  # Classes
+        dims: tuple = (384,),  # Width of each stage
+        depths: tuple = (12,),  # Blocks of each stage
+        heads: tuple = (6,),  # Heads of each stage
+        scaled: int = 0,  # How many blocks, from the first, have position-aware attention scaling
+        conv: bool = True,  # Convolution in the feed-forward?
+        mlp_ratio: float = 4.0,  # Width inside the feed-forward
+        drop_rate: float = 0.0,  # Dropout, in tokens, blocks and head
+        attn_drop_rate: float = 0.0,  # Dropout of the attention
+        # Stochastic depth: rises linearly from 0, and would reach this behind the last block
+        drop_path_rate: float = 0.0,
+        **kwargs,  # For `VisionTransformer`: `global_pool`, ...
     ):
-        super().__init__(img_size=img_size, patch_size=patch_size, in_chans=in_chans, num_classes=num_classes, embed_dim=dims[-1], depth=0, num_heads=heads[-1], drop_rate=drop_rate, pos_drop_rate=drop_rate,
-            embed_layer=lambda **kw: RVTStem(**{**kw, 'embed_dim':dims[0]}), norm_layer=partial(nn.LayerNorm, eps=1e-6), **{**dict(class_token=False, pos_embed='none', global_pool='avg'), **kwargs})
+        super().__init__(
+            img_size=img_size,
+            patch_size=patch_size,
+            in_chans=in_chans,
+            num_classes=num_classes,
+            embed_dim=dims[-1],
+            depth=0,
+            num_heads=heads[-1],
+            drop_rate=drop_rate,
+            pos_drop_rate=drop_rate,
+            embed_layer=lambda **kw: RVTStem(**{**kw, 'embed_dim': dims[0]}),
+            norm_layer=partial(nn.LayerNorm, eps=1e-6),
+            **{**dict(class_token=False, pos_embed='none', global_pool='avg'), **kwargs},
+        )
         kw = dict(mlp_ratio=mlp_ratio, conv=conv, drop=drop_rate, attn_drop=attn_drop_rate)
         self.blocks = nn.Sequential(*self.make_blocks(dims, depths, heads, scaled, drop_path_rate, kw))
-        self.feature_info = [dict(module=f'blocks.{i}', num_chs=b.dim, reduction=b.reduction) for i,b in enumerate(self.blocks)]
+        self.feature_info = [
+            dict(module=f'blocks.{i}', num_chs=b.dim, reduction=b.reduction) for i, b in enumerate(self.blocks)
+        ]
 
 # %% ../nbs/00d_rvt_fan.ipynb #60f52069
 @patch
-def make_blocks(self:RVT,
-    dims:tuple, # Width of each stage
-    depths:tuple, # Blocks of each stage
-    heads:tuple, # Heads of each stage
-    scaled:int, # How many blocks, from the first, scale their attention by position
-    drop_path:float, # Rate at the last block; it rises from 0
-    kw:dict, # For `RVTBlock`
-)->list: # Of `RVTBlock`s
+def make_blocks(
+    self: RVT,
+    dims: tuple,  # Width of each stage
+    depths: tuple,  # Blocks of each stage
+    heads: tuple,  # Heads of each stage
+    scaled: int,  # How many blocks, from the first, scale their attention by position
+    drop_path: float,  # Rate at the last block; it rises from 0
+    kw: dict,  # For `RVTBlock`
+) -> list:  # Of `RVTBlock`s
     "The blocks of all stages"
-    grid,red,res,n = self.patch_embed.grid_size,self.patch_embed.patch_size,[],sum(depths)
-    for s,(d,depth,h) in enumerate(zip(dims, depths, heads)):
+    grid, red, res, n = self.patch_embed.grid_size, self.patch_embed.patch_size, [], sum(depths)
+    for s, (d, depth, h) in enumerate(zip(dims, depths, heads)):
         for j in range(depth):
             pool = None
-            if s and not j: pool,grid,red = TokenPool(dims[s-1], d, grid),tuple(-(-o//2) for o in grid),2*red
-            b = RVTBlock(d, h, grid, scaled=len(res)<scaled, pool=pool, drop_path=drop_path*len(res)/n, **kw)
+            if s and not j:
+                pool, grid, red = TokenPool(dims[s - 1], d, grid), tuple(-(-o // 2) for o in grid), 2 * red
+            b = RVTBlock(d, h, grid, scaled=len(res) < scaled, pool=pool, drop_path=drop_path * len(res) / n, **kw)
             b.reduction = red
             res.append(b)
     return res
 
+
 @patch
-def forward_intermediates(self:RVT, x, *args, output_fmt='NLC', **kwargs):
+def forward_intermediates(self: RVT, x, *args, output_fmt='NLC', **kwargs):
     "As in timm; tokens [B,N,D] by default, since stages differ in their number"
-    if output_fmt!='NLC' and len({b.reduction for b in self.blocks})>1: raise ValueError("the stages of this RVT have grids of different size: output_fmt='NLC'")
+    if output_fmt != 'NLC' and len({b.reduction for b in self.blocks}) > 1:
+        raise ValueError("the stages of this RVT have grids of different size: output_fmt='NLC'")
     return super(RVT, self).forward_intermediates(x, *args, output_fmt=output_fmt, **kwargs)
 
 # %% ../nbs/00d_rvt_fan.ipynb #d997595f
 class FANMlp(nn.Module):
     "Two layers with depthwise convolutions between them, as a residual"
-    def __init__(self,
-        dim:int, # Width D
-        hidden:int, # Width inside
-        drop:float=0., # Dropout
+
+    def __init__(
+        self,
+        dim: int,  # Width D
+        hidden: int,  # Width inside
+        drop: float = 0.0,  # Dropout
     ):
         super().__init__()
-        self.fc1,self.local,self.fc2,self.drop = nn.Linear(dim, hidden),LPI(hidden),nn.Linear(hidden, dim),nn.Dropout(drop)
+        self.fc1, self.local, self.fc2, self.drop = (
+            nn.Linear(dim, hidden),
+            LPI(hidden),
+            nn.Linear(hidden, dim),
+            nn.Dropout(drop),
+        )
         self.gamma = nn.Parameter(torch.ones(hidden))
-        for c in (self.local.conv1, self.local.conv2): nn.init.normal_(c.weight, std=(2/9)**.5); nn.init.zeros_(c.bias)
-    def forward(self,
-        x:Tensor, # Tokens [B,N,D]
-        H:int, # Rows of tokens
-        W:int, # Columns of tokens
-    )->Tensor: # Tokens [B,N,D]
+        for c in (self.local.conv1, self.local.conv2):
+            nn.init.normal_(c.weight, std=(2 / 9) ** 0.5)
+            nn.init.zeros_(c.bias)
+
+    def forward(
+        self,
+        x: Tensor,  # Tokens [B,N,D]
+        H: int,  # Rows of tokens
+        W: int,  # Columns of tokens
+    ) -> Tensor:  # Tokens [B,N,D]
         "A feed-forward with a convolution among neighbours inside"
         x = self.fc1(x)
-        return self.drop(self.fc2(x+self.drop(self.gamma*self.local(x, H, W))))
+        return self.drop(self.fc2(x + self.drop(self.gamma * self.local(x, H, W))))
 
 # %% ../nbs/00d_rvt_fan.ipynb #d997595a
 class ChannelAttention(nn.Module):
     "FAN's second half: a feed-forward whose channels are weighed by what the tokens of the image agree on"
-    def __init__(self,
-        dim:int, # Width D
-        num_heads:int, # Heads
-        hidden:int, # Width inside the feed-forward
-        drop:float=0., # Dropout
+
+    def __init__(
+        self,
+        dim: int,  # Width D
+        num_heads: int,  # Heads
+        hidden: int,  # Width inside the feed-forward
+        drop: float = 0.0,  # Dropout
     ):
         super().__init__()
-        self.num_heads,self.q,self.mlp,self.norm = num_heads,nn.Linear(dim, dim),FANMlp(dim, hidden, drop),nn.LayerNorm(dim, eps=1e-6)
+        self.num_heads, self.q, self.mlp, self.norm = (
+            num_heads,
+            nn.Linear(dim, dim),
+            FANMlp(dim, hidden, drop),
+            nn.LayerNorm(dim, eps=1e-6),
+        )
         self.tau = nn.Parameter(torch.ones(num_heads, 1))
-    def no_weight_decay(self)->set: # Names of parameters
+
+    def no_weight_decay(self) -> set:  # Names of parameters
         "The temperature gets no weight decay"
         return {'tau'}
-    def gate(self,
-        x:Tensor, # Tokens [B,N,D]
-    )->Tensor: # [B,D]
+
+    def gate(
+        self,
+        x: Tensor,  # Tokens [B,N,D]
+    ) -> Tensor:  # [B,D]
         "One number per image and channel"
-        q,k = [o.unflatten(-1, (self.num_heads,-1)).softmax(1) for o in (self.q(x),x)]
-        return (self.tau*(q*k.mean(-1, keepdim=True)).sum(1).sigmoid()).flatten(1)
-    def forward(self,
-        x:Tensor, # Tokens [B,N,D]
-        H:int, # Rows of tokens
-        W:int, # Columns of tokens
-    )->Tensor: # Tokens [B,N,D]
+        q, k = [o.unflatten(-1, (self.num_heads, -1)).softmax(1) for o in (self.q(x), x)]
+        return (self.tau * (q * k.mean(-1, keepdim=True)).sum(1).sigmoid()).flatten(1)
+
+    def forward(
+        self,
+        x: Tensor,  # Tokens [B,N,D]
+        H: int,  # Rows of tokens
+        W: int,  # Columns of tokens
+    ) -> Tensor:  # Tokens [B,N,D]
         "Each channel of the feed-forward, weighted by its gate"
-        return self.gate(x)[:,None]*self.norm(self.mlp(x, H, W))
+        return self.gate(x)[:, None] * self.norm(self.mlp(x, H, W))
 
 # %% ../nbs/00d_rvt_fan.ipynb #9cd1b2b5
 class FANBlock(nn.Module):
     "Token attention, then channel attention, each scaled per channel"
-    def __init__(self,
-        dim:int, # Width D
-        num_heads:int, # Heads
-        mlp_ratio:float=4., # Width inside the feed-forward
-        drop:float=0., # Dropout
-        attn_drop:float=0., # Of the attention
-        drop_path:float=0., # Stochastic depth
-        eta:float=1., # LayerScale at the start
+
+    def __init__(
+        self,
+        dim: int,  # Width D
+        num_heads: int,  # Heads
+        mlp_ratio: float = 4.0,  # Width inside the feed-forward
+        drop: float = 0.0,  # Dropout
+        attn_drop: float = 0.0,  # Of the attention
+        drop_path: float = 0.0,  # Stochastic depth
+        eta: float = 1.0,  # LayerScale at the start
     ):
         super().__init__()
         norm = partial(nn.LayerNorm, eps=1e-6)
-        self.dim,self.norm1,self.norm2 = dim,norm(dim),norm(dim)
+        self.dim, self.norm1, self.norm2 = dim, norm(dim), norm(dim)
         self.attn = Attention(dim, num_heads=num_heads, qkv_bias=True, attn_drop=attn_drop, proj_drop=drop)
-        self.mlp = ChannelAttention(dim, num_heads, int(dim*mlp_ratio), drop)
-        self.gamma1,self.gamma2 = [nn.Parameter(torch.full((dim,), float(eta))) for _ in range(2)]
+        self.mlp = ChannelAttention(dim, num_heads, int(dim * mlp_ratio), drop)
+        self.gamma1, self.gamma2 = [nn.Parameter(torch.full((dim,), float(eta))) for _ in range(2)]
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
-    def forward(self,
-        x:Tensor, # Tokens [B,N,D]
-        H:int, # Rows of tokens
-        W:int, # Columns of tokens
-    )->Tensor: # Tokens [B,N,D]
+
+    def forward(
+        self,
+        x: Tensor,  # Tokens [B,N,D]
+        H: int,  # Rows of tokens
+        W: int,  # Columns of tokens
+    ) -> Tensor:  # Tokens [B,N,D]
         "Attention between tokens, then between channels"
-        x = x+self.drop_path(self.gamma1*self.attn(self.norm1(x)))
-        return x+self.drop_path(self.gamma2*self.mlp(self.norm2(x), H, W))
+        x = x + self.drop_path(self.gamma1 * self.attn(self.norm1(x)))
+        return x + self.drop_path(self.gamma2 * self.mlp(self.norm2(x), H, W))
 
 # %% ../nbs/00d_rvt_fan.ipynb #e21c5508
 class FANStem(nn.Module):
     "Two stages of ConvNeXt, then patches of 2x2: tokens `patch_size` pixels apart"
-    def __init__(self,
-        img_size=224, # Pixels: one number or (height, width)
-        patch_size:int=16, # 16, or 8 or 4 for small images
-        in_chans:int=3, # Channels
-        embed_dim:int=192, # Width D
-        dims:tuple=(128,256), # Channels of the two stages
-        depths:tuple=(3,3), # Blocks of the two stages
+
+    def __init__(
+        self,
+        img_size=224,  # Pixels: one number or (height, width)
+        patch_size: int = 16,  # 16, or 8 or 4 for small images
+        in_chans: int = 3,  # Channels
+        embed_dim: int = 192,  # Width D
+        dims: tuple = (128, 256),  # Channels of the two stages
+        depths: tuple = (3, 3),  # Blocks of the two stages
     ):
         super().__init__()
-        self.img_size,self.patch_size = to_2tuple(img_size),patch_size
-        if patch_size%4 or any(s%patch_size for s in self.img_size): raise ValueError(f'images of {self.img_size} need a patch_size that is a multiple of 4 and divides them, got {patch_size}')
-        norm,cut = partial(LayerNorm2d, eps=1e-6),patch_size//4
-        self.num_patches = math.prod(s//patch_size for s in self.img_size)
+        self.img_size, self.patch_size = to_2tuple(img_size), patch_size
+        if patch_size % 4 or any(s % patch_size for s in self.img_size):
+            raise ValueError(
+                f'images of {self.img_size} need a patch_size that is a multiple of 4 and divides them, got'
+                f' {patch_size}'
+            )
+        norm, cut = partial(LayerNorm2d, eps=1e-6), patch_size // 4
+        self.num_patches = math.prod(s // patch_size for s in self.img_size)
         self.stem = nn.Sequential(nn.Conv2d(in_chans, dims[0], cut, cut), norm(dims[0]))
-        self.stages = nn.Sequential(*[ConvNeXtStage(dims[max(i-1,0)], dims[i], stride=1+(i>0), depth=depths[i], ls_init_value=1e-6, conv_mlp=True, norm_layer=norm) for i in (0,1)])
+        self.stages = nn.Sequential(
+            *[
+                ConvNeXtStage(
+                    dims[max(i - 1, 0)],
+                    dims[i],
+                    stride=1 + (i > 0),
+                    depth=depths[i],
+                    ls_init_value=1e-6,
+                    conv_mlp=True,
+                    norm_layer=norm,
+                )
+                for i in (0, 1)
+            ]
+        )
         self.proj = nn.Conv2d(dims[1], embed_dim, 2, 2)
-    def forward(self,
-        x:Tensor, # Images [B,C,H,W], normalised
-    )->tuple: # Tokens [B,N,D]; rows and columns of the grid
+
+    def forward(
+        self,
+        x: Tensor,  # Images [B,C,H,W], normalised
+    ) -> tuple:  # Tokens [B,N,D]; rows and columns of the grid
         "From images to tokens"
-        if any(s%self.patch_size for s in x.shape[-2:]): raise ValueError(f'images need sides that are a multiple of {self.patch_size}, the patches of this model, got {tuple(x.shape[-2:])}: resize them')
+        if any(s % self.patch_size for s in x.shape[-2:]):
+            raise ValueError(
+                f'images need sides that are a multiple of {self.patch_size}, the patches of this model, got'
+                f' {tuple(x.shape[-2:])}: resize them'
+            )
         x = self.proj(self.stages(self.stem(x)))
-        return x.flatten(2).transpose(1,2),tuple(x.shape[-2:])
+        return x.flatten(2).transpose(1, 2), tuple(x.shape[-2:])
 
 # %% ../nbs/00d_rvt_fan.ipynb #e73ad828
 class FAN(Xcit):
     "Fully Attentional Network (Zhou et al., 2022), hybrid, on timm's `Xcit`"
-    token_attention = True      # its blocks attend from token to token, unlike XCiT's
-    def __init__(self,
-        img_size=224, # Pixels: one number or (height, width)
-        patch_size:int=16, # Pixels between tokens
-        in_chans:int=3, # Channels
-        num_classes:int=1000, # Classes
-        embed_dim:int=192, # Width D
-        depth:int=8, # Blocks
-        num_heads:int=8, # Heads
-        mlp_ratio:float=4., # Width inside the feed-forward
-        stem_dims:tuple=(128,256), # Channels of the two ConvNeXt stages
-        stem_depths:tuple=(3,3), # Blocks of the two ConvNeXt stages
-        drop_path_rate:float=0., # Stochastic depth, the same in all blocks
-        proj_drop_rate:float=0., # Dropout in the blocks
-        attn_drop_rate:float=0., # Dropout of the attention
-        **kwargs, # For `Xcit`: `cls_attn_layers`, `drop_rate`, ...
+
+    token_attention = True  # its blocks attend from token to token, unlike XCiT's
+
+    def __init__(
+        self,
+        img_size=224,  # Pixels: one number or (height, width)
+        patch_size: int = 16,  # Pixels between tokens
+        in_chans: int = 3,  # Channels
+        num_classes: int = 1000,  # Classes
+        embed_dim: int = 192,  # Width D
+        depth: int = 8,  # Blocks
+        num_heads: int = 8,  # Heads
+        mlp_ratio: float = 4.0,  # Width inside the feed-forward
+        stem_dims: tuple = (128, 256),  # Channels of the two ConvNeXt stages
+        stem_depths: tuple = (3, 3),  # Blocks of the two ConvNeXt stages
+        drop_path_rate: float = 0.0,  # Stochastic depth, the same in all blocks
+        proj_drop_rate: float = 0.0,  # Dropout in the blocks
+        attn_drop_rate: float = 0.0,  # Dropout of the attention
+        **kwargs,  # For `Xcit`: `cls_attn_layers`, `drop_rate`, ...
     ):
-        super().__init__(in_chans=in_chans, num_classes=num_classes, embed_dim=embed_dim, depth=0, num_heads=num_heads, mlp_ratio=mlp_ratio, proj_drop_rate=proj_drop_rate, attn_drop_rate=attn_drop_rate, eta=1., tokens_norm=True, **kwargs)
+        super().__init__(
+            in_chans=in_chans,
+            num_classes=num_classes,
+            embed_dim=embed_dim,
+            depth=0,
+            num_heads=num_heads,
+            mlp_ratio=mlp_ratio,
+            proj_drop_rate=proj_drop_rate,
+            attn_drop_rate=attn_drop_rate,
+            eta=1.0,
+            tokens_norm=True,
+            **kwargs,
+        )
         self.patch_embed = FANStem(img_size, patch_size, in_chans, embed_dim, stem_dims, stem_depths)
-        self.blocks = nn.ModuleList(FANBlock(embed_dim, num_heads, mlp_ratio, proj_drop_rate, attn_drop_rate, drop_path_rate) for _ in range(depth))
-        for b in self.blocks: b.apply(self._init_weights)
+        self.blocks = nn.ModuleList(
+            FANBlock(embed_dim, num_heads, mlp_ratio, proj_drop_rate, attn_drop_rate, drop_path_rate)
+            for _ in range(depth)
+        )
+        for b in self.blocks:
+            b.apply(self._init_weights)
         self.feature_info = [dict(num_chs=embed_dim, reduction=patch_size, module=f'blocks.{i}') for i in range(depth)]
 
 # %% ../nbs/00d_rvt_fan.ipynb #022689ce
-def _cfg(first, **kw): return dict(url='', num_classes=1000, input_size=(3,224,224), pool_size=None, crop_pct=.9, interpolation='bicubic', fixed_input_size=True, mean=(.485,.456,.406), std=(.229,.224,.225), first_conv=first, classifier='head', **kw)
+def _cfg(first, **kw):
+    return dict(
+        url='',
+        num_classes=1000,
+        input_size=(3, 224, 224),
+        pool_size=None,
+        crop_pct=0.9,
+        interpolation='bicubic',
+        fixed_input_size=True,
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+        first_conv=first,
+        classifier='head',
+        **kw,
+    )
 
-_rvts = {f'rvt_{s}{p}':_cfg('patch_embed.proj.0') for s in ('tiny','small','base','nano') for p in ('','_plus')}
-_fans = {k:_cfg('patch_embed.stem.0') for k in ('fan_tiny_8_p4_hybrid','fan_small_12_p4_hybrid','fan_base_16_p4_hybrid','fan_nano_p4_hybrid')}
+
+_rvts = {f'rvt_{s}{p}': _cfg('patch_embed.proj.0') for s in ('tiny', 'small', 'base', 'nano') for p in ('', '_plus')}
+_fans = {
+    k: _cfg('patch_embed.stem.0')
+    for k in ('fan_tiny_8_p4_hybrid', 'fan_small_12_p4_hybrid', 'fan_base_16_p4_hybrid', 'fan_nano_p4_hybrid')
+}
 default_cfgs = generate_default_cfgs({**_rvts, **_fans})
 
+
 def _create(cls, variant, pretrained, given, **args):
-    if pretrained: raise ValueError(f'{variant} has no pretrained weights: create_model({variant!r}), then load_state_dict')
+    if pretrained:
+        raise ValueError(f'{variant} has no pretrained weights: create_model({variant!r}), then load_state_dict')
     return build_model_with_cfg(cls, variant, False, **{**args, **given})
 
 # %% ../nbs/00d_rvt_fan.ipynb #d5c6d0b1
 @register_model
 def rvt_tiny(
-    pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs # For `RVT`
-)->nn.Module: # With random weights
+    pretrained: bool = False,  # There are no weights: True raises ValueError
+    **kwargs,  # For `RVT`
+) -> nn.Module:  # With random weights
     "RVT-Ti, ten blocks of width 192 and two of 384"
-    return _create(RVT, 'rvt_tiny', pretrained, kwargs, dims=(192,384), depths=(10,2), heads=(6,12))
+    return _create(RVT, 'rvt_tiny', pretrained, kwargs, dims=(192, 384), depths=(10, 2), heads=(6, 12))
+
 
 @register_model
 def rvt_tiny_plus(
-    pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs # For `RVT`
-)->nn.Module: # With random weights
+    pretrained: bool = False,  # There are no weights: True raises ValueError
+    **kwargs,  # For `RVT`
+) -> nn.Module:  # With random weights
     "`RVT-Ti*`: position-aware attention scaling in the first ten blocks"
-    return _create(RVT, 'rvt_tiny_plus', pretrained, kwargs, dims=(192,384), depths=(10,2), heads=(6,12), scaled=10)
+    return _create(RVT, 'rvt_tiny_plus', pretrained, kwargs, dims=(192, 384), depths=(10, 2), heads=(6, 12), scaled=10)
+
 
 @register_model
 def rvt_small(
-    pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs # For `RVT`
-)->nn.Module: # With random weights
+    pretrained: bool = False,  # There are no weights: True raises ValueError
+    **kwargs,  # For `RVT`
+) -> nn.Module:  # With random weights
     "RVT-S, twelve blocks of width 384"
     return _create(RVT, 'rvt_small', pretrained, kwargs)
 
+
 @register_model
 def rvt_small_plus(
-    pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs # For `RVT`
-)->nn.Module: # With random weights
+    pretrained: bool = False,  # There are no weights: True raises ValueError
+    **kwargs,  # For `RVT`
+) -> nn.Module:  # With random weights
     "`RVT-S*`: scaled in the first five blocks"
     return _create(RVT, 'rvt_small_plus', pretrained, kwargs, scaled=5)
 
 # %% ../nbs/00d_rvt_fan.ipynb #39f779eb
 @register_model
 def rvt_base(
-    pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs # For `RVT`
-)->nn.Module: # With random weights
+    pretrained: bool = False,  # There are no weights: True raises ValueError
+    **kwargs,  # For `RVT`
+) -> nn.Module:  # With random weights
     "RVT-B, twelve blocks of width 768 with a plain feed-forward"
     return _create(RVT, 'rvt_base', pretrained, kwargs, dims=(768,), heads=(12,), conv=False)
 
+
 @register_model
 def rvt_base_plus(
-    pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs # For `RVT`
-)->nn.Module: # With random weights
+    pretrained: bool = False,  # There are no weights: True raises ValueError
+    **kwargs,  # For `RVT`
+) -> nn.Module:  # With random weights
     "`RVT-B*`: scaled in all blocks; `scaled=5`: as the public code"
     return _create(RVT, 'rvt_base_plus', pretrained, kwargs, dims=(768,), heads=(12,), conv=False, scaled=12)
 
 # %% ../nbs/00d_rvt_fan.ipynb #2f6e4893
 @register_model
 def fan_tiny_8_p4_hybrid(
-    pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs # For `FAN`
-)->nn.Module: # With random weights
+    pretrained: bool = False,  # There are no weights: True raises ValueError
+    **kwargs,  # For `FAN`
+) -> nn.Module:  # With random weights
     "FAN-T-Hybrid, eight blocks of width 192"
     return _create(FAN, 'fan_tiny_8_p4_hybrid', pretrained, kwargs)
 
+
 @register_model
 def fan_small_12_p4_hybrid(
-    pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs # For `FAN`
-)->nn.Module: # With random weights
+    pretrained: bool = False,  # There are no weights: True raises ValueError
+    **kwargs,  # For `FAN`
+) -> nn.Module:  # With random weights
     "FAN-S-Hybrid, ten blocks of width 384 (the 12 of its name is not their number)"
     return _create(FAN, 'fan_small_12_p4_hybrid', pretrained, kwargs, embed_dim=384, depth=10)
 
+
 @register_model
 def fan_base_16_p4_hybrid(
-    pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs # For `FAN`
-)->nn.Module: # With random weights
+    pretrained: bool = False,  # There are no weights: True raises ValueError
+    **kwargs,  # For `FAN`
+) -> nn.Module:  # With random weights
     "FAN-B-Hybrid, sixteen blocks of width 448"
     return _create(FAN, 'fan_base_16_p4_hybrid', pretrained, kwargs, embed_dim=448, depth=16)
 
 # %% ../nbs/00d_rvt_fan.ipynb #46236a31
 _small = dict(img_size=32, patch_size=4, num_classes=10)
 
+
 @register_model
 def rvt_nano(
-    pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs # For `RVT`
-)->nn.Module: # With random weights
+    pretrained: bool = False,  # There are no weights: True raises ValueError
+    **kwargs,  # For `RVT`
+) -> nn.Module:  # With random weights
     "A small RVT for images of 32 pixels (28: `img_size=28, in_chans=1`)"
     return _create(RVT, 'rvt_nano', pretrained, kwargs, dims=(64,), depths=(4,), heads=(4,), **_small)
 
+
 @register_model
 def rvt_nano_plus(
-    pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs # For `RVT`
-)->nn.Module: # With random weights
+    pretrained: bool = False,  # There are no weights: True raises ValueError
+    **kwargs,  # For `RVT`
+) -> nn.Module:  # With random weights
     "A small `RVT*`, scaled in the first two of four blocks"
     return _create(RVT, 'rvt_nano_plus', pretrained, kwargs, dims=(64,), depths=(4,), heads=(4,), scaled=2, **_small)
 
+
 @register_model
 def fan_nano_p4_hybrid(
-    pretrained:bool=False, # There are no weights: True raises ValueError
-    **kwargs # For `FAN`
-)->nn.Module: # With random weights
+    pretrained: bool = False,  # There are no weights: True raises ValueError
+    **kwargs,  # For `FAN`
+) -> nn.Module:  # With random weights
     "A small FAN for images of 32 pixels (28: `img_size=28, in_chans=1`)"
-    return _create(FAN, 'fan_nano_p4_hybrid', pretrained, kwargs, embed_dim=64, depth=3, num_heads=4, stem_dims=(16,32), stem_depths=(1,1), cls_attn_layers=1, **_small)
+    return _create(
+        FAN,
+        'fan_nano_p4_hybrid',
+        pretrained,
+        kwargs,
+        embed_dim=64,
+        depth=3,
+        num_heads=4,
+        stem_dims=(16, 32),
+        stem_depths=(1, 1),
+        cls_attn_layers=1,
+        **_small,
+    )
 
 # %% ../nbs/00d_rvt_fan.ipynb #1e822960
 def model_cost(
-    model, # A timm name, or a function that makes a model
-    size:int=224, # Pixels
-    in_chans:int=3, # Channels
-    **kwargs, # For `timm.create_model`
-)->dict: # params (millions), layers and all (billions of multiply-adds, without and with the products of the attention)
+    model,  # A timm name, or a function that makes a model
+    size: int = 224,  # Pixels
+    in_chans: int = 3,  # Channels
+    **kwargs,  # For `timm.create_model`
+) -> (
+    dict
+):  # params (millions), layers and all (billions of multiply-adds, without and with the products of the attention)
     "What a model weighs and what one image costs, from shapes alone"
-    with torch.device('meta'): m = (create_model(model, in_chans=in_chans, **kwargs) if isinstance(model, str) else model()).eval()
+    with torch.device('meta'):
+        m = (create_model(model, in_chans=in_chans, **kwargs) if isinstance(model, str) else model()).eval()
     for o in m.modules():
-        if hasattr(o,'fused_attn'): o.fused_attn = False
-    with FlopCounterMode(display=False) as f, torch.no_grad(): m(torch.empty(1, in_chans, size, size, device='meta'))
-    n = {str(k):v for k,v in f.get_flop_counts()['Global'].items()}
-    products = sum(v for k,v in n.items() if 'bmm' in k)
-    return dict(params=sum(p.numel() for p in m.parameters())/1e6, layers=(sum(n.values())-products)/2e9, all=sum(n.values())/2e9)
+        if hasattr(o, 'fused_attn'):
+            o.fused_attn = False
+    with FlopCounterMode(display=False) as f, torch.no_grad():
+        m(torch.empty(1, in_chans, size, size, device='meta'))
+    n = {str(k): v for k, v in f.get_flop_counts()['Global'].items()}
+    products = sum(v for k, v in n.items() if 'bmm' in k)
+    return dict(
+        params=sum(p.numel() for p in m.parameters()) / 1e6,
+        layers=(sum(n.values()) - products) / 2e9,
+        all=sum(n.values()) / 2e9,
+    )

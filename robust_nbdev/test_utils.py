@@ -16,87 +16,118 @@ from fastai.callback.progress import ProgressCallback
 # %% ../nbs/97_test_utils.ipynb #2e78fa4a
 @delegates(timm.create_model)
 def tiny_vit(
-    size:int=28, # Image size in pixels
-    patch:int=7, # Patch size in pixels
-    in_chans:int=1, # Channels
-    num_classes:int=10, # Classes
-    embed_dim:int=32, # Width
-    depth:int=2, # Blocks
-    num_heads:int=2, # Heads
-    seed:int=0, # Of the weights; the global random state is left as it was
-    **kw # For `timm.create_model`
-)->Normalized: # In evaluation mode
+    size: int = 28,  # Image size in pixels
+    patch: int = 7,  # Patch size in pixels
+    in_chans: int = 1,  # Channels
+    num_classes: int = 10,  # Classes
+    embed_dim: int = 32,  # Width
+    depth: int = 2,  # Blocks
+    num_heads: int = 2,  # Heads
+    seed: int = 0,  # Of the weights; the global random state is left as it was
+    **kw,  # For `timm.create_model`
+) -> Normalized:  # In evaluation mode
     "A ViT small enough for a test, random weights, inside `Normalized`"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        m = timm.create_model('vit_tiny_patch16_224', img_size=size, patch_size=patch, in_chans=in_chans, num_classes=num_classes, embed_dim=embed_dim, depth=depth, num_heads=num_heads, **kw)
-    return Normalized(m, mean=[.5]*in_chans, std=[.5]*in_chans).eval()
+        m = timm.create_model(
+            'vit_tiny_patch16_224',
+            img_size=size,
+            patch_size=patch,
+            in_chans=in_chans,
+            num_classes=num_classes,
+            embed_dim=embed_dim,
+            depth=depth,
+            num_heads=num_heads,
+            **kw,
+        )
+    return Normalized(m, mean=[0.5] * in_chans, std=[0.5] * in_chans).eval()
 
 # %% ../nbs/97_test_utils.ipynb #ed0b1edf
 def synth_dls(
-    n:int=64, # Training images; a quarter of it for validation
-    size:int=28, # Image size in pixels
-    bs:int=16, # Batch size
-    classes:int=4, # Number of classes
-    seed:int=0, # Of the images
-)->DataLoaders: # Images [bs,1,size,size], labels [bs]
+    n: int = 64,  # Training images; a quarter of it for validation
+    size: int = 28,  # Image size in pixels
+    bs: int = 16,  # Batch size
+    classes: int = 4,  # Number of classes
+    seed: int = 0,  # Of the images
+) -> DataLoaders:  # Images [bs,1,size,size], labels [bs]
     "Grey images in [0,1] whose class is the quarter of the image that is bright: learnable in seconds"
-    g,h = torch.Generator().manual_seed(seed),size//2
+    g, h = torch.Generator().manual_seed(seed), size // 2
+
     def items(n):
-        x,y = torch.rand(n, 1, size, size, generator=g)*.3,torch.randint(0, classes, (n,), generator=g)
-        for o,c in zip(x,y): o[:, h*(c//2%2):h*(c//2%2)+h, h*(c%2):h*(c%2)+h] += .6
-        return [(TensorImageBW(o), TensorCategory(c)) for o,c in zip(x,y)]
-    dls = DataLoaders.from_dsets(items(n), items(max(n//4,bs)), bs=bs, device='cpu')
+        x, y = torch.rand(n, 1, size, size, generator=g) * 0.3, torch.randint(0, classes, (n,), generator=g)
+        for o, c in zip(x, y):
+            o[:, h * (c // 2 % 2) : h * (c // 2 % 2) + h, h * (c % 2) : h * (c % 2) + h] += 0.6
+        return [(TensorImageBW(o), TensorCategory(c)) for o, c in zip(x, y)]
+
+    dls = DataLoaders.from_dsets(items(n), items(max(n // 4, bs)), bs=bs, device='cpu')
     dls.train.rng = random.Random(seed)
-    dls.vocab,dls.c = [f'quarter {i}' for i in range(classes)],classes
+    dls.vocab, dls.c = [f'quarter {i}' for i in range(classes)], classes
     return dls
 
 # %% ../nbs/97_test_utils.ipynb #ab0e36c9
 def synth_learner(
-    cbs=None, # Callbacks
-    model:nn.Module=None, # None: a `tiny_vit`
-    seed:int=0, # Of everything
-    bar:bool=False, # Show progress bars and print the epochs
-    loss_func=None, # None: fastai's flattened cross-entropy
-    dls:DataLoaders=None, # None: `synth_dls()`
-    **kw # For `Learner`
-)->Learner: # Before its first fit
+    cbs=None,  # Callbacks
+    model: nn.Module = None,  # None: a `tiny_vit`
+    seed: int = 0,  # Of everything
+    bar: bool = False,  # Show progress bars and print the epochs
+    loss_func=None,  # None: fastai's flattened cross-entropy
+    dls: DataLoaders = None,  # None: `synth_dls()`
+    **kw,  # For `Learner`
+) -> Learner:  # Before its first fit
     "A Learner that trains in a second, silently"
     set_seed(seed, reproducible=True)
-    learn = Learner(dls or synth_dls(), model or tiny_vit(num_classes=4, seed=seed), loss_func=loss_func or CrossEntropyLossFlat(), cbs=cbs, **kw)
+    learn = Learner(
+        dls or synth_dls(),
+        model or tiny_vit(num_classes=4, seed=seed),
+        loss_func=loss_func or CrossEntropyLossFlat(),
+        cbs=cbs,
+        **kw,
+    )
     if not bar:
         learn.logger = noop
-        if hasattr(learn, 'progress'): learn.remove_cb(ProgressCallback)
+        if hasattr(learn, 'progress'):
+            learn.remove_cb(ProgressCallback)
     return learn
 
 # %% ../nbs/97_test_utils.ipynb #8e1d77a6
 class GetGrads(Callback):
     "Keep the gradient of every real optimiser step, flattened, in `grads`"
+
     order = 9
+
     def before_fit(self):
         "Forget the gradients of the last fit"
         self.grads = []
+
     def before_step(self):
         "Keep a copy of the gradients, all in one vector"
         self.grads.append(torch.cat([p.grad.flatten().clone() for p in self.model.parameters() if p.grad is not None]))
 
+
 def state_of(
-    model:nn.Module, # Any model
-)->tuple: # Compares with `==`
+    model: nn.Module,  # Any model
+) -> tuple:  # Compares with `==`
     "Everything about a model that an attack must leave alone: modes, requires_grad, grads, hooks, weights"
-    return ([m.training for m in model.modules()], [(p.requires_grad, p.grad is None) for p in model.parameters()],
-        [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()], {k:v.sum().item() for k,v in model.state_dict().items()})
+    return (
+        [m.training for m in model.modules()],
+        [(p.requires_grad, p.grad is None) for p in model.parameters()],
+        [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()],
+        {k: v.sum().item() for k, v in model.state_dict().items()},
+    )
 
 # %% ../nbs/97_test_utils.ipynb #1f0a9c3e
 class HalfPrecision(MixedPrecision):
     "fastai's mixed precision on the CPU, where fastai asks for CUDA by name; in float16 with a scaler that scales"
-    def __init__(self,
-        dtype=torch.float16, # Of the matrix products: torch.float16 or torch.bfloat16
-        scale:float=2.**10, # What the loss is multiplied by at first; with bfloat16 there is no scaling
+
+    def __init__(
+        self,
+        dtype=torch.float16,  # Of the matrix products: torch.float16 or torch.bfloat16
+        scale: float = 2.0**10,  # What the loss is multiplied by at first; with bfloat16 there is no scaling
     ):
         super().__init__()
-        self.dtype,self.scale = dtype,scale
+        self.dtype, self.scale = dtype, scale
+
     def before_fit(self):
         "Make the scope and the scaler"
-        self.autocast,self.scales = torch.autocast('cpu', dtype=self.dtype),L()
-        self.learn.scaler = torch.amp.GradScaler('cpu', init_scale=self.scale, enabled=self.dtype==torch.float16)
+        self.autocast, self.scales = torch.autocast('cpu', dtype=self.dtype), L()
+        self.learn.scaler = torch.amp.GradScaler('cpu', init_scale=self.scale, enabled=self.dtype == torch.float16)

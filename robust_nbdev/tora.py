@@ -26,485 +26,642 @@ from fastai.vision.core import show_image
 # %% ../nbs/03_tora.ipynb #d92c5a2a
 class Adapter(nn.Module):
     "What a bottleneck adds to each token, `W_up relu(W_down x)`: nothing, at the start"
-    def __init__(self,
-        dim:int, # Length D of the tokens
-        d:int, # Width of the bottleneck
+
+    def __init__(
+        self,
+        dim: int,  # Length D of the tokens
+        d: int,  # Width of the bottleneck
     ):
         super().__init__()
-        self.down,self.up = nn.Linear(dim, d),nn.Linear(d, dim)
-        nn.init.zeros_(self.up.weight); nn.init.zeros_(self.up.bias)
-    def forward(self,
-        x:Tensor, # Tokens [B,N,D]
-    )->Tensor: # What it adds [B,N,D]
+        self.down, self.up = nn.Linear(dim, d), nn.Linear(d, dim)
+        nn.init.zeros_(self.up.weight)
+        nn.init.zeros_(self.up.bias)
+
+    def forward(
+        self,
+        x: Tensor,  # Tokens [B,N,D]
+    ) -> Tensor:  # What it adds [B,N,D]
         "Down, ReLU, up"
         return self.up(F.relu(self.down(x)))
 
 # %% ../nbs/03_tora.ipynb #09d9a5cd
-_GATES = ('adapter','key','both','diagonal')
+_GATES = ('adapter', 'key', 'both', 'diagonal')
+
+
 def _rows(x, n):
     "[B,N,D] as [B,n,D]: where there are two class tokens in the sequence, both see the first row"
-    return x if x.shape[1]==n else torch.cat([x[:,:1], x], 1)
+    return x if x.shape[1] == n else torch.cat([x[:, :1], x], 1)
+
 
 class Gate(nn.Module):
     "Attention-based fusion of what two adapters add to the tokens"
-    def __init__(self,
-        dim:int, # Length D of the tokens
-        how:str='adapter', # Softmax over the two adapters, over the `'key'`s of each, over `'both'`, or over the adapters of each token alone (`'diagonal'`)
-        folded:bool=False, # Compute `'adapter'` from differences, with one score matrix and one sum? The same numbers, less work
+
+    def __init__(
+        self,
+        dim: int,  # Length D of the tokens
+        # Softmax over the two adapters, over the `'key'`s of each, over `'both'`, or over the adapters of each token
+        # alone (`'diagonal'`)
+        how: str = 'adapter',
+        # Compute `'adapter'` from differences, with one score matrix and one sum? The same numbers, less work
+        folded: bool = False,
     ):
         super().__init__()
-        if how not in _GATES: raise ValueError(f'gate must be one of {list(_GATES)}, got {how!r}')
-        if folded and how!='adapter': raise ValueError(f"folded works for gate='adapter' alone, got {how!r}")
-        self.how,self.folded = how,folded
-        self.q,self.k,self.v = [nn.Linear(dim, dim, bias=False) for _ in range(3)]
+        if how not in _GATES:
+            raise ValueError(f'gate must be one of {list(_GATES)}, got {how!r}')
+        if folded and how != 'adapter':
+            raise ValueError(f"folded works for gate='adapter' alone, got {how!r}")
+        self.how, self.folded = how, folded
+        self.q, self.k, self.v = [nn.Linear(dim, dim, bias=False) for _ in range(3)]
         nn.init.eye_(self.v.weight)
-    def extra_repr(self): return f'how={self.how!r}'+', folded=True'*self.folded
+
+    def extra_repr(self):
+        return f'how={self.how!r}' + ', folded=True' * self.folded
 
 # %% ../nbs/03_tora.ipynb #c828d2ce
 @patch
-def weights(self:Gate,
-    z:Tensor, # The block's tokens [B,T,D]
-    a:Tensor, # Features of the accuracy adapter [B,N,D]
-    r:Tensor, # Features of the robustness adapter [B,N,D]
-)->Tensor: # [B,2,T,N]; [B,2,T,1] for `'diagonal'`
+def weights(
+    self: Gate,
+    z: Tensor,  # The block's tokens [B,T,D]
+    a: Tensor,  # Features of the accuracy adapter [B,N,D]
+    r: Tensor,  # Features of the robustness adapter [B,N,D]
+) -> Tensor:  # [B,2,T,N]; [B,2,T,1] for `'diagonal'`
     "How much each token takes from each token of both adapters"
-    q,ka,kr = self.q(z)*z.shape[-1]**-.5,self.k(a),self.k(r)
-    if self.how=='adapter': g = (q@(ka-kr).mT).sigmoid(); return torch.stack([g, 1-g], 1)
-    if self.how=='diagonal': g = (q*_rows(ka-kr, q.shape[1])).sum(-1, keepdim=True).sigmoid(); return torch.stack([g, 1-g], 1)
-    s = torch.stack([q@ka.mT, q@kr.mT], 1)
-    if self.how=='key': return s.softmax(-1)
-    return s.transpose(1,2).flatten(2).softmax(-1).unflatten(2, (2,-1)).transpose(1,2)
+    q, ka, kr = self.q(z) * z.shape[-1] ** -0.5, self.k(a), self.k(r)
+    if self.how == 'adapter':
+        g = (q @ (ka - kr).mT).sigmoid()
+        return torch.stack([g, 1 - g], 1)
+    if self.how == 'diagonal':
+        g = (q * _rows(ka - kr, q.shape[1])).sum(-1, keepdim=True).sigmoid()
+        return torch.stack([g, 1 - g], 1)
+    s = torch.stack([q @ ka.mT, q @ kr.mT], 1)
+    if self.how == 'key':
+        return s.softmax(-1)
+    return s.transpose(1, 2).flatten(2).softmax(-1).unflatten(2, (2, -1)).transpose(1, 2)
 
 # %% ../nbs/03_tora.ipynb #c2171bee
 def _fold(gate, z, a, r, da, dr):
     "The adapter-wise fusion as `(G V(da-dr) + sum of V(dr)) / N`"
-    g = ((gate.q(z)*z.shape[-1]**-.5)@gate.k(a-r).mT).sigmoid()
-    return (g@gate.v(da-dr)+gate.v(dr.sum(1, keepdim=True)))/da.shape[1]
+    g = ((gate.q(z) * z.shape[-1] ** -0.5) @ gate.k(a - r).mT).sigmoid()
+    return (g @ gate.v(da - dr) + gate.v(dr.sum(1, keepdim=True))) / da.shape[1]
+
 
 @patch
-def forward(self:Gate,
-    z:Tensor, # The block's tokens [B,T,D]
-    a:Tensor, # Features of the accuracy adapter [B,N,D]
-    r:Tensor, # Features of the robustness adapter [B,N,D]
-    da:Tensor, # What the accuracy adapter adds [B,N,D]
-    dr:Tensor, # What the robustness adapter adds [B,N,D]
-)->Tensor: # [B,T,D]
+def forward(
+    self: Gate,
+    z: Tensor,  # The block's tokens [B,T,D]
+    a: Tensor,  # Features of the accuracy adapter [B,N,D]
+    r: Tensor,  # Features of the robustness adapter [B,N,D]
+    da: Tensor,  # What the accuracy adapter adds [B,N,D]
+    dr: Tensor,  # What the robustness adapter adds [B,N,D]
+) -> Tensor:  # [B,T,D]
     "What goes to the tokens"
-    if self.folded: return _fold(self, z, a, r, da, dr)
-    g,va,vr = self.weights(z, a, r),self.v(da),self.v(dr)
-    if self.how=='diagonal': return g[:,0]*_rows(va, z.shape[1])+g[:,1]*_rows(vr, z.shape[1])
-    return (g[:,0]@va+g[:,1]@vr)/{'adapter':da.shape[1], 'key':2, 'both':1}[self.how]
+    if self.folded:
+        return _fold(self, z, a, r, da, dr)
+    g, va, vr = self.weights(z, a, r), self.v(da), self.v(dr)
+    if self.how == 'diagonal':
+        return g[:, 0] * _rows(va, z.shape[1]) + g[:, 1] * _rows(vr, z.shape[1])
+    return (g[:, 0] @ va + g[:, 1] @ vr) / {'adapter': da.shape[1], 'key': 2, 'both': 1}[self.how]
 
 # %% ../nbs/03_tora.ipynb #fbaa55e8
 class Branches(nn.Module):
     "The adapters behind one block, and the gate between them: `z + fused`"
-    def __init__(self,
-        dim:int, # Length D of the tokens
-        d:int, # Width of the bottlenecks
-        sides=('acc','rob'), # Names of the adapters: two with a gate, or one alone
-        split:bool=True, # Are there two class tokens in the sequence, one for each adapter?
-        **gate, # For `Gate`
+
+    def __init__(
+        self,
+        dim: int,  # Length D of the tokens
+        d: int,  # Width of the bottlenecks
+        sides=('acc', 'rob'),  # Names of the adapters: two with a gate, or one alone
+        split: bool = True,  # Are there two class tokens in the sequence, one for each adapter?
+        **gate,  # For `Gate`
     ):
         super().__init__()
-        self.sides,self.split = nn.ModuleDict({o:Adapter(dim, d) for o in sides}),split
-        self.gate = Gate(dim, **gate) if len(sides)==2 else None
+        self.sides, self.split = nn.ModuleDict({o: Adapter(dim, d) for o in sides}), split
+        self.gate = Gate(dim, **gate) if len(sides) == 2 else None
 
-    def forward(self,
-        z:Tensor, # The block's tokens [B,T,D]
-    )->Tensor: # Tokens [B,T,D]
+    def forward(
+        self,
+        z: Tensor,  # The block's tokens [B,T,D]
+    ) -> Tensor:  # Tokens [B,T,D]
         "Add what the adapters say, weighted by the gate"
-        xs = [torch.cat([z[:,:1], z[:,2:]], 1),z[:,1:]] if self.split else [z]*len(self.sides)
-        ds = [a(x) for a,x in zip(self.sides.values(), xs)]
-        return z+ds[0] if self.gate is None else z+self.gate(z, *[x+d for x,d in zip(xs,ds)], *ds)
+        xs = [torch.cat([z[:, :1], z[:, 2:]], 1), z[:, 1:]] if self.split else [z] * len(self.sides)
+        ds = [a(x) for a, x in zip(self.sides.values(), xs)]
+        return z + ds[0] if self.gate is None else z + self.gate(z, *[x + d for x, d in zip(xs, ds)], *ds)
 
 # %% ../nbs/03_tora.ipynb #45a15324
 class ToraHeads(nn.Module):
     "The heads, what was added to the class token, and which head speaks"
+
     out = train_out = 'joint'
-    def __init__(self,
-        m:nn.Module, # The timm ViT whose head is copied
-        sides=('acc','rob'), # Names of the heads
-        split:bool=True, # A class token for each?
-        about:dict=None, # How the model was made, for `save_adapters`
+
+    def __init__(
+        self,
+        m: nn.Module,  # The timm ViT whose head is copied
+        sides=('acc', 'rob'),  # Names of the heads
+        split: bool = True,  # A class token for each?
+        about: dict = None,  # How the model was made, for `save_adapters`
     ):
         super().__init__()
-        self.heads = nn.ModuleDict({o:deepcopy(m.head) for o in sides})
-        self.shift = nn.ParameterDict({o:nn.Parameter(torch.zeros_like(m.cls_token[0])) for o in sides}) if split else None
-        self.about,self.flags = about,{n:p.requires_grad for n,p in m.named_parameters()}
-    def no_weight_decay(self)->set: # Patterns of names
+        self.heads = nn.ModuleDict({o: deepcopy(m.head) for o in sides})
+        self.shift = (
+            nn.ParameterDict({o: nn.Parameter(torch.zeros_like(m.cls_token[0])) for o in sides}) if split else None
+        )
+        self.about, self.flags = about, {n: p.requires_grad for n, p in m.named_parameters()}
+
+    def no_weight_decay(self) -> set:  # Patterns of names
         "The shifts of the class tokens get no weight decay"
         return {'shift.*'}
+
     @property
     def says(self):
         "The head that speaks: one in training, maybe another in evaluation"
         return self.train_out if self.training else self.out
-    def extra_repr(self): return ', '.join(f'{k}={v!r}' for k,v in (self.about or {}).items())
+
+    def extra_repr(self):
+        return ', '.join(f'{k}={v!r}' for k, v in (self.about or {}).items())
 
 # %% ../nbs/03_tora.ipynb #fbb36791
 @patch
-def start(self:ToraHeads,
-    blk:nn.Module, # The block
-    args:tuple, # Its inputs
-)->tuple: # Its inputs, the tokens [B,N+1,D] first
+def start(
+    self: ToraHeads,
+    blk: nn.Module,  # The block
+    args: tuple,  # Its inputs
+) -> tuple:  # Its inputs, the tokens [B,N+1,D] first
     "Before the first block: the class token becomes [ACC] and [ROB]"
     x = args[0] if type(args[0]) is Tensor else args[0].as_subclass(Tensor)
-    return torch.cat([*[x[:,:1]+o for o in self.shift.values()], x[:,1:]], 1),*args[1:]
+    return torch.cat([*[x[:, :1] + o for o in self.shift.values()], x[:, 1:]], 1), *args[1:]
+
 
 @patch
-def once(self:ToraHeads,
-    blk:nn.Module, # The block
-    args:tuple, # Its inputs
-    kw:dict, # Its named inputs
-)->tuple: # Inputs and named inputs, with a mask for the attention
+def once(
+    self: ToraHeads,
+    blk: nn.Module,  # The block
+    args: tuple,  # Its inputs
+    kw: dict,  # Its named inputs
+) -> tuple:  # Inputs and named inputs, with a mask for the attention
     "Before each block: as keys, the two class tokens together weigh what one did; on top of a mask that was given"
-    n,mask = args[0].shape[1],kw.get('attn_mask')
-    bias = args[0].new_zeros(n); bias[:2] = -math.log(2)
-    bias = bias.expand(1,1,n,n)
-    if mask is not None: bias = torch.where(mask, bias, -math.inf) if mask.dtype==torch.bool else bias+mask
-    return args,{**kw, 'attn_mask':bias}
+    n, mask = args[0].shape[1], kw.get('attn_mask')
+    bias = args[0].new_zeros(n)
+    bias[:2] = -math.log(2)
+    bias = bias.expand(1, 1, n, n)
+    if mask is not None:
+        bias = torch.where(mask, bias, -math.inf) if mask.dtype == torch.bool else bias + mask
+    return args, {**kw, 'attn_mask': bias}
+
 
 @patch
-def token(self:ToraHeads,
-    side:str, # One of the `heads`
-)->int: # Its position in the sequence
+def token(
+    self: ToraHeads,
+    side: str,  # One of the `heads`
+) -> int:  # Its position in the sequence
     "Which class token a head reads"
     return 0 if self.shift is None else list(self.heads).index(side)
 
+
 @patch
-def logits(self:ToraHeads,
-    m:nn.Module, # The transformer
-    f:Tensor, # Tokens after the last norm [B,N,D]
-)->Tensor: # Logits [B,classes]
+def logits(
+    self: ToraHeads,
+    m: nn.Module,  # The transformer
+    f: Tensor,  # Tokens after the last norm [B,N,D]
+) -> Tensor:  # Logits [B,classes]
     "The logits of the head that speaks, or the mean of all"
     who = [self.says] if self.says in self.heads else list(self.heads)
-    zs = [self.heads[o](m.head_drop(m.fc_norm(f[:,self.token(o)]))) for o in who]
-    z = zs[0] if len(zs)==1 else sum(zs)/len(zs)
-    if self.training and num_distrib()>1 and len(zs)<len(self.heads):      # every process waits for a gradient of each
-        z = z+0*sum(p.sum() for p in self.heads.parameters() if p.requires_grad)
+    zs = [self.heads[o](m.head_drop(m.fc_norm(f[:, self.token(o)]))) for o in who]
+    z = zs[0] if len(zs) == 1 else sum(zs) / len(zs)
+    if self.training and num_distrib() > 1 and len(zs) < len(self.heads):  # every process waits for a gradient of each
+        z = z + 0 * sum(p.sum() for p in self.heads.parameters() if p.requires_grad)
     return z
 
 # %% ../nbs/03_tora.ipynb #69790e78
 def _twice(mask):
     "A mask for a sequence with one class token [...,N,N], made one for two [...,N+1,N+1]"
-    if mask is None: return None
-    for axis in (-2,-1):
-        if mask.shape[axis]>1: mask = torch.cat([mask.narrow(axis, 0, 1), mask], axis)
+    if mask is None:
+        return None
+    for axis in (-2, -1):
+        if mask.shape[axis] > 1:
+            mask = torch.cat([mask.narrow(axis, 0, 1), mask], axis)
     return mask
+
 
 class ToraModel(Seam):
     "A timm ViT with TORA's parts: its heads answer, in `forward` as in `forward_head`"
+
     @property
     def added_prefix(self):
         "How many class tokens were added"
         return int(self.tora.shift is not None)
-    def mask(self,
-        attn_mask:Tensor|None, # For the model's own N tokens [...,N,N]
-        kw:dict, # The other arguments
-    )->Tensor|None: # For those that are there
+
+    def mask(
+        self,
+        attn_mask: Tensor | None,  # For the model's own N tokens [...,N,N]
+        kw: dict,  # The other arguments
+    ) -> Tensor | None:  # For those that are there
         "Whoever attends to the class token, or is attended to by it, does so with both"
-        if not self.added_prefix: return attn_mask
-        if kw.get('is_causal'): raise ValueError('is_causal does not say what two class tokens see: give attn_mask')
+        if not self.added_prefix:
+            return attn_mask
+        if kw.get('is_causal'):
+            raise ValueError('is_causal does not say what two class tokens see: give attn_mask')
         return _twice(attn_mask)
-    def train(self,
-        mode:bool=True, # Training mode? Else evaluation mode
-    )->nn.Module: # `self`
+
+    def train(
+        self,
+        mode: bool = True,  # Training mode? Else evaluation mode
+    ) -> nn.Module:  # `self`
         "Training mode for what trains: the frozen backbone stays in evaluation mode, see `still`"
         super().train(mode)
-        if not mode: return self
+        if not mode:
+            return self
         still(self)
-        self.tora.train()       # `says` asks for the mode, also while the heads are fixed
+        self.tora.train()  # `says` asks for the mode, also while the heads are fixed
         return self
-    def forward_features(self,
-        x:Tensor, # Images [B,C,H,W]
-        attn_mask:Tensor=None, # For the attention between the model's own N tokens [...,N,N]
-        **kw # As timm's
-    )->Tensor: # Tokens [B,N,D], two class tokens first where there are two
+
+    def forward_features(
+        self,
+        x: Tensor,  # Images [B,C,H,W]
+        attn_mask: Tensor = None,  # For the attention between the model's own N tokens [...,N,N]
+        **kw,  # As timm's
+    ) -> Tensor:  # Tokens [B,N,D], two class tokens first where there are two
         "The tokens after the last norm"
         mask = self.mask(attn_mask, kw)
         return super().forward_features(x, **({} if mask is None else dict(attn_mask=mask)), **kw)
-    def forward_intermediates(self,
-        *args, # As timm's
-        **kw # As timm's
-    )->object: # As timm's
+
+    def forward_intermediates(
+        self,
+        *args,  # As timm's
+        **kw,  # As timm's
+    ) -> object:  # As timm's
         "As timm's; raises ValueError where there are two class tokens, which it cannot count"
         if self.added_prefix:
-            raise ValueError('forward_intermediates counts one class token, and there are two: use '
-                'block_outputs(model, x)')
+            raise ValueError(
+                'forward_intermediates counts one class token, and there are two: use block_outputs(model, x)'
+            )
         return super().forward_intermediates(*args, **kw)
-    def forward_head(self,
-        x:Tensor, # What `forward_features` returns [B,N,D]
-        pre_logits:bool=False, # The class token instead of logits?
-    )->Tensor: # Logits [B,classes], or [B,D]
+
+    def forward_head(
+        self,
+        x: Tensor,  # What `forward_features` returns [B,N,D]
+        pre_logits: bool = False,  # The class token instead of logits?
+    ) -> Tensor:  # Logits [B,classes], or [B,D]
         "The answer of the head that speaks"
         t = self.tora
-        if not pre_logits: return t.logits(self, x)
+        if not pre_logits:
+            return t.logits(self, x)
         if t.says not in t.heads and self.added_prefix:
-            raise ValueError("each head has a class token of its own: say whose, with use_head(model, 'acc') or "
-                "'rob'")
-        return self.head_drop(self.fc_norm(x[:,t.token(t.says) if t.says in t.heads else 0]))
+            raise ValueError("each head has a class token of its own: say whose, with use_head(model, 'acc') or 'rob'")
+        return self.head_drop(self.fc_norm(x[:, t.token(t.says) if t.says in t.heads else 0]))
+
     def __setattr__(self, name, value):
-        if name=='head' and 'tora' in self._modules:
-            raise ValueError('the heads that answer are copies of the one that would change: remove_tora(model), '
-                'change the head, and begin again')
+        if name == 'head' and 'tora' in self._modules:
+            raise ValueError(
+                'the heads that answer are copies of the one that would change: remove_tora(model), '
+                'change the head, and begin again'
+            )
         super().__setattr__(name, value)
-    def get_classifier(self)->nn.ModuleDict: # By side
+
+    def get_classifier(self) -> nn.ModuleDict:  # By side
         "The heads that answer"
         return self.tora.heads
-    def reset_classifier(self,
-        *args, # Not taken
-        **kw # Not taken
+
+    def reset_classifier(
+        self,
+        *args,  # Not taken
+        **kw,  # Not taken
     ):
         "Raises ValueError: the heads are copies of the one that would change"
-        raise ValueError('the heads that answer are copies of the one that would change: remove_tora(model), '
-            'reset_classifier, and begin again')
+        raise ValueError(
+            'the heads that answer are copies of the one that would change: remove_tora(model), '
+            'reset_classifier, and begin again'
+        )
 
 # %% ../nbs/03_tora.ipynb #69e7de4d
 def _check_backbone(m, model):
     if is_compiled(model):
-        raise ValueError('compiled code does not see new parts: give the model its adapters first, then '
-            'torch.compile')
+        raise ValueError('compiled code does not see new parts: give the model its adapters first, then torch.compile')
     vit = isinstance(m, VisionTransformer)
-    if not vit or getattr(m,'cls_token',None) is None:
-        what = type(m).__name__+' without one'*vit
+    if not vit or getattr(m, 'cls_token', None) is None:
+        what = type(m).__name__ + ' without one' * vit
         raise TypeError(f'TORA works on the class token of a timm VisionTransformer, got {what}')
-    if hasattr(m,'head_dist') or m.global_pool!='token' or not hasattr(m.head,'weight'):
-        raise ValueError("TORA needs one head that reads the class token: a model with global_pool='token' and "
-            f"num_classes>0, got global_pool={m.global_pool!r} and {type(m.head).__name__}")
-    if hasattr(m,'tora') or hasattr(m,'adapters') or hasattr(m,'extra_tokens'):
-        raise ValueError('the model has adapters or extra tokens already: remove_tora(model), '
-            'remove_adapters(model) or remove_tokens(model) first')
+    if hasattr(m, 'head_dist') or m.global_pool != 'token' or not hasattr(m.head, 'weight'):
+        raise ValueError(
+            "TORA needs one head that reads the class token: a model with global_pool='token' and "
+            f"num_classes>0, got global_pool={m.global_pool!r} and {type(m.head).__name__}"
+        )
+    if hasattr(m, 'tora') or hasattr(m, 'adapters') or hasattr(m, 'extra_tokens'):
+        raise ValueError(
+            'the model has adapters or extra tokens already: remove_tora(model), '
+            'remove_adapters(model) or remove_tokens(model) first'
+        )
     if not all('attn_mask' in inspect.signature(b.forward).parameters for b in m.blocks):
         raise TypeError(f'{type(m.blocks[0]).__name__} takes no attn_mask, which two class tokens need')
 
+
 def _build(model, method, sides, d=None, split=False, adapters=True, how='adapter', folded=False):
-    m = unwrap(model); _check_backbone(m, model)
-    d = ifnone(d, max(m.embed_dim//16, 1))
-    if d!=int(d) or d<1: raise ValueError(f'd, the width of the adapters, must be a whole number >= 1, got {d}')
+    m = unwrap(model)
+    _check_backbone(m, model)
+    d = ifnone(d, max(m.embed_dim // 16, 1))
+    if d != int(d) or d < 1:
+        raise ValueError(f'd, the width of the adapters, must be a whole number >= 1, got {d}')
     about = dict(method=method, d=int(d), gate=how, folded=folded)
     t = ToraHeads(m, sides, split, about).to(m.head.weight).train(m.training)
-    if adapters: add_after_mlp(model, lambda dim: Branches(dim, int(d), sides, split, how=how, folded=folded))
-    for n in t.flags: m.get_parameter(n).requires_grad_(False)
+    if adapters:
+        add_after_mlp(model, lambda dim: Branches(dim, int(d), sides, split, how=how, folded=folded))
+    for n in t.flags:
+        m.get_parameter(n).requires_grad_(False)
     add_part(m, 'tora', t.requires_grad_(True), ToraModel)
-    if not split: return model
+    if not split:
+        return model
     hook_part(m, 'tora', m.blocks[0], ToraHeads.start, pre=True)
-    for b in m.blocks: hook_part(m, 'tora', b, ToraHeads.once, pre=True, with_kwargs=True)
+    for b in m.blocks:
+        hook_part(m, 'tora', b, ToraHeads.once, pre=True, with_kwargs=True)
     return model
 
 # %% ../nbs/03_tora.ipynb #bc24d54d
 def tora_vit(
-    model, # A timm ViT with a class token, maybe inside `Normalized`, changed in place; or the name of one, made inside `Normalized`
-    d:int=None, # Width of the adapters; None: D//16
-    gate:str='adapter', # Where the softmax of the gate runs: `'adapter'`, `'key'`, `'both'` or `'diagonal'`
-    folded:bool=False, # Compute the gate from differences, see `Gate`
-    pretrained:bool=True, # For a name: fetch its weights?
-    **kwargs, # For a name: more for `timm.create_model`
-)->nn.Module: # The model; its backbone does not train any more
+    # A timm ViT with a class token, maybe inside `Normalized`, changed in place; or the name of one, made inside
+    # `Normalized`
+    model,
+    d: int = None,  # Width of the adapters; None: D//16
+    gate: str = 'adapter',  # Where the softmax of the gate runs: `'adapter'`, `'key'`, `'both'` or `'diagonal'`
+    folded: bool = False,  # Compute the gate from differences, see `Gate`
+    pretrained: bool = True,  # For a name: fetch its weights?
+    **kwargs,  # For a name: more for `timm.create_model`
+) -> nn.Module:  # The model; its backbone does not train any more
     "Two adapters and a gate behind each block, two class tokens, two heads: at first the pretrained model itself"
-    if isinstance(model, str): model = Normalized(timm.create_model(model, pretrained=pretrained, **kwargs))
-    elif kwargs: raise TypeError(f'{", ".join(kwargs)}: for a model that is made from its name alone')
-    return _build(model, 'tora', ('acc','rob'), d, split=True, how=gate, folded=folded)
+    if isinstance(model, str):
+        model = Normalized(timm.create_model(model, pretrained=pretrained, **kwargs))
+    elif kwargs:
+        raise TypeError(f'{", ".join(kwargs)}: for a model that is made from its name alone')
+    return _build(model, 'tora', ('acc', 'rob'), d, split=True, how=gate, folded=folded)
+
 
 def adapter_fusion(
-    model, # As for `tora_vit`, but a model
-    d:int=None, # Width of the adapters; None: D//16
-)->nn.Module: # The model
+    model,  # As for `tora_vit`, but a model
+    d: int = None,  # Width of the adapters; None: D//16
+) -> nn.Module:  # The model
     "AdapterFusion (Pfeiffer et al., 2021): two adapters, gated token by token, one class token read by two heads"
-    return _build(model, 'adapter_fusion', ('acc','rob'), d, how='diagonal')
+    return _build(model, 'adapter_fusion', ('acc', 'rob'), d, how='diagonal')
+
 
 def single_adapter(
-    model, # As for `tora_vit`, but a model
-    d:int=None, # Width of the adapter; None: D//16
-)->nn.Module: # The model
+    model,  # As for `tora_vit`, but a model
+    d: int = None,  # Width of the adapter; None: D//16
+) -> nn.Module:  # The model
     "One adapter behind each block, one head"
     return _build(model, 'single_adapter', ('one',), d)
 
+
 def head_only(
-    model, # As for `tora_vit`, but a model
-)->nn.Module: # The model
+    model,  # As for `tora_vit`, but a model
+) -> nn.Module:  # The model
     "Two heads on the frozen backbone, and nothing else"
-    return _build(model, 'head_only', ('acc','rob'), 1, adapters=False)
+    return _build(model, 'head_only', ('acc', 'rob'), 1, adapters=False)
 
 # %% ../nbs/03_tora.ipynb #5ab491c9
 def remove_tora(
-    model:nn.Module, # A model after one of the functions above; changed in place
-)->nn.Module: # `model`, as it was
+    model: nn.Module,  # A model after one of the functions above; changed in place
+) -> nn.Module:  # `model`, as it was
     "Undo `tora_vit` and its relatives"
     m = unwrap(model)
-    if not hasattr(m,'tora'): raise ValueError(f'this {type(m).__name__} has no TORA parts: nothing to remove')
+    if not hasattr(m, 'tora'):
+        raise ValueError(f'this {type(m).__name__} has no TORA parts: nothing to remove')
     flags = m.tora.flags
-    if hasattr(m,'adapters'): remove_adapters(model)
+    if hasattr(m, 'adapters'):
+        remove_adapters(model)
     drop_part(m, 'tora')
-    for n,p in m.named_parameters(): p.requires_grad_(flags.get(n, p.requires_grad))
+    for n, p in m.named_parameters():
+        p.requires_grad_(flags.get(n, p.requires_grad))
     return model
 
 # %% ../nbs/03_tora.ipynb #01bb8970
 def _heads(model):
     t = getattr(unwrap(model), 'tora', None)
-    if t is None: raise ValueError(f'{type(unwrap(model)).__name__} has no TORA parts: tora_vit(model) first')
+    if t is None:
+        raise ValueError(f'{type(unwrap(model)).__name__} has no TORA parts: tora_vit(model) first')
     return t
+
 
 @contextmanager
 def use_head(
-    model:nn.Module, # A model after `tora_vit` or one of its relatives
-    out:str, # `'acc'`, `'rob'` or `'joint'`
-)->Iterator: # Yields `model`
+    model: nn.Module,  # A model after `tora_vit` or one of its relatives
+    out: str,  # `'acc'`, `'rob'` or `'joint'`
+) -> Iterator:  # Yields `model`
     "Inside, the model answers with this head"
     t = _heads(model)
-    if out not in (*t.heads,'joint'): raise ValueError(f'the model has the heads {[*t.heads,"joint"]}, got {out!r}')
-    was = t.out,t.train_out
-    try: t.out = t.train_out = out; yield model
-    finally: t.out,t.train_out = was
+    if out not in (*t.heads, 'joint'):
+        raise ValueError(f'the model has the heads {[*t.heads, "joint"]}, got {out!r}')
+    was = t.out, t.train_out
+    try:
+        t.out = t.train_out = out
+        yield model
+    finally:
+        t.out, t.train_out = was
+
 
 class OneHead(Wrapper):
     "`model` as one of its heads sees it: to attack it, or to judge it"
-    def __init__(self,
-        model:nn.Module, # See `use_head`
-        out:str, # See `use_head`
+
+    def __init__(
+        self,
+        model: nn.Module,  # See `use_head`
+        out: str,  # See `use_head`
     ):
         super().__init__(model)
         if two := first(o for o in model.modules() if isinstance(o, OneHead)):
-            raise ValueError(f'the model is a OneHead of {two.head_name!r} already, which would answer whatever '
-                'this one is asked')
+            raise ValueError(
+                f'the model is a OneHead of {two.head_name!r} already, which would answer whatever this one is asked'
+            )
         self.head_name = out
-        with use_head(model, out): pass
-    def forward(self,
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-    )->Tensor: # Logits [B,classes]
+        with use_head(model, out):
+            pass
+
+    def forward(
+        self,
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+    ) -> Tensor:  # Logits [B,classes]
         "Run the model, with this head alone"
-        with use_head(self.model, self.head_name): return self.model(x)
-    def extra_repr(self): return f'out={self.head_name!r}'
+        with use_head(self.model, self.head_name):
+            return self.model(x)
+
+    def extra_repr(self):
+        return f'out={self.head_name!r}'
 
 # %% ../nbs/03_tora.ipynb #e2dc322d
 def tora_parts(
-    model:nn.Module, # A model after `tora_vit` or one of its relatives
-)->dict: # Lists of parameters: one for each side (adapters, token, head), and `'gate'`
+    model: nn.Module,  # A model after `tora_vit` or one of its relatives
+) -> dict:  # Lists of parameters: one for each side (adapters, token, head), and `'gate'`
     "What was added to the backbone, by what trains it"
-    m = unwrap(model); t = _heads(model); bs = getattr(m,'adapters',[])
-    side = lambda o: [p for part in [*[b.sides[o] for b in bs], t.heads[o]] for p in part.parameters()]+([] if t.shift is None else [t.shift[o]])
-    return {**{o:side(o) for o in t.heads}, 'gate':[p for b in bs if b.gate is not None for p in b.gate.parameters()]}
+    m = unwrap(model)
+    t = _heads(model)
+    bs = getattr(m, 'adapters', [])
+    side = lambda o: (
+        [p for part in [*[b.sides[o] for b in bs], t.heads[o]] for p in part.parameters()]
+        + ([] if t.shift is None else [t.shift[o]])
+    )
+    return {**{o: side(o) for o in t.heads}, 'gate': [p for b in bs if b.gate is not None for p in b.gate.parameters()]}
+
 
 def tora_splitter(
-    model:nn.Module, # A model after `tora_vit` or one of its relatives
-)->L: # Groups of parameters: backbone; adapters, tokens and heads; gates, if there are any
+    model: nn.Module,  # A model after `tora_vit` or one of its relatives
+) -> L:  # Groups of parameters: backbone; adapters, tokens and heads; gates, if there are any
     "The splitter for a `Learner`"
-    parts = tora_parts(model); gate = parts.pop('gate')
-    new = [p for o in parts.values() for p in o]; ids = {id(p) for p in new+gate}
+    parts = tora_parts(model)
+    gate = parts.pop('gate')
+    new = [p for o in parts.values() for p in o]
+    ids = {id(p) for p in new + gate}
     return L(L(p for p in model.parameters() if id(p) not in ids), L(new), *([L(gate)] if gate else []))
 
+
 def tora_cost(
-    model:nn.Module, # Any model
-    x:Tensor, # One image [1,C,H,W]
-)->dict: # Parameters in all and those that train (millions), GFLOPs of one forward (a multiplication with its addition counts once)
+    model: nn.Module,  # Any model
+    x: Tensor,  # One image [1,C,H,W]
+) -> dict:  # Parameters in all and those that train (millions), GFLOPs of one forward (a multiplication with its addition counts once)
     "What the columns FLOPs and Params of the slides count"
-    attns = [(o,o.fused_attn) for o in model.modules() if hasattr(o,'fused_attn')]
+    attns = [(o, o.fused_attn) for o in model.modules() if hasattr(o, 'fused_attn')]
     try:
-        for o,_ in attns: o.fused_attn = False          # fused kernels are not counted everywhere
-        with attack_mode(model), torch.no_grad(), FlopCounterMode(display=False) as c: outputs(model, x)
+        for o, _ in attns:
+            o.fused_attn = False  # fused kernels are not counted everywhere
+        with attack_mode(model), torch.no_grad(), FlopCounterMode(display=False) as c:
+            outputs(model, x)
     finally:
-        for o,f in attns: o.fused_attn = f
+        for o, f in attns:
+            o.fused_attn = f
     ps = list(model.parameters())
-    return {'params (M)':sum(p.numel() for p in ps)/1e6, 'trained (M)':sum(p.numel() for p in ps if p.requires_grad)/1e6, 'GFLOPs':c.get_total_flops()/2e9}
+    return {
+        'params (M)': sum(p.numel() for p in ps) / 1e6,
+        'trained (M)': sum(p.numel() for p in ps if p.requires_grad) / 1e6,
+        'GFLOPs': c.get_total_flops() / 2e9,
+    }
 
 # %% ../nbs/03_tora.ipynb #d785e964
 class TORA(AdvTrain):
-    "Phase `'adapters'`: attacked and clean batches in turn, each for its side; `'gate'`: `lam` * attacked + (1-`lam`) * clean loss"
-    options,held,_stateattrs = ('lam',),None,('extra','held')
-    def __init__(self,
-        attack:Attack, # Any attack; where it has no loss of its own, it climbs the Learner's loss
-        lam=.5, # The robust share of the loss in phase `'gate'`, a number or a schedule
-        phase:str='adapters', # `'adapters'` or `'gate'`; `learn.fit_tora` sets it
-        eps=None, # A number, or a schedule; None: the attack's own
-        **fields, # Other fields of the attack that follow a number or a schedule
+    """Phase `'adapters'`: attacked and clean batches in turn, each for its side; `'gate'`: `lam` * attacked + (1-`lam`)
+    * clean loss"""
+
+    options, held, _stateattrs = ('lam',), None, ('extra', 'held')
+
+    def __init__(
+        self,
+        attack: Attack,  # Any attack; where it has no loss of its own, it climbs the Learner's loss
+        lam=0.5,  # The robust share of the loss in phase `'gate'`, a number or a schedule
+        phase: str = 'adapters',  # `'adapters'` or `'gate'`; `learn.fit_tora` sets it
+        eps=None,  # A number, or a schedule; None: the attack's own
+        **fields,  # Other fields of the attack that follow a number or a schedule
     ):
         self.begin(attack, eps, fields)
-        if phase not in ('adapters','gate'): raise ValueError(f"phase must be 'adapters' or 'gate', got {phase!r}")
-        if not callable(lam) and not 0<=lam<=1:
+        if phase not in ('adapters', 'gate'):
+            raise ValueError(f"phase must be 'adapters' or 'gate', got {phase!r}")
+        if not callable(lam) and not 0 <= lam <= 1:
             raise ValueError(f'lam is a share of the loss, between 0 and 1, got {lam}')
-        self.lam,self.phase = lam,phase
+        self.lam, self.phase = lam, phase
 
     @property
     def side(self):
         "Whose batch is this?"
-        if self.phase=='gate' or not tora_parts(self.victim)['gate']: return 'joint'
-        return ('rob','acc')[(self.epochs.now*len(self.dl)+self.iter)%2]
+        if self.phase == 'gate' or not tora_parts(self.victim)['gate']:
+            return 'joint'
+        return ('rob', 'acc')[(self.epochs.now * len(self.dl) + self.iter) % 2]
+
     @property
     def joint(self):
         "Does the step need the clean images and the adversarial ones?"
-        return self.side=='joint' and 0<self.at(self.lam)<1
+        return self.side == 'joint' and 0 < self.at(self.lam) < 1
+
     @property
     def clean_loss(self):
         "The share of the loss on clean images: what `lam` leaves"
-        return 1-self.at(self.lam)
+        return 1 - self.at(self.lam)
 
 # %% ../nbs/03_tora.ipynb #f81e83b1
 @patch
-def before_fit(self:TORA):
+def before_fit(self: TORA):
     "Every head speaks, also after an interrupted fit"
     _heads(self.victim).train_out = 'joint'
 
+
 @patch
-def before_train(self:TORA):
+def before_train(self: TORA):
     "Refuse to train the backbone, or nothing"
     AdvTrain.before_train(self)
     ids = {id(p) for o in tora_parts(self.victim).values() for p in o}
-    on = {n:id(p) for n,p in self.victim.named_parameters() if p.requires_grad}
-    other = [n for n,i in on.items() if i not in ids]
+    on = {n: id(p) for n, p in self.victim.named_parameters() if p.requires_grad}
+    other = [n for n, i in on.items() if i not in ids]
     if other:
-        raise ValueError(f'{len(other)} parameters of the backbone would train, such as {other[0]}: '
+        raise ValueError(
+            f'{len(other)} parameters of the backbone would train, such as {other[0]}: '
             'learn.fit_tora(...) trains the right ones; or Learner(..., splitter=tora_splitter, train_bn=False) '
-            'and learn.freeze_to(1)')
-    if not on: raise ValueError('every parameter is frozen: learn.fit_tora(...) trains the right ones')
+            'and learn.freeze_to(1)'
+        )
+    if not on:
+        raise ValueError('every parameter is frozen: learn.fit_tora(...) trains the right ones')
+
 
 @patch
-def before_batch(self:TORA):
+def before_batch(self: TORA):
     "Attack the batch, unless it is the accuracy side's; the right head answers"
     out = _heads(self.victim).train_out = self.side
-    if out=='acc' or (out=='joint' and self.at(self.lam)==0): return
-    with use_head(self.victim, out): AdvTrain.before_batch(self)
+    if out == 'acc' or (out == 'joint' and self.at(self.lam) == 0):
+        return
+    with use_head(self.victim, out):
+        AdvTrain.before_batch(self)
+
 
 @patch
-def after_batch(self:TORA):
+def after_batch(self: TORA):
     "The joint answer again"
     _heads(self.victim).train_out = 'joint'
 
 # %% ../nbs/03_tora.ipynb #984bf9c7
 @patch
-def before_backward(self:TORA):
+def before_backward(self: TORA):
     "Put aside what the other side's gradients are"
-    other = [] if self.side=='joint' else tora_parts(self.victim)['acc' if self.side=='rob' else 'rob']
-    self.held = [(p,p.grad) for p in other]
-    for p in other: p.grad = None
+    other = [] if self.side == 'joint' else tora_parts(self.victim)['acc' if self.side == 'rob' else 'rob']
+    self.held = [(p, p.grad) for p in other]
+    for p in other:
+        p.grad = None
+
 
 @patch
-def after_backward(self:TORA):
+def after_backward(self: TORA):
     "Put them back"
-    for p,g in self.held or (): p.grad = g
+    for p, g in self.held or ():
+        p.grad = g
     self.held = None
 
+
 @patch
-def after_step(self:TORA):
+def after_step(self: TORA):
     "No gradient, so no move by momentum"
-    for p in self.victim.parameters(): p.grad = None
+    for p in self.victim.parameters():
+        p.grad = None
 
 # %% ../nbs/03_tora.ipynb #30ed7ea6
 def _begin_phase(learn, cb, phase, go_on):
     "Train the phase's parameters alone, with an optimiser that knows all, so that it fits both phases and any file"
     parts = tora_parts(get_model(learn.model))
-    ids = {id(p) for p in (parts['gate'] if phase=='gate' and parts['gate'] else [p for o in parts.values() for p in o])}
-    for p in learn.model.parameters(): p.requires_grad_(id(p) in ids)
-    if learn.splitter is trainable_params: learn.splitter = tora_splitter
-    if learn.opt is None or cb.phase!=phase or not go_on: cb.phase = phase; learn.create_opt()
+    ids = {
+        id(p) for p in (parts['gate'] if phase == 'gate' and parts['gate'] else [p for o in parts.values() for p in o])
+    }
+    for p in learn.model.parameters():
+        p.requires_grad_(id(p) in ids)
+    if learn.splitter is trainable_params:
+        learn.splitter = tora_splitter
+    if learn.opt is None or cb.phase != phase or not go_on:
+        cb.phase = phase
+        learn.create_opt()
+
 
 @patch
-@delegates(Learner.fit_adv, but=['n_epoch','lr_max'])
-def fit_tora(self:Learner,
-    adapter_epochs:int=5, # Epochs of phase 1, in which batches are attacked and clean in turn; 0: leave it out
-    gate_epochs:int=2, # Epochs of phase 2; 0: leave it out
-    lr:float=1e-2, # Highest learning rate
-    gate_lr:float=None, # The same for phase 2; None: `lr`
-    lam:float=None, # For phase 2; None: the callback's
-    start_epoch:int=0, # Go on with a phase that was interrupted here, with the optimiser that `learn.load` brought; only one phase may have epochs
-    **kwargs
+@delegates(Learner.fit_adv, but=['n_epoch', 'lr_max'])
+def fit_tora(
+    self: Learner,
+    adapter_epochs: int = 5,  # Epochs of phase 1, in which batches are attacked and clean in turn; 0: leave it out
+    gate_epochs: int = 2,  # Epochs of phase 2; 0: leave it out
+    lr: float = 1e-2,  # Highest learning rate
+    gate_lr: float = None,  # The same for phase 2; None: `lr`
+    lam: float = None,  # For phase 2; None: the callback's
+    # Go on with a phase that was interrupted here, with the optimiser that `learn.load` brought; only one phase may
+    # have epochs
+    start_epoch: int = 0,
+    **kwargs,
 ):
     "Train the adapters, then the gates; each phase begins with a new optimiser"
     cb = first(c for c in self.cbs if isinstance(c, TORA))
@@ -512,163 +669,218 @@ def fit_tora(self:Learner,
         raise ValueError('fit_tora needs the callback: Learner(dls, tora_vit(model), cbs=TORA(PGD(1/255, steps=5)))')
     if start_epoch and adapter_epochs and gate_epochs:
         raise ValueError('start_epoch belongs to one phase: set adapter_epochs or gate_epochs to 0')
-    if lam is not None: TORA(cb.attack, lam); cb.lam = lam
-    for phase,n,v in (('adapters',adapter_epochs,lr),('gate',gate_epochs,ifnone(gate_lr, lr))):
-        if n: _begin_phase(self, cb, phase, start_epoch>0); self.fit_adv(n, v, start_epoch=start_epoch, **kwargs)
+    if lam is not None:
+        TORA(cb.attack, lam)
+        cb.lam = lam
+    for phase, n, v in (('adapters', adapter_epochs, lr), ('gate', gate_epochs, ifnone(gate_lr, lr))):
+        if n:
+            _begin_phase(self, cb, phase, start_epoch > 0)
+            self.fit_adv(n, v, start_epoch=start_epoch, **kwargs)
 
 # %% ../nbs/03_tora.ipynb #5dd17e3b
 def gates_of(
-    model:nn.Module, # A model after `tora_vit` or `adapter_fusion`
-)->dict: # Copies by name
+    model: nn.Module,  # A model after `tora_vit` or `adapter_fusion`
+) -> dict:  # Copies by name
     "The weights of a model's gates"
-    g = {k:v.detach().clone() for k,v in unwrap(model).named_parameters() if '.gate.' in k}
-    if not g: raise ValueError('the model has no gates: tora_vit(model) first')
+    g = {k: v.detach().clone() for k, v in unwrap(model).named_parameters() if '.gate.' in k}
+    if not g:
+        raise ValueError('the model has no gates: tora_vit(model) first')
     return g
 
+
 def set_gates(
-    model:nn.Module, # A model after `tora_vit` or `adapter_fusion`; changed in place
-    gates:dict, # From `gates_of`
-)->nn.Module: # `model`
+    model: nn.Module,  # A model after `tora_vit` or `adapter_fusion`; changed in place
+    gates: dict,  # From `gates_of`
+) -> nn.Module:  # `model`
     "Give a model other gates"
-    own = {k:p for k,p in unwrap(model).named_parameters() if '.gate.' in k}
-    if {k:v.shape for k,v in own.items()}!={k:v.shape for k,v in gates.items()}: raise ValueError(f'the model has {len(own)} gate matrices, the given {len(gates)} differ from them in name or shape')
+    own = {k: p for k, p in unwrap(model).named_parameters() if '.gate.' in k}
+    if {k: v.shape for k, v in own.items()} != {k: v.shape for k, v in gates.items()}:
+        raise ValueError(
+            f'the model has {len(own)} gate matrices, the given {len(gates)} differ from them in name or shape'
+        )
     with torch.no_grad():
-        for k,p in own.items(): p.copy_(gates[k])
+        for k, p in own.items():
+            p.copy_(gates[k])
     return model
 
 # %% ../nbs/03_tora.ipynb #4c3549a2
 class GateDial:
-    "Choose lam after the training, between the gates of a few values of `lam`; two dials of one model turn the same gates"
-    def __init__(self,
-        model:nn.Module, # The model whose gates it sets
-        gates:dict, # `{lam: gates_of(model)}`, at least two
-    ):
-        if len(gates)<2: raise ValueError(f'a dial needs the gates of at least two lam, got {len(gates)}')
-        self.model,self.gates = model,dict(sorted(gates.items()))
+    """Choose lam after the training, between the gates of a few values of `lam`; two dials of one model turn the same
+    gates"""
 
-    def mix(self,
-        lam, # Any lam between the smallest and the largest
-    )->dict: # Name -> tensor
+    def __init__(
+        self,
+        model: nn.Module,  # The model whose gates it sets
+        gates: dict,  # `{lam: gates_of(model)}`, at least two
+    ):
+        if len(gates) < 2:
+            raise ValueError(f'a dial needs the gates of at least two lam, got {len(gates)}')
+        self.model, self.gates = model, dict(sorted(gates.items()))
+
+    def mix(
+        self,
+        lam,  # Any lam between the smallest and the largest
+    ) -> dict:  # Name -> tensor
         "The gates for `lam`"
         lams = list(self.gates)
-        if not lams[0]<=lam<=lams[-1]:
+        if not lams[0] <= lam <= lams[-1]:
             raise ValueError(f'lam must lie between {lams[0]} and {lams[-1]}, for which there are gates, got {lam}')
-        b = next(o for o in lams[1:] if lam<=o); a = lams[lams.index(b)-1]; t = (lam-a)/(b-a)
-        return {k:v.lerp(self.gates[b][k], t) for k,v in self.gates[a].items()}
-    def __call__(self,
-        lam, # Any lam between the smallest and the largest
-    )->nn.Module: # The model, changed
+        b = next(o for o in lams[1:] if lam <= o)
+        a = lams[lams.index(b) - 1]
+        t = (lam - a) / (b - a)
+        return {k: v.lerp(self.gates[b][k], t) for k, v in self.gates[a].items()}
+
+    def __call__(
+        self,
+        lam,  # Any lam between the smallest and the largest
+    ) -> nn.Module:  # The model, changed
         "Set the model's gates to those for `lam`"
         return set_gates(self.model, self.mix(lam))
-    def __repr__(self): return f'GateDial(lam={list(self.gates)})'
+
+    def __repr__(self):
+        return f'GateDial(lam={list(self.gates)})'
 
 # %% ../nbs/03_tora.ipynb #241f5bf1
-def _own(m): return {k:v for k,v in m.state_dict().items() if k.startswith(('tora.','adapters.'))}
+def _own(m):
+    return {k: v for k, v in m.state_dict().items() if k.startswith(('tora.', 'adapters.'))}
+
 
 def save_adapters(
-    model:nn.Module, # A model after `tora_vit` or one of its relatives
-    fname, # A file, `.safetensors`
+    model: nn.Module,  # A model after `tora_vit` or one of its relatives
+    fname,  # A file, `.safetensors`
 ):
     "Write adapters, gates, tokens and heads, and nothing of the backbone but what tells it from others"
-    if Path(fname).suffix!='.safetensors':
+    if Path(fname).suffix != '.safetensors':
         raise ValueError(f'adapters are written as .safetensors, got {Path(fname).name}')
     made = dict(timm=timm.__version__, torch=torch.__version__)
     about = dict(version=1, **_heads(model).about, **backbone_about(model), **made)
-    own = {k:v.detach().cpu().contiguous() for k,v in _own(unwrap(model)).items()}
-    save_file(own, str(fname), {k:str(v) for k,v in about.items()})
+    own = {k: v.detach().cpu().contiguous() for k, v in _own(unwrap(model)).items()}
+    save_file(own, str(fname), {k: str(v) for k, v in about.items()})
 
 # %% ../nbs/03_tora.ipynb #7cb830d5
 def _read_adapters(fname):
     f = Path(fname)
-    if not f.is_file(): raise FileNotFoundError(f'there is no file {f}')
+    if not f.is_file():
+        raise FileNotFoundError(f'there is no file {f}')
     try:
-        with safe_open(f, 'pt') as h: ts,about = {k:h.get_tensor(k) for k in h.keys()},h.metadata() or {}
-    except Exception as e: raise ValueError(f'{f.name} is not a safetensors file, or it is damaged: {str(e).splitlines()[0]}') from e
-    if about.get('version')!='1' or 'method' not in about:
+        with safe_open(f, 'pt') as h:
+            ts, about = {k: h.get_tensor(k) for k in h.keys()}, h.metadata() or {}
+    except Exception as e:
+        raise ValueError(f'{f.name} is not a safetensors file, or it is damaged: {str(e).splitlines()[0]}') from e
+    if about.get('version') != '1' or 'method' not in about:
         raise ValueError(f'{f.name} was not written by save_adapters: it holds {list(ts)[:3]}')
-    if bad := [k for k,v in ts.items() if not v.isfinite().all()]:
+    if bad := [k for k, v in ts.items() if not v.isfinite().all()]:
         raise ValueError(f'{f.name}: {len(bad)} tensors have numbers that are not finite, such as {bad[0]}')
-    return ts,about
+    return ts, about
+
 
 def _like(model, about):
     "Give a plain model the parts that the file describes"
-    d,how,folded = int(about['d']),about['gate'],about['folded']=='True'
-    make = dict(tora=partial(tora_vit, d=d, gate=how, folded=folded), adapter_fusion=partial(adapter_fusion, d=d), single_adapter=partial(single_adapter, d=d), head_only=head_only)
+    d, how, folded = int(about['d']), about['gate'], about['folded'] == 'True'
+    make = dict(
+        tora=partial(tora_vit, d=d, gate=how, folded=folded),
+        adapter_fusion=partial(adapter_fusion, d=d),
+        single_adapter=partial(single_adapter, d=d),
+        head_only=head_only,
+    )
     if about['method'] not in make:
         raise ValueError(f'the file is for {about["method"]!r}, this version knows {list(make)}')
     return make[about['method']](model)
 
+
 def load_adapters(
-    model:nn.Module, # The backbone that they were trained on, plain or with the same parts; changed in place
-    fname, # From `save_adapters`
-)->nn.Module: # `model`
+    model: nn.Module,  # The backbone that they were trained on, plain or with the same parts; changed in place
+    fname,  # From `save_adapters`
+) -> nn.Module:  # `model`
     "Put saved adapters, gates, tokens and heads on their backbone; raises ValueError if anything does not fit"
-    (ts,about),m,name = _read_adapters(fname),unwrap(model),Path(fname).name
+    (ts, about), m, name = _read_adapters(fname), unwrap(model), Path(fname).name
     check_backbone(model, about, name)
-    if hasattr(m,'tora') and (diff := [k for k in ('method','d','gate') if str(m.tora.about[k])!=about.get(k)]):
-        raise ValueError(f'{name} was saved with {", ".join(f"{k} {about.get(k)}" for k in diff)}, this model has '
-            f'{", ".join(f"{k} {m.tora.about[k]}" for k in diff)}, so it does not fit: remove_tora(model) first')
-    own = _own(m) if hasattr(m,'tora') else _own(unwrap(_like(model, about)))
-    if (a := {k:v.shape for k,v in own.items()})!=(b := {k:v.shape for k,v in ts.items()}):
-        raise ValueError(f'{name} does not fit the model\'s parts: '
-            f'{sorted({k for k in {*a,*b} if a.get(k)!=b.get(k)})[:3]} differ; remove_tora(model) first')
+    if hasattr(m, 'tora') and (diff := [k for k in ('method', 'd', 'gate') if str(m.tora.about[k]) != about.get(k)]):
+        raise ValueError(
+            f'{name} was saved with {", ".join(f"{k} {about.get(k)}" for k in diff)}, this model has '
+            f'{", ".join(f"{k} {m.tora.about[k]}" for k in diff)}, so it does not fit: remove_tora(model) first'
+        )
+    own = _own(m) if hasattr(m, 'tora') else _own(unwrap(_like(model, about)))
+    if (a := {k: v.shape for k, v in own.items()}) != (b := {k: v.shape for k, v in ts.items()}):
+        raise ValueError(
+            f'{name} does not fit the model\'s parts: '
+            f'{sorted({k for k in {*a, *b} if a.get(k) != b.get(k)})[:3]} differ; remove_tora(model) first'
+        )
     with torch.no_grad():
-        for k,v in own.items(): v.copy_(ts[k])
+        for k, v in own.items():
+            v.copy_(ts[k])
     return model
 
 # %% ../nbs/03_tora.ipynb #ce928cb3
 def gate_maps(
-    model:nn.Module, # A model after `tora_vit` or `adapter_fusion`
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    logits:bool=False, # Return the model's output as well?
-)->list: # Per block [B,2,T,N] (`'diagonal'`: [B,2,T,1]), in the graph: weights of the accuracy and of the robustness adapter. With `logits`: that list and the output
+    model: nn.Module,  # A model after `tora_vit` or `adapter_fusion`
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    logits: bool = False,  # Return the model's output as well?
+) -> list:  # Per block [B,2,T,N] (`'diagonal'`: [B,2,T,1]), in the graph: weights of the accuracy and of the robustness adapter. With `logits`: that list and the output
     "What every gate says, in one forward"
-    m,outs = unwrap(model),[]; _heads(model)
-    gates = [b.gate for b in getattr(m,'adapters',[]) if b.gate is not None]
-    if not gates: raise ValueError('the model has no gates: tora_vit(model) first')
+    m, outs = unwrap(model), []
+    _heads(model)
+    gates = [b.gate for b in getattr(m, 'adapters', []) if b.gate is not None]
+    if not gates:
+        raise ValueError('the model has no gates: tora_vit(model) first')
     with uncompiled(model), ExitStack() as hooks:
-        for g in gates: hooks.callback(g.register_forward_pre_hook(lambda g,args: outs.append(g.weights(*args[:3])) or None).remove)
+        for g in gates:
+            hooks.callback(
+                g.register_forward_pre_hook(lambda g, args: outs.append(g.weights(*args[:3])) or None).remove
+            )
         z = outputs(model, x)
-    return (outs,z) if logits else outs
+    return (outs, z) if logits else outs
+
 
 def gate_pictures(
-    model:nn.Module, # See `gate_maps`
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-)->Tensor: # [L,B,2,rows,columns], relative to even weights: 0 is even, 1 is twice as much
+    model: nn.Module,  # See `gate_maps`
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+) -> Tensor:  # [L,B,2,rows,columns], relative to even weights: 0 is even, 1 is twice as much
     "Each adapter's weight at each patch, mean over what looks at it (`'diagonal'`: at the patch itself)"
-    with attack_mode(model), torch.no_grad(): maps = gate_maps(model, x)
-    grid = patch_grid(model, x); n = grid[0]*grid[1]
-    ws = [w[:,:,-n:,0] if w.shape[-1]==1 else w.mean(2)[...,-n:] for w in maps]
-    how = unwrap(model).adapters[0].gate.how; N = maps[0].shape[-1]
-    even = {'adapter':.5, 'diagonal':.5, 'key':1/N, 'both':1/(2*N)}[how]
-    return torch.stack(ws).unflatten(-1, grid)/even-1
+    with attack_mode(model), torch.no_grad():
+        maps = gate_maps(model, x)
+    grid = patch_grid(model, x)
+    n = grid[0] * grid[1]
+    ws = [w[:, :, -n:, 0] if w.shape[-1] == 1 else w.mean(2)[..., -n:] for w in maps]
+    how = unwrap(model).adapters[0].gate.how
+    N = maps[0].shape[-1]
+    even = {'adapter': 0.5, 'diagonal': 0.5, 'key': 1 / N, 'both': 1 / (2 * N)}[how]
+    return torch.stack(ws).unflatten(-1, grid) / even - 1
 
 # %% ../nbs/03_tora.ipynb #ea706d1c
 def show_gates(
-    model:nn.Module, # See `gate_maps`
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    blocks=None, # Which blocks; None: all
-    fig=None, # A matplotlib figure to draw in; None: a new one
-    lim:float=None, # Deviation from even weights that is full red; None: the largest
+    model: nn.Module,  # See `gate_maps`
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    blocks=None,  # Which blocks; None: all
+    fig=None,  # A matplotlib figure to draw in; None: a new one
+    lim: float = None,  # Deviation from even weights that is full red; None: the largest
 ):
     "Each image, and over it each adapter's gate behind each block: blue less than even, white even, red more"
-    p = gate_pictures(model, x); blocks = list(ifnone(blocks, range(len(p)))); lim = lim or p[blocks].abs().max().item() or 1.
-    fig = fig or plt.figure(figsize=(1+1.1*len(blocks), 2.2*len(x)), layout='constrained')
-    axs = fig.subplots(2*len(x), 1+len(blocks), squeeze=False)
-    h,w = x.shape[-2:]
-    for r,row in enumerate(axs):
-        i,side = divmod(r, 2)
-        show_image(x[i].cpu(), ctx=row[0], cmap='gray', vmin=0, vmax=1); row[0].set_title(['accuracy','robustness'][side], fontsize=8)
-        for ax,b in zip(row[1:], blocks):
+    p = gate_pictures(model, x)
+    blocks = list(ifnone(blocks, range(len(p))))
+    lim = lim or p[blocks].abs().max().item() or 1.0
+    fig = fig or plt.figure(figsize=(1 + 1.1 * len(blocks), 2.2 * len(x)), layout='constrained')
+    axs = fig.subplots(2 * len(x), 1 + len(blocks), squeeze=False)
+    h, w = x.shape[-2:]
+    for r, row in enumerate(axs):
+        i, side = divmod(r, 2)
+        show_image(x[i].cpu(), ctx=row[0], cmap='gray', vmin=0, vmax=1)
+        row[0].set_title(['accuracy', 'robustness'][side], fontsize=8)
+        for ax, b in zip(row[1:], blocks):
             show_image(x[i].mean(0).cpu(), ctx=ax, cmap='gray', vmin=0, vmax=1)
-            im = ax.imshow(p[b,i,side].cpu(), cmap='bwr', vmin=-lim, vmax=lim, alpha=.6, extent=(-.5,w-.5,h-.5,-.5)); ax.set_title(f'block {b+1}', fontsize=8)
-    fig.colorbar(im, ax=axs, shrink=.6, label='weight, relative to even')
+            im = ax.imshow(
+                p[b, i, side].cpu(), cmap='bwr', vmin=-lim, vmax=lim, alpha=0.6, extent=(-0.5, w - 0.5, h - 0.5, -0.5)
+            )
+            ax.set_title(f'block {b + 1}', fontsize=8)
+    fig.colorbar(im, ax=axs, shrink=0.6, label='weight, relative to even')
+
 
 @patch
-@delegates(show_gates, but=['model','x'])
-def show_gates(self:Learner,
-    max_n:int=2, # Images to show
-    **kwargs
+@delegates(show_gates, but=['model', 'x'])
+def show_gates(
+    self: Learner,
+    max_n: int = 2,  # Images to show
+    **kwargs,
 ):
     "The gates for the first validation images; of data sorted by class, for images of several classes"
     x = fair(self.dls.valid, max_n)[0].one_batch()[0]
@@ -676,36 +888,52 @@ def show_gates(self:Learner,
 
 # %% ../nbs/03_tora.ipynb #18c58378
 def lam_slider(
-    dial:GateDial, # Its model is shown
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    vocab=None, # Names of the classes
-)->Any: # An ipywidgets box
+    dial: GateDial,  # Its model is shown
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    vocab=None,  # Names of the classes
+) -> Any:  # An ipywidgets box
     "A slider for lam over `show_gates` and the predictions, in a live notebook"
-    try: from ipywidgets import FloatSlider, interactive
-    except ImportError as e: raise ImportError('the slider needs ipywidgets: pip install ipywidgets') from e
+    try:
+        from ipywidgets import FloatSlider, interactive
+    except ImportError as e:
+        raise ImportError('the slider needs ipywidgets: pip install ipywidgets') from e
     lams = list(dial.gates)
+
     def draw(lam):
-        fig = plt.figure(figsize=(8, 2.2*len(x)), layout='constrained'); show_gates(dial(lam), x, fig=fig)
+        fig = plt.figure(figsize=(8, 2.2 * len(x)), layout='constrained')
+        show_gates(dial(lam), x, fig=fig)
         says = predict(dial.model, x).tolist()
-        fig.suptitle(f'lam {lam:.2f}: '+', '.join(str(c if vocab is None else vocab[c]) for c in says)); plt.show()
-    return interactive(draw, lam=FloatSlider(value=lams[0], min=lams[0], max=lams[-1], step=.05, continuous_update=False))
+        fig.suptitle(f'lam {lam:.2f}: ' + ', '.join(str(c if vocab is None else vocab[c]) for c in says))
+        plt.show()
+
+    return interactive(
+        draw, lam=FloatSlider(value=lams[0], min=lams[0], max=lams[-1], step=0.05, continuous_update=False)
+    )
 
 # %% ../nbs/03_tora.ipynb #73defd3c
 class WithGates(Wrapper):
-    "Logits [B,C], then one more number per block: the entropy of its gates (in bits, 1: undecided), less 100 so that no class is meant"
-    def forward(self,
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-    )->Tensor: # [B,classes+blocks]: logits, then the mean entropy of each block's gate in bits, less 100
+    """Logits [B,C], then one more number per block: the entropy of its gates (in bits, 1: undecided), less 100 so that
+    no class is meant"""
+
+    def forward(
+        self,
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+    ) -> Tensor:  # [B,classes+blocks]: logits, then the mean entropy of each block's gate in bits, less 100
         "Run the model and watch its gates"
-        maps,z = gate_maps(self.model, x, logits=True)
-        how = unwrap(self.model).adapters[0].gate.how; axes = (1,) if how in ('adapter','diagonal') else (1,3)
-        hs = [-(g*g.clamp(min=1e-12).log2()).sum(axes).flatten(1).mean(1) for g in maps]
-        return torch.cat([z, torch.stack(hs, 1)-100], 1)
+        maps, z = gate_maps(self.model, x, logits=True)
+        how = unwrap(self.model).adapters[0].gate.how
+        axes = (1,) if how in ('adapter', 'diagonal') else (1, 3)
+        hs = [-(g * g.clamp(min=1e-12).log2()).sum(axes).flatten(1).mean(1) for g in maps]
+        return torch.cat([z, torch.stack(hs, 1) - 100], 1)
+
 
 def gate_loss(
-    classes:int, # Number of classes C: what comes after them in the output are entropies
-    weight:float=1., # Of the mean entropy: positive, to make gates undecided; negative, to make them decide
-)->Callable: # `loss(z, y) -> [B]`
+    classes: int,  # Number of classes C: what comes after them in the output are entropies
+    weight: float = 1.0,  # Of the mean entropy: positive, to make gates undecided; negative, to make them decide
+) -> Callable:  # `loss(z, y) -> [B]`
     "For attacks on `WithGates(model)`: cross-entropy, and the entropy of the gates"
-    def gate_loss(z, y): return ce(z[:,:classes], y)+weight*(z[:,classes:]+100).mean(1)
+
+    def gate_loss(z, y):
+        return ce(z[:, :classes], y) + weight * (z[:, classes:] + 100).mean(1)
+
     return gate_loss

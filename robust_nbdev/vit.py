@@ -27,121 +27,177 @@ from torch.overrides import TorchFunctionMode
 from .core import *
 
 # %% ../nbs/00a_vit.ipynb #8539abe0
-_stacks = {VisionTransformer:('blocks',), Xcit:('blocks','cls_attn_blocks'), Cait:('blocks','blocks_token_only'), SwinTransformer:('layers',), Levit:('stages',)}
+_stacks = {
+    VisionTransformer: ('blocks',),
+    Xcit: ('blocks', 'cls_attn_blocks'),
+    Cait: ('blocks', 'blocks_token_only'),
+    SwinTransformer: ('layers',),
+    Levit: ('stages',),
+}
+
 
 def _family(model):
     m = unwrap(model)
-    if getattr(m,'use_conv',False): raise TypeError('levit_conv models keep their tokens as a picture [B,D,H,W]: use the levit model of the same size')
+    if getattr(m, 'use_conv', False):
+        raise TypeError(
+            'levit_conv models keep their tokens as a picture [B,D,H,W]: use the levit model of the same size'
+        )
     for o in _stacks:
-        if isinstance(m, o): return o
-    raise TypeError(f'{type(m).__name__} is not a supported transformer: use one of the timm families {[o.__name__ for o in _stacks]}, plain or inside Normalized')
+        if isinstance(m, o):
+            return o
+    raise TypeError(
+        f'{type(m).__name__} is not a supported transformer: use one of the timm families'
+        f' {[o.__name__ for o in _stacks]}, plain or inside Normalized'
+    )
 
 # %% ../nbs/00a_vit.ipynb #a8c08a16
 def vit_blocks(
-    model:nn.Module, # A timm transformer of a supported family, maybe inside `Normalized`
-)->list: # Its blocks, in the order in which they run
-    "All blocks of a transformer: Swin's and LeViT's of all stages, XCiT's and CaiT's class attention blocks after the patch blocks"
+    model: nn.Module,  # A timm transformer of a supported family, maybe inside `Normalized`
+) -> list:  # Its blocks, in the order in which they run
+    """All blocks of a transformer: Swin's and LeViT's of all stages, XCiT's and CaiT's class attention blocks after the
+    patch blocks"""
     m = unwrap(model)
-    parts = [getattr(m,o) or [] for o in _stacks[_family(m)]]
+    parts = [getattr(m, o) or [] for o in _stacks[_family(m)]]
     blocks = [b for p in parts for b in p]
-    if isinstance(m, Levit): blocks = [SimpleNamespace(blocks=[*([s.downsample] if hasattr(s.downsample,'mlp') else []), *s.blocks]) for s in blocks]
-    return [b for s in blocks for b in s.blocks] if isinstance(m, (SwinTransformer,Levit)) else blocks
+    if isinstance(m, Levit):
+        blocks = [
+            SimpleNamespace(blocks=[*([s.downsample] if hasattr(s.downsample, 'mlp') else []), *s.blocks])
+            for s in blocks
+        ]
+    return [b for s in blocks for b in s.blocks] if isinstance(m, (SwinTransformer, Levit)) else blocks
 
 # %% ../nbs/00a_vit.ipynb #710392cd
 def patch_grid(
-    model:nn.Module, # A timm transformer
-    x:Tensor, # Images [B,C,H,W], any H and W that the model takes
-)->tuple: # Rows and columns of patches (Swin, LeViT: in the first stage)
+    model: nn.Module,  # A timm transformer
+    x: Tensor,  # Images [B,C,H,W], any H and W that the model takes
+) -> tuple:  # Rows and columns of patches (Swin, LeViT: in the first stage)
     "How many patches the model cuts an image into, down and across"
-    m,size = unwrap(model),x.shape[-2:]
-    if isinstance(m, Levit): return tuple(-(-s//m.stem.stride) for s in size)
+    m, size = unwrap(model), x.shape[-2:]
+    if isinstance(m, Levit):
+        return tuple(-(-s // m.stem.stride) for s in size)
     pe = m.patch_embed
-    if hasattr(pe,'dynamic_feat_size'): return tuple(pe.dynamic_feat_size(size))
-    return tuple(-(-s//pe.patch_size) for s in size)
+    if hasattr(pe, 'dynamic_feat_size'):
+        return tuple(pe.dynamic_feat_size(size))
+    return tuple(-(-s // pe.patch_size) for s in size)
 
 # %% ../nbs/00a_vit.ipynb #80d7bf9c
 def is_compiled(
-    model:nn.Module, # Any module
-)->bool: # True if any part was
+    model: nn.Module,  # Any module
+) -> bool:  # True if any part was
     "Was `model` or a part of it given to `torch.compile`?"
-    return any(hasattr(o,'_orig_mod') or getattr(o,'_compiled_call_impl',None) for o in model.modules())
+    return any(hasattr(o, '_orig_mod') or getattr(o, '_compiled_call_impl', None) for o in model.modules())
+
 
 def uncompiled(
-    model:nn.Module, # Any module
-)->Any: # A context; it does nothing, where nothing was compiled
-    "A context in which `torch.compile` steps aside, if any part of `model` was compiled: compiled code does not see new hooks"
+    model: nn.Module,  # Any module
+) -> Any:  # A context; it does nothing, where nothing was compiled
+    """A context in which `torch.compile` steps aside, if any part of `model` was compiled: compiled code does not see
+    new hooks"""
     return torch.compiler.set_stance('force_eager') if is_compiled(model) else nullcontext()
 
 # %% ../nbs/00a_vit.ipynb #dabd67d0
 def prefix_tokens(
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-)->int: # 0 where the blocks work on patches alone: XCiT, CaiT, Swin, LeViT
-    "How many tokens stand before the patches in a ViT's sequence: class, distillation and register tokens, and class tokens that a method added"
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+) -> int:  # 0 where the blocks work on patches alone: XCiT, CaiT, Swin, LeViT
+    """How many tokens stand before the patches in a ViT's sequence: class, distillation and register tokens, and class
+    tokens that a method added"""
     m = unwrap(model)
-    return m.num_prefix_tokens+getattr(m,'added_prefix',0) if isinstance(m, VisionTransformer) else 0
+    return m.num_prefix_tokens + getattr(m, 'added_prefix', 0) if isinstance(m, VisionTransformer) else 0
+
 
 def _no_prefix(m, i, o):
     "`o`, the output of block `i`, without class, distillation and register tokens"
-    return o[:,1:] if isinstance(m,(Xcit,Cait)) and i>=len(m.blocks) else o[:,prefix_tokens(m):]
+    return o[:, 1:] if isinstance(m, (Xcit, Cait)) and i >= len(m.blocks) else o[:, prefix_tokens(m) :]
 
 # %% ../nbs/00a_vit.ipynb #eeec9e04
 class _Keep:
     "Keeps tensors that a model computes on its way: as they are, or copies"
-    def __init__(self, copies): self.copies,self.seen = copies,[]
+
+    def __init__(self, copies):
+        self.copies, self.seen = copies, []
+
     def __call__(self, o):
-        if not isinstance(o, Tensor): return o
-        if self.copies: return o.clone()
-        self.seen.append((o,o._version))
+        if not isinstance(o, Tensor):
+            return o
+        if self.copies:
+            return o.clone()
+        self.seen.append((o, o._version))
         return o
+
 
 def _kept(run):
     "`run(keep)`; once more with copies if the model has written into a tensor that was kept"
     keep = _Keep(torch.is_inference_mode_enabled())
     res = run(keep)
-    return run(_Keep(True)) if any(o._version!=v for o,v in keep.seen) else res
+    return run(_Keep(True)) if any(o._version != v for o, v in keep.seen) else res
 
 # %% ../nbs/00a_vit.ipynb #7e38e135
 def block_outputs(
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-    x:Tensor, # Images [B,C,H,W]
-    logits:bool=False, # Return the model's output as well?
-    prefix:bool=True, # Keep the `prefix_tokens`? If not, blocks of nothing else (CaiT's last) are left out
-)->list: # [B,N,D] per block, in the graph; with `logits`: that list and the model's output
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+    x: Tensor,  # Images [B,C,H,W]
+    logits: bool = False,  # Return the model's output as well?
+    prefix: bool = True,  # Keep the `prefix_tokens`? If not, blocks of nothing else (CaiT's last) are left out
+) -> list:  # [B,N,D] per block, in the graph; with `logits`: that list and the model's output
     "What each block of the model computes for `x`, in one forward"
-    blocks,x = vit_blocks(model),x.as_subclass(Tensor)
+    blocks, x = vit_blocks(model), x.as_subclass(Tensor)
+
     def run(keep):
         outs = {}
-        def note(i, blk, args, o): o = keep(o); outs[i] = o.flatten(1,2) if o.ndim==4 else o
+
+        def note(i, blk, args, o):
+            o = keep(o)
+            outs[i] = o.flatten(1, 2) if o.ndim == 4 else o
+
         with uncompiled(model), ExitStack() as hooks:
-            for i,b in enumerate(blocks): hooks.callback(b.register_forward_hook(partial(note,i)).remove)
-            return outs,outputs(model, x)
-    outs,z = _kept(run)
-    if len(outs)<len(blocks): raise RuntimeError(f'only {len(outs)} of {len(blocks)} blocks ran through their own __call__: block outputs cannot be read from this model')
+            for i, b in enumerate(blocks):
+                hooks.callback(b.register_forward_hook(partial(note, i)).remove)
+            return outs, outputs(model, x)
+
+    outs, z = _kept(run)
+    if len(outs) < len(blocks):
+        raise RuntimeError(
+            f'only {len(outs)} of {len(blocks)} blocks ran through their own __call__: block outputs cannot be read'
+            ' from this model'
+        )
     res = [outs[i] if prefix else _no_prefix(unwrap(model), i, outs[i]) for i in range_of(blocks)]
     res = [o for o in res if o.shape[1]]
-    return (res,z) if logits else res
+    return (res, z) if logits else res
 
 # %% ../nbs/00a_vit.ipynb #279b82f9
-_softmax,_fused = {torch.softmax, Tensor.softmax, F.softmax},F.scaled_dot_product_attention
+_softmax, _fused = {torch.softmax, Tensor.softmax, F.softmax}, F.scaled_dot_product_attention
 
-def _scores(q, k, v, attn_mask=None, dropout_p=0., is_causal=False, scale=None, **kw):
+
+def _scores(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, **kw):
     "What `scaled_dot_product_attention` puts through its softmax"
-    z = (q*(q.shape[-1]**-.5 if scale is None else scale)) @ k.transpose(-2,-1)
-    if is_causal: attn_mask = torch.ones(z.shape[-2:], dtype=torch.bool, device=z.device).tril()
-    if attn_mask is None: return z
-    return z.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype==torch.bool else z+attn_mask
+    z = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.transpose(-2, -1)
+    if is_causal:
+        attn_mask = torch.ones(z.shape[-2:], dtype=torch.bool, device=z.device).tril()
+    if attn_mask is None:
+        return z
+    return z.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else z + attn_mask
+
 
 class _Watch(TorchFunctionMode):
     "Notes the softmax call of the attention module at work"
-    def __init__(self, keep): super().__init__(); self.now,self.calls,self.keep = None,defaultdict(list),keep
-    def enter(self, i, m, args): self.now = i
-    def leave(self, m, args, o): self.now = None
+
+    def __init__(self, keep):
+        super().__init__()
+        self.now, self.calls, self.keep = None, defaultdict(list), keep
+
+    def enter(self, i, m, args):
+        self.now = i
+
+    def leave(self, m, args, o):
+        self.now = None
+
     def __torch_function__(self, f, types, args=(), kwargs=None):
-        if self.now is None or not (f in _softmax or f is _fused): return f(*args, **(kwargs or {}))
-        seen = [self.keep(a) for a in args],{k:self.keep(a) for k,a in (kwargs or {}).items()}
+        if self.now is None or not (f in _softmax or f is _fused):
+            return f(*args, **(kwargs or {}))
+        seen = [self.keep(a) for a in args], {k: self.keep(a) for k, a in (kwargs or {}).items()}
         o = f(*args, **(kwargs or {}))
         self.calls[self.now].append((f, *seen, self.keep(o)))
         return o
+
 
 def _map_of(pre, f, args, kwargs, o):
     "Scores or probabilities of one softmax call"
@@ -151,596 +207,867 @@ def _map_of(pre, f, args, kwargs, o):
 # %% ../nbs/00a_vit.ipynb #53fc20de
 def _attns(block):
     "The attention modules of a block: one, or several in parallel"
-    res = [m for m in block.modules() if hasattr(m,'attn_drop') or hasattr(m,'attention_biases')]
-    if not res: raise TypeError(f'no attention module found in {type(block).__name__}')
-    if any(hasattr(m,'lambda_init') for m in res): raise TypeError(f'{type(block).__name__} uses differential attention, the difference of two softmaxes, which is not supported')
+    res = [m for m in block.modules() if hasattr(m, 'attn_drop') or hasattr(m, 'attention_biases')]
+    if not res:
+        raise TypeError(f'no attention module found in {type(block).__name__}')
+    if any(hasattr(m, 'lambda_init') for m in res):
+        raise TypeError(
+            f'{type(block).__name__} uses differential attention, the difference of two softmaxes, which is not'
+            ' supported'
+        )
     return res
 
+
 def attn_maps(
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-    x:Tensor, # Images [B,C,H,W]
-    pre_softmax:bool=False, # Return what goes into the softmax (scale, bias and mask included) instead of probabilities
-    logits:bool=False, # Return the model's output as well?
-)->list: # Per block [B,H,N,N], in the graph; other families: see the table at the top. With `logits`: that list and the model's output
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+    x: Tensor,  # Images [B,C,H,W]
+    # Return what goes into the softmax (scale, bias and mask included) instead of probabilities
+    pre_softmax: bool = False,
+    logits: bool = False,  # Return the model's output as well?
+) -> list:  # Per block [B,H,N,N], in the graph; other families: see the table at the top. With `logits`: that list and the model's output
     "The attention of each block, fused or not, in one forward that leaves model and output as they are"
-    blocks,x = vit_blocks(model),x.as_subclass(Tensor)
+    blocks, x = vit_blocks(model), x.as_subclass(Tensor)
+
     def run(keep):
         watch = _Watch(keep)
         with uncompiled(model), ExitStack() as hooks:
-            for i,m in [(i,m) for i,b in enumerate(blocks) for m in _attns(b)]:
-                hooks.callback(m.register_forward_pre_hook(partial(watch.enter,i)).remove)
+            for i, m in [(i, m) for i, b in enumerate(blocks) for m in _attns(b)]:
+                hooks.callback(m.register_forward_pre_hook(partial(watch.enter, i)).remove)
                 hooks.callback(m.register_forward_hook(watch.leave).remove)
-            with watch: return watch,outputs(model, x)
-    watch,z = _kept(run)
-    if lost := [i for i in range_of(blocks) if not watch.calls[i]]: raise RuntimeError(f'blocks {lost} computed no softmax attention that could be seen')
+            with watch:
+                return watch, outputs(model, x)
+
+    watch, z = _kept(run)
+    if lost := [i for i in range_of(blocks) if not watch.calls[i]]:
+        raise RuntimeError(f'blocks {lost} computed no softmax attention that could be seen')
     maps = [[_map_of(pre_softmax, *c) for c in watch.calls[i]] for i in range_of(blocks)]
-    maps = [torch.cat(o, 1) if len(o)>1 else o[0] for o in maps]
-    if isinstance(unwrap(model), SwinTransformer): maps = [o.unflatten(0,(len(x),-1)) for o in maps]
-    return (maps,z) if logits else maps
+    maps = [torch.cat(o, 1) if len(o) > 1 else o[0] for o in maps]
+    if isinstance(unwrap(model), SwinTransformer):
+        maps = [o.unflatten(0, (len(x), -1)) for o in maps]
+    return (maps, z) if logits else maps
 
 # %% ../nbs/00a_vit.ipynb #ed1713fd
 def _fit(s, o, axis, images=None):
-    "`s` in a shape that multiplies `o`, whose heads are on `axis`: a number, [1] or [H], or [B,1] or [B,H] with a row for each of `images`"
-    if not isinstance(s, Tensor) or not s.ndim: return s.to(o) if isinstance(s, Tensor) else s
-    shape = [1]*o.ndim; shape[axis] = s.shape[-1]
-    if s.ndim==1: return s.to(o).view(shape)
+    """`s` in a shape that multiplies `o`, whose heads are on `axis`: a number, [1] or [H], or [B,1] or [B,H] with a row
+    for each of `images`"""
+    if not isinstance(s, Tensor) or not s.ndim:
+        return s.to(o) if isinstance(s, Tensor) else s
+    shape = [1] * o.ndim
+    shape[axis] = s.shape[-1]
+    if s.ndim == 1:
+        return s.to(o).view(shape)
     n = len(o) if images is None else images
-    if len(s)!=n: raise ValueError(f'scales for {len(s)} images met a batch of {n}: give one scale per block, or one for each image of this batch')
-    return s.to(o).repeat_interleave(len(o)//n, 0).view(-1, *shape[1:])
+    if len(s) != n:
+        raise ValueError(
+            f'scales for {len(s)} images met a batch of {n}: give one scale per block, or one for each image of this'
+            ' batch'
+        )
+    return s.to(o).repeat_interleave(len(o) // n, 0).view(-1, *shape[1:])
+
 
 def _scale_norm(axis, s, images, m, args, o):
     "Scale the output of `q_norm`: [B,H,N,d], or [B,N,H,d] in blocks that run attention and MLP in parallel"
-    return o*_fit(s, o, axis, images)
+    return o * _fit(s, o, axis, images)
+
 
 def _scale_linear(heads, parts, s, images, m, args, o):
     "Scale the queries in the output of `q` or `qkv`, [...,D] or [...,3D]"
-    n = o.shape[-1]//parts
-    q,kv = o.split([n, o.shape[-1]-n], -1)
-    q = q.unflatten(-1, (heads,-1))
-    return torch.cat([(q*_fit(s, q, -2, images)).flatten(-2), kv], -1)
+    n = o.shape[-1] // parts
+    q, kv = o.split([n, o.shape[-1] - n], -1)
+    q = q.unflatten(-1, (heads, -1))
+    return torch.cat([(q * _fit(s, q, -2, images)).flatten(-2), kv], -1)
+
 
 def _scale_levit(heads, dim, s, images, m, args, o):
     "Scale the queries in the output of LeViT's `qkv`, whose heads are each q, k, v"
-    o = o.unflatten(-1, (heads,-1))
-    q,kv = o.split([dim, o.shape[-1]-dim], -1)
-    return torch.cat([q*_fit(s, q, -2), kv], -1).flatten(-2)
+    o = o.unflatten(-1, (heads, -1))
+    q, kv = o.split([dim, o.shape[-1] - dim], -1)
+    return torch.cat([q * _fit(s, q, -2), kv], -1).flatten(-2)
+
 
 def _scale_temp(s, images, m, args):
     "Shadow XCiT's parameter `temperature` [H,1,1] with its product, in the instance alone"
     t = m.temperature
     m.__dict__.setdefault('_shadowed', []).append(m.__dict__.get('temperature'))
-    m.__dict__['temperature'] = t*(_fit(s, t.expand(len(args[0]),-1,-1,-1) if t.ndim==3 else t, -3) if getattr(s,'ndim',0)==2 else _fit(s, t, -3))
+    m.__dict__['temperature'] = t * (
+        _fit(s, t.expand(len(args[0]), -1, -1, -1) if t.ndim == 3 else t, -3)
+        if getattr(s, 'ndim', 0) == 2
+        else _fit(s, t, -3)
+    )
+
 
 def _unshadow(s, images, m, *args):
     "Undo the last `_scale_temp`; a replica keeps its parameters in its `__dict__`, and gets back the one it had"
-    if not m.__dict__.get('_shadowed'): return
+    if not m.__dict__.get('_shadowed'):
+        return
     was = m._shadowed.pop()
-    if was is None: del m.__dict__['temperature']
-    else: m.__dict__['temperature'] = was
-    if not m._shadowed: del m.__dict__['_shadowed']
+    if was is None:
+        del m.__dict__['temperature']
+    else:
+        m.__dict__['temperature'] = was
+    if not m._shadowed:
+        del m.__dict__['_shadowed']
 
 # %% ../nbs/00a_vit.ipynb #7d9f3d45
 def _scale_hooks(attn):
-    "What scales one attention module: (module, `f(scale, images, module, args, output)`, options of the hook); no `f` holds a module"
-    if hasattr(attn,'temperature'): return [(attn, _scale_temp, dict(pre=True)),(attn, _unshadow, dict(always_call=True))]
-    if hasattr(attn,'q_norm'): return [(attn.q_norm, partial(_scale_norm, -2 if hasattr(attn,'in_proj') else -3), {})]
-    if hasattr(attn,'attention_biases') and hasattr(attn,'qkv'): return [(attn.qkv, partial(_scale_levit, attn.num_heads, attn.key_dim), {})]
-    if hasattr(attn,'q'): return [(attn.q, partial(_scale_linear, attn.num_heads, 1), {})]
+    """What scales one attention module: (module, `f(scale, images, module, args, output)`, options of the hook); no `f`
+    holds a module"""
+    if hasattr(attn, 'temperature'):
+        return [(attn, _scale_temp, dict(pre=True)), (attn, _unshadow, dict(always_call=True))]
+    if hasattr(attn, 'q_norm'):
+        return [(attn.q_norm, partial(_scale_norm, -2 if hasattr(attn, 'in_proj') else -3), {})]
+    if hasattr(attn, 'attention_biases') and hasattr(attn, 'qkv'):
+        return [(attn.qkv, partial(_scale_levit, attn.num_heads, attn.key_dim), {})]
+    if hasattr(attn, 'q'):
+        return [(attn.q, partial(_scale_linear, attn.num_heads, 1), {})]
     return [(attn.qkv, partial(_scale_linear, attn.num_heads, 3), {})]
 
-def _now(f, get, images, mod, *args): return f(get(), None if images is None else images(), mod, *args)
-def _hook(mod, f, pre=False, **kw): return (mod.register_forward_pre_hook if pre else mod.register_forward_hook)(f, **kw)
+
+def _now(f, get, images, mod, *args):
+    return f(get(), None if images is None else images(), mod, *args)
+
+
+def _hook(mod, f, pre=False, **kw):
+    return (mod.register_forward_pre_hook if pre else mod.register_forward_hook)(f, **kw)
+
 
 class _Images:
     "How many images the model was last called with"
-    def see(self, m, args): self.n = len(args[0])
-    def __call__(self): return self.n
+
+    def see(self, m, args):
+        self.n = len(args[0])
+
+    def __call__(self):
+        return self.n
+
 
 def _scale_of(s, heads):
     "`i -> scale of block i`, after checking that `s` fits; looked up at each call, so that `s` may change"
-    if isinstance(s, Number) or (isinstance(s,Tensor) and s.ndim==0): return lambda i: s
-    if len(s)!=len(heads): raise ValueError(f'the model has {len(heads)} blocks (see vit_blocks), got {len(s)} scales: give one number, or one per block')
-    if isinstance(s, (list,tuple)): s = [torch.as_tensor(o) if isinstance(o,(list,tuple)) else o for o in s]
-    for i,h in enumerate(heads):
+    if isinstance(s, Number) or (isinstance(s, Tensor) and s.ndim == 0):
+        return lambda i: s
+    if len(s) != len(heads):
+        raise ValueError(
+            f'the model has {len(heads)} blocks (see vit_blocks), got {len(s)} scales: give one number, or one per'
+            ' block'
+        )
+    if isinstance(s, (list, tuple)):
+        s = [torch.as_tensor(o) if isinstance(o, (list, tuple)) else o for o in s]
+    for i, h in enumerate(heads):
         n = s[i].shape if isinstance(s[i], Tensor) else ()
-        if len(n)>2 or (n and n[-1] not in (1,h)): raise ValueError(f'block {i} has {h} heads, got scales of shape {list(n)}: give one number per block or one per head (and image)')
+        if len(n) > 2 or (n and n[-1] not in (1, h)):
+            raise ValueError(
+                f'block {i} has {h} heads, got scales of shape {list(n)}: give one number per block or one per head'
+                ' (and image)'
+            )
     return lambda i: s[i]
 
 # %% ../nbs/00a_vit.ipynb #f160154a
 @contextmanager
 def attn_scale(
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-    s, # A number, one per block (list or tensor [L]), one per head (tensor [L,H], or a list of [H_i]), or rows of these for each image ([L,B,1], [L,B,H]); gradients reach it
-)->Iterator: # Yields nothing; the model is scaled inside
-    "Inside, the product of queries and keys in each block is multiplied by its scale; afterwards the model is as before"
-    if any(getattr(o,'grad_checkpointing',False) for o in model.modules()): raise ValueError('gradient checkpointing runs blocks again in the backward, when the scale may be gone: model.set_grad_checkpointing(False) first')
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+    # A number, one per block (list or tensor [L]), one per head (tensor [L,H], or a list of [H_i]), or rows of these
+    # for each image ([L,B,1], [L,B,H]); gradients reach it
+    s,
+) -> Iterator:  # Yields nothing; the model is scaled inside
+    """Inside, the product of queries and keys in each block is multiplied by its scale; afterwards the model is as
+    before"""
+    if any(getattr(o, 'grad_checkpointing', False) for o in model.modules()):
+        raise ValueError(
+            'gradient checkpointing runs blocks again in the backward, when the scale may be gone:'
+            ' model.set_grad_checkpointing(False) first'
+        )
     attns = [_attns(b) for b in vit_blocks(model)]
-    scale,images = _scale_of(s, [a[0].num_heads for a in attns]),_Images()
+    scale, images = _scale_of(s, [a[0].num_heads for a in attns]), _Images()
     with uncompiled(model), ExitStack() as stack:
         stack.callback(unwrap(model).register_forward_pre_hook(images.see).remove)
-        for i,a in [(i,a) for i,ms in enumerate(attns) for a in ms]:
+        for i, a in [(i, a) for i, ms in enumerate(attns) for a in ms]:
             stack.callback(_unshadow, None, None, a)
-            seen = images if hasattr(a,'relative_position_bias_table') else None
-            for mod,f,kw in _scale_hooks(a): stack.callback(_hook(mod, partial(_now, f, partial(scale,i), seen), **kw).remove)
+            seen = images if hasattr(a, 'relative_position_bias_table') else None
+            for mod, f, kw in _scale_hooks(a):
+                stack.callback(_hook(mod, partial(_now, f, partial(scale, i), seen), **kw).remove)
         yield model
 
 # %% ../nbs/00a_vit.ipynb #fc865443
 class _Hook:
     "A hook that calls `f(part, module, ...)` with the part that the module was told last"
-    def __init__(self, name, f): store_attr()
+
+    def __init__(self, name, f):
+        store_attr()
+
     def __call__(self, mod, *args):
-        owner,part = mod.seam_parts[self.name]
-        if owner is not mod: raise RuntimeError(f'this {type(mod).__name__} is a replica that does not know its own {self.name}: '
-            'call the model or its forward_features, not its blocks one by one')
+        owner, part = mod.seam_parts[self.name]
+        if owner is not mod:
+            raise RuntimeError(
+                f'this {type(mod).__name__} is a replica that does not know its own {self.name}: '
+                'call the model or its forward_features, not its blocks one by one'
+            )
         return self.f(part, mod, *args)
 
+
 def _submodule(m, place):
-    for o in place: m = m._modules[o]
+    for o in place:
+        m = m._modules[o]
     return m
+
 
 def _tell(mod, name, part):
     known = mod.__dict__.get('seam_parts', {})
-    owner,old = known.get(name, (None,None))
-    if owner is not mod or old is not part: mod.__dict__['seam_parts'] = {**known, name:(mod,part)}
+    owner, old = known.get(name, (None, None))
+    if owner is not mod or old is not part:
+        mod.__dict__['seam_parts'] = {**known, name: (mod, part)}
 
 # %% ../nbs/00a_vit.ipynb #9b6ab59e
 class Seam:
     "Comes first in the class of a model with parts: all that runs its blocks begins with `join`"
+
     def join(self):
         "Tell every module that a part works in which part is this model's"
-        for name,s in self.seams.items():
-            for place in s.places: _tell(_submodule(self, place), name, self._modules[name])
-    def forward_features(self,
-        *args, # As timm's
-        **kw # As timm's
-    )->Tensor: # Tokens [B,N,D]
+        for name, s in self.seams.items():
+            for place in s.places:
+                _tell(_submodule(self, place), name, self._modules[name])
+
+    def forward_features(
+        self,
+        *args,  # As timm's
+        **kw,  # As timm's
+    ) -> Tensor:  # Tokens [B,N,D]
         "The model's own, with its own parts"
         self.join()
         return super().forward_features(*args, **kw)
-    def forward_intermediates(self,
-        *args, # As timm's
-        **kw # As timm's
-    )->object: # As timm's
+
+    def forward_intermediates(
+        self,
+        *args,  # As timm's
+        **kw,  # As timm's
+    ) -> object:  # As timm's
         "The model's own, with its own parts"
         self.join()
         return super().forward_intermediates(*args, **kw)
-    def __reduce_ex__(self, protocol): return (_blank, (type(self).plain,type(self).kinds), *super().__reduce_ex__(protocol)[2:])
+
+    def __reduce_ex__(self, protocol):
+        return (_blank, (type(self).plain, type(self).kinds), *super().__reduce_ex__(protocol)[2:])
+
 
 @lru_cache(maxsize=None)
 def _sewn(plain, kinds):
     "The class `plain` with these kinds of `Seam` in front"
-    return type(plain.__name__, (*kinds,plain), dict(plain=plain, kinds=kinds, __module__=plain.__module__, __doc__=plain.__doc__))
+    return type(
+        plain.__name__,
+        (*kinds, plain),
+        dict(plain=plain, kinds=kinds, __module__=plain.__module__, __doc__=plain.__doc__),
+    )
 
-def _blank(plain, kinds): c = _sewn(plain, kinds); return c.__new__(c)
+
+def _blank(plain, kinds):
+    c = _sewn(plain, kinds)
+    return c.__new__(c)
+
 
 def _reclass(m):
     "Give `m` the class that its parts ask for"
     if isinstance(m, Seam) and 'plain' not in vars(type(m)):
-        raise ValueError(f'the class of this model was changed after it got its parts, to {type(m).__name__}: undo that first')
-    plain,kinds = type(m).plain if isinstance(m, Seam) else type(m),{s.kind for s in m.seams.values()}
-    kinds = sorted((k for k in kinds if not any(o is not k and issubclass(o,k) for o in kinds)), key=lambda k: k.__name__)
+        raise ValueError(
+            f'the class of this model was changed after it got its parts, to {type(m).__name__}: undo that first'
+        )
+    plain, kinds = type(m).plain if isinstance(m, Seam) else type(m), {s.kind for s in m.seams.values()}
+    kinds = sorted(
+        (k for k in kinds if not any(o is not k and issubclass(o, k) for o in kinds)), key=lambda k: k.__name__
+    )
     m.__class__ = _sewn(plain, tuple(kinds)) if kinds else plain
 
 # %% ../nbs/00a_vit.ipynb #2c970b03
 def add_part(
-    m:nn.Module, # The timm model itself, not compiled; changed in place
-    name:str, # What the part is called in the model, and so in its `state_dict`
-    part:nn.Module, # The part
-    kind:type=Seam, # `Seam`, or a subclass with methods that replace the model's
-)->nn.Module: # `part`
+    m: nn.Module,  # The timm model itself, not compiled; changed in place
+    name: str,  # What the part is called in the model, and so in its `state_dict`
+    part: nn.Module,  # The part
+    kind: type = Seam,  # `Seam`, or a subclass with methods that replace the model's
+) -> nn.Module:  # `part`
     "Make `part` a submodule of the model, and the model's class one of this kind"
     m.add_module(name, part)
-    m.__dict__['seams'] = {**m.__dict__.get('seams', {}), name:SimpleNamespace(kind=kind, places=[], handles=[])}
+    m.__dict__['seams'] = {**m.__dict__.get('seams', {}), name: SimpleNamespace(kind=kind, places=[], handles=[])}
     _reclass(m)
     return part
 
+
 def hook_part(
-    m:nn.Module, # A model after `add_part`
-    name:str, # Of the part
-    mod:nn.Module, # The module of the model that the part works in
-    f:Callable, # `f(part, module, args, output)`, or of a pre-hook `f(part, module, args)`; it can be pickled and holds no module
-    pre:bool=False, # A pre-hook?
-    **kw # For `register_forward_pre_hook` or `register_forward_hook`, such as `with_kwargs`
+    m: nn.Module,  # A model after `add_part`
+    name: str,  # Of the part
+    mod: nn.Module,  # The module of the model that the part works in
+    # `f(part, module, args, output)`, or of a pre-hook `f(part, module, args)`; it can be pickled and holds no module
+    f: Callable,
+    pre: bool = False,  # A pre-hook?
+    **kw,  # For `register_forward_pre_hook` or `register_forward_hook`, such as `with_kwargs`
 ):
     "Put a hook that is called with the model's own part"
-    s,place = m.seams[name],next(n.split('.') for n,o in m.named_modules() if o is mod)
+    s, place = m.seams[name], next(n.split('.') for n, o in m.named_modules() if o is mod)
     s.handles.append(_hook(mod, _Hook(name, f), pre, **kw))
-    if place not in s.places: s.places.append(place)
+    if place not in s.places:
+        s.places.append(place)
     _tell(mod, name, m._modules[name])
 
+
 def drop_part(
-    m:nn.Module, # A model after `add_part`; changed in place
-    name:str, # Of the part
+    m: nn.Module,  # A model after `add_part`; changed in place
+    name: str,  # Of the part
 ):
     "Undo `add_part` and `hook_part`"
-    s,left = m.seams[name],{k:v for k,v in m.seams.items() if k!=name}
-    for h in s.handles: h.remove()
+    s, left = m.seams[name], {k: v for k, v in m.seams.items() if k != name}
+    for h in s.handles:
+        h.remove()
     for mod in [_submodule(m, o) for o in s.places]:
-        mod.__dict__['seam_parts'] = {k:v for k,v in mod.seam_parts.items() if k!=name}
-        if not mod.seam_parts: del mod.__dict__['seam_parts']
-    delattr(m, name); m.__dict__['seams'] = left; _reclass(m)
-    if not left: del m.__dict__['seams']
+        mod.__dict__['seam_parts'] = {k: v for k, v in mod.seam_parts.items() if k != name}
+        if not mod.seam_parts:
+            del mod.__dict__['seam_parts']
+    delattr(m, name)
+    m.__dict__['seams'] = left
+    _reclass(m)
+    if not left:
+        del m.__dict__['seams']
 
 # %% ../nbs/00a_vit.ipynb #9427387d
 class AttnScales(nn.Module):
     "The scales `s` [L] of a model's blocks, a buffer that is saved with the weights"
-    def __init__(self,
-        n:int, # Number of blocks
-        like:Tensor, # Gives the device
+
+    def __init__(
+        self,
+        n: int,  # Number of blocks
+        like: Tensor,  # Gives the device
     ):
         super().__init__()
         self.register_buffer('s', torch.ones(n, device=like.device))
-    def at(self,
-        i:int, # Number of the block
-    )->Tensor: # One number
+
+    def at(
+        self,
+        i: int,  # Number of the block
+    ) -> Tensor:  # One number
         "The scale of a block"
         return self.s[i]
-    def extra_repr(self): return f's={[round(o,4) for o in self.s.tolist()]}'
+
+    def extra_repr(self):
+        return f's={[round(o, 4) for o in self.s.tolist()]}'
+
 
 def scales_of(
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-)->Tensor: # [L], one for each of `vit_blocks`; ones where the model has no scales
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+) -> Tensor:  # [L], one for each of `vit_blocks`; ones where the model has no scales
     "The attention scales that are part of the model"
     t = getattr(unwrap(model), 'attn_scales', None)
     return torch.ones(len(vit_blocks(model)), device=next(model.parameters()).device) if t is None else t.s.clone()
 
 # %% ../nbs/00a_vit.ipynb #4de880a6
-def _own_scale(i, f, scales, mod, *args): return f(scales.at(i), None, mod, *args)
+def _own_scale(i, f, scales, mod, *args):
+    return f(scales.at(i), None, mod, *args)
+
 
 def add_scales(
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`; changed in place
-    s=1., # A number, or one per block
-)->nn.Module: # `model`
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`; changed in place
+    s=1.0,  # A number, or one per block
+) -> nn.Module:  # `model`
     "Give the model attention scales of its own, which are saved with it; one that has them gets new values"
-    m = unwrap(model); blocks = vit_blocks(m)
+    m = unwrap(model)
+    blocks = vit_blocks(m)
     s = torch.as_tensor(s, dtype=torch.float32)
-    if s.ndim and s.shape!=(len(blocks),): raise ValueError(f'the model has {len(blocks)} blocks (see vit_blocks), got scales of shape {list(s.shape)}: give one number, or one per block')
-    if not hasattr(m,'attn_scales'):
-        if is_compiled(model): raise ValueError('compiled code does not see new hooks: add the scales first, then torch.compile')
+    if s.ndim and s.shape != (len(blocks),):
+        raise ValueError(
+            f'the model has {len(blocks)} blocks (see vit_blocks), got scales of shape {list(s.shape)}: give one'
+            ' number, or one per block'
+        )
+    if not hasattr(m, 'attn_scales'):
+        if is_compiled(model):
+            raise ValueError('compiled code does not see new hooks: add the scales first, then torch.compile')
         add_part(m, 'attn_scales', AttnScales(len(blocks), next(m.parameters())))
-        for i,(mod,f,kw) in [(i,h) for i,b in enumerate(blocks) for a in _attns(b) for h in _scale_hooks(a)]: hook_part(m, 'attn_scales', mod, partial(_own_scale, i, f), **kw)
-    with torch.no_grad(): m.attn_scales.s.copy_(s)
+        for i, (mod, f, kw) in [(i, h) for i, b in enumerate(blocks) for a in _attns(b) for h in _scale_hooks(a)]:
+            hook_part(m, 'attn_scales', mod, partial(_own_scale, i, f), **kw)
+    with torch.no_grad():
+        m.attn_scales.s.copy_(s)
     return model
 
+
 def remove_scales(
-    model:nn.Module, # A model after `add_scales`; changed in place
-)->nn.Module: # `model`
+    model: nn.Module,  # A model after `add_scales`; changed in place
+) -> nn.Module:  # `model`
     "Undo `add_scales`"
     m = unwrap(model)
-    if not hasattr(m,'attn_scales'): raise ValueError(f'this {type(m).__name__} has no scales of its own: nothing to remove')
+    if not hasattr(m, 'attn_scales'):
+        raise ValueError(f'this {type(m).__name__} has no scales of its own: nothing to remove')
     drop_part(m, 'attn_scales')
     return model
 
 # %% ../nbs/00a_vit.ipynb #5d1370f1
 class ExtraTokens(nn.Module):
     "Learnable tokens `weight` [1,n,D], and the hooks that carry them from block to block"
-    def __init__(self,
-        n:int, # Number of tokens
-        dim:int, # Their length D
-        like:Tensor, # Gives dtype and device
-        out:str='logits', # What the model returns, see `add_tokens`
-        std:float=.01, # Of the normal initialisation
+
+    def __init__(
+        self,
+        n: int,  # Number of tokens
+        dim: int,  # Their length D
+        like: Tensor,  # Gives dtype and device
+        out: str = 'logits',  # What the model returns, see `add_tokens`
+        std: float = 0.01,  # Of the normal initialisation
     ):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(1, n, dim, dtype=like.dtype, device=like.device)*std)
-        self.out,self.on,self.all = out,True,False
+        self.weight = nn.Parameter(torch.randn(1, n, dim, dtype=like.dtype, device=like.device) * std)
+        self.out, self.on, self.all = out, True, False
 
     @property
     def n(self):
         "How many tokens are at work: 0 while they are switched off"
         return self.weight.shape[1] if self.on else 0
-    def no_weight_decay(self)->set: # Names of parameters
+
+    def no_weight_decay(self) -> set:  # Names of parameters
         "The tokens get no weight decay"
         return {'weight'}
-    def extra_repr(self): return f'n={self.weight.shape[1]}, out={self.out!r}'
+
+    def extra_repr(self):
+        return f'n={self.weight.shape[1]}, out={self.out!r}'
 
 # %% ../nbs/00a_vit.ipynb #401d089a
 @patch
-def start(self:ExtraTokens,
-    blk:nn.Module, # The block
-    args:tuple, # Its inputs, tokens [B,N,D] first
-)->tuple: # Its inputs, tokens [B,N+n,D] first; None: as they are
+def start(
+    self: ExtraTokens,
+    blk: nn.Module,  # The block
+    args: tuple,  # Its inputs, tokens [B,N,D] first
+) -> tuple:  # Its inputs, tokens [B,N+n,D] first; None: as they are
     "Append the tokens to the first block's input"
-    if not self.n: return
+    if not self.n:
+        return
     x = args[0] if type(args[0]) is Tensor else args[0].as_subclass(Tensor)
-    return torch.cat([x, self.weight.to(x).expand(len(x),-1,-1)], 1),*args[1:]
+    return torch.cat([x, self.weight.to(x).expand(len(x), -1, -1)], 1), *args[1:]
+
 
 @patch
-def enter(self:ExtraTokens,
-    blk:nn.Module, # The block
-    args:tuple, # Its inputs, tokens [B,N,D] first
-)->tuple: # Its inputs, tokens [B,N+n,D] first; None: as they are
+def enter(
+    self: ExtraTokens,
+    blk: nn.Module,  # The block
+    args: tuple,  # Its inputs, tokens [B,N,D] first
+) -> tuple:  # Its inputs, tokens [B,N+n,D] first; None: as they are
     "Give a later block the sequence that the one before has put aside"
-    if not self.n: return
-    if not hasattr(args[0],'_extra'): raise RuntimeError('the extra tokens were lost between two blocks: something replaced a block\'s output; use add_after_mlp for that')
-    return args[0]._extra,*args[1:]
+    if not self.n:
+        return
+    if not hasattr(args[0], '_extra'):
+        raise RuntimeError(
+            'the extra tokens were lost between two blocks: something replaced a block\'s output; use add_after_mlp for'
+            ' that'
+        )
+    return args[0]._extra, *args[1:]
+
 
 @patch
-def leave(self:ExtraTokens,
-    blk:nn.Module, # The block
-    args:tuple, # Its inputs, tokens [B,N,D] first
-    o:Tensor, # Its output [B,N+n,D]
-)->Tensor: # [B,N,D]; None: as it is
+def leave(
+    self: ExtraTokens,
+    blk: nn.Module,  # The block
+    args: tuple,  # Its inputs, tokens [B,N,D] first
+    o: Tensor,  # Its output [B,N+n,D]
+) -> Tensor:  # [B,N,D]; None: as it is
     "Show a block's output without the tokens"
-    if not self.n: return
-    x = o[:,:-self.n]
+    if not self.n:
+        return
+    x = o[:, : -self.n]
     x._extra = o
     return x
 
+
 @patch
-def finish(self:ExtraTokens,
-    norm:nn.Module, # The final norm
-    args:tuple, # Its inputs, tokens [B,N,D] first
-)->tuple: # Its inputs, tokens [B,N+n,D] first; None: as they are
+def finish(
+    self: ExtraTokens,
+    norm: nn.Module,  # The final norm
+    args: tuple,  # Its inputs, tokens [B,N,D] first
+) -> tuple:  # Its inputs, tokens [B,N+n,D] first; None: as they are
     "For `out='all'`: the final norm sees the tokens too"
-    if self.all and hasattr(args[0],'_extra'): return args[0]._extra,*args[1:]
+    if self.all and hasattr(args[0], '_extra'):
+        return args[0]._extra, *args[1:]
 
 # %% ../nbs/00a_vit.ipynb #905c61e3
-_outs = ('logits','tokens','cls_patch','all')
+_outs = ('logits', 'tokens', 'cls_patch', 'all')
+
+
 def _check_out(m, out):
-    if out not in _outs: raise ValueError(f'out must be one of {list(_outs)}, got {out!r}')
-    if out=='all' and isinstance(m, Cait): raise ValueError("out='all' needs a ViT: CaiT drops all but the class token in its last blocks")
+    if out not in _outs:
+        raise ValueError(f'out must be one of {list(_outs)}, got {out!r}')
+    if out == 'all' and isinstance(m, Cait):
+        raise ValueError("out='all' needs a ViT: CaiT drops all but the class token in its last blocks")
+
 
 def _check_plain(m, model, name, what):
-    if hasattr(m, name): raise ValueError(f'the model has {what} already: {"remove_tokens" if name=="extra_tokens" else "remove_adapters"}(model) first')
-    if is_compiled(model): raise ValueError(f'compiled code does not see new hooks: change the {what} first, then torch.compile')
+    if hasattr(m, name):
+        raise ValueError(
+            f'the model has {what} already: {"remove_tokens" if name == "extra_tokens" else "remove_adapters"}(model)'
+            ' first'
+        )
+    if is_compiled(model):
+        raise ValueError(f'compiled code does not see new hooks: change the {what} first, then torch.compile')
 
 # %% ../nbs/00a_vit.ipynb #70a31789
 class TokenModel(Seam):
     "A model with extra tokens: it returns logits or one of the token sequences, as its `extra_tokens.out` says"
-    def forward(self,
-        x:Tensor, # Images [B,C,H,W]
-        *args, # As timm's
-        **kw # As timm's
-    )->Tensor: # Logits [B,classes], or tokens [B,N,D]
+
+    def forward(
+        self,
+        x: Tensor,  # Images [B,C,H,W]
+        *args,  # As timm's
+        **kw,  # As timm's
+    ) -> Tensor:  # Logits [B,classes], or tokens [B,N,D]
         "What `extra_tokens.out` says"
         t = self.extra_tokens
         _check_out(self, t.out)
-        if t.out=='logits': return super().forward(x, *args, **kw)
-        t.all = t.out=='all'
-        try: z = self.forward_features(x, *args, **kw)
-        finally: t.all = False
-        n,r = self.num_prefix_tokens,getattr(self,'num_reg_tokens',0)
-        return torch.cat([z[:,:n-r], z[:,n:]], 1) if t.out=='cls_patch' and r else z
-    def forward_features(self,
-        x:Tensor, # Images [B,C,H,W]
-        *args, # As timm's: a mask for the attention between the model's own tokens
-        **kw # As timm's, `attn_mask` among them
-    )->Tensor: # Tokens [B,N,D]
+        if t.out == 'logits':
+            return super().forward(x, *args, **kw)
+        t.all = t.out == 'all'
+        try:
+            z = self.forward_features(x, *args, **kw)
+        finally:
+            t.all = False
+        n, r = self.num_prefix_tokens, getattr(self, 'num_reg_tokens', 0)
+        return torch.cat([z[:, : n - r], z[:, n:]], 1) if t.out == 'cls_patch' and r else z
+
+    def forward_features(
+        self,
+        x: Tensor,  # Images [B,C,H,W]
+        *args,  # As timm's: a mask for the attention between the model's own tokens
+        **kw,  # As timm's, `attn_mask` among them
+    ) -> Tensor:  # Tokens [B,N,D]
         "The tokens; a mask is widened for the extra ones"
-        if args: args = self.wide(x, args[0]),*args[1:]
-        if 'attn_mask' in kw: kw = {**kw, 'attn_mask':self.wide(x, kw['attn_mask'])}
+        if args:
+            args = self.wide(x, args[0]), *args[1:]
+        if 'attn_mask' in kw:
+            kw = {**kw, 'attn_mask': self.wide(x, kw['attn_mask'])}
         return super().forward_features(x, *args, **kw)
-    def forward_intermediates(self,
-        x:Tensor, # Images [B,C,H,W]
-        *args, # As timm's
-        **kw # As timm's
-    )->object: # As timm's
+
+    def forward_intermediates(
+        self,
+        x: Tensor,  # Images [B,C,H,W]
+        *args,  # As timm's
+        **kw,  # As timm's
+    ) -> object:  # As timm's
         "Outputs of blocks; a mask is widened for the extra tokens"
-        if 'attn_mask' in kw: kw = {**kw, 'attn_mask':self.wide(x, kw['attn_mask'])}
+        if 'attn_mask' in kw:
+            kw = {**kw, 'attn_mask': self.wide(x, kw['attn_mask'])}
         return super().forward_intermediates(x, *args, **kw)
-    def wide(self,
-        x:Tensor, # Images [B,C,H,W]
-        mask:Tensor|None, # For the attention between the model's own N tokens [...,N,N]
-    )->Tensor|None: # [...,N+n,N+n]; a mask of another size as it is
+
+    def wide(
+        self,
+        x: Tensor,  # Images [B,C,H,W]
+        mask: Tensor | None,  # For the attention between the model's own N tokens [...,N,N]
+    ) -> Tensor | None:  # [...,N+n,N+n]; a mask of another size as it is
         "Let everything attend to the extra tokens, and them to everything"
         n = self.extra_tokens.n
-        if mask is None or not n: return mask
-        own = prefix_tokens(self)+math.prod(patch_grid(self, x))
-        h,w = [n if o==own else 0 for o in mask.shape[-2:]]
-        return F.pad(mask, (0,w,0,h), value=1 if mask.dtype==torch.bool else 0)
+        if mask is None or not n:
+            return mask
+        own = prefix_tokens(self) + math.prod(patch_grid(self, x))
+        h, w = [n if o == own else 0 for o in mask.shape[-2:]]
+        return F.pad(mask, (0, w, 0, h), value=1 if mask.dtype == torch.bool else 0)
 
 # %% ../nbs/00a_vit.ipynb #f007cf98
 def add_tokens(
-    model:nn.Module, # A timm ViT (vit, deit, deit3, dinov2) or CaiT, maybe inside `Normalized`; changed in place
-    n:int=10, # Number of tokens
-    out:str='logits', # `'logits'`; `'tokens'`: what `forward_features` gives; `'cls_patch'`: the same less registers; `'all'`: `'tokens'`, then the extra ones (ViT)
-    std:float=.01, # Standard deviation of their normal initialisation
-)->nn.Module: # `model`
+    model: nn.Module,  # A timm ViT (vit, deit, deit3, dinov2) or CaiT, maybe inside `Normalized`; changed in place
+    n: int = 10,  # Number of tokens
+    # `'logits'`; `'tokens'`: what `forward_features` gives; `'cls_patch'`: the same less registers; `'all'`:
+    # `'tokens'`, then the extra ones (ViT)
+    out: str = 'logits',
+    std: float = 0.01,  # Standard deviation of their normal initialisation
+) -> nn.Module:  # `model`
     "Give the model `n` learnable tokens that have no position, pass through all blocks and are dropped at the end"
-    m = unwrap(model); _check_out(m, out)
-    if n!=int(n) or n<0: raise ValueError(f'n must be a whole number >= 0, got {n}')
-    if not issubclass(_family(m), (VisionTransformer,Cait)) or getattr(m,'fixed_tokens',False): raise TypeError(f'{type(m).__name__} has no place for extra tokens: its blocks work on a grid of patches (use a ViT or CaiT)')
+    m = unwrap(model)
+    _check_out(m, out)
+    if n != int(n) or n < 0:
+        raise ValueError(f'n must be a whole number >= 0, got {n}')
+    if not issubclass(_family(m), (VisionTransformer, Cait)) or getattr(m, 'fixed_tokens', False):
+        raise TypeError(
+            f'{type(m).__name__} has no place for extra tokens: its blocks work on a grid of patches (use a ViT or'
+            ' CaiT)'
+        )
     _check_plain(m, model, 'extra_tokens', 'extra tokens')
     add_part(m, 'extra_tokens', ExtraTokens(int(n), m.embed_dim, next(m.parameters()), out, std), TokenModel)
     hook = partial(hook_part, m, 'extra_tokens')
-    for i,b in enumerate(m.blocks): hook(b, ExtraTokens.enter if i else ExtraTokens.start, pre=True); hook(b, ExtraTokens.leave)
-    for b in getattr(m,'blocks_token_only',None) or []: hook(b, ExtraTokens.enter, pre=True)
+    for i, b in enumerate(m.blocks):
+        hook(b, ExtraTokens.enter if i else ExtraTokens.start, pre=True)
+        hook(b, ExtraTokens.leave)
+    for b in getattr(m, 'blocks_token_only', None) or []:
+        hook(b, ExtraTokens.enter, pre=True)
     hook(m.norm, ExtraTokens.finish, pre=True)
     return model
 
+
 def remove_tokens(
-    model:nn.Module, # A model after `add_tokens`; changed in place
-)->nn.Module: # `model`
+    model: nn.Module,  # A model after `add_tokens`; changed in place
+) -> nn.Module:  # `model`
     "Undo `add_tokens`"
     m = unwrap(model)
-    if not hasattr(m,'extra_tokens'): raise ValueError(f'this {type(m).__name__} has no extra tokens: nothing to remove')
+    if not hasattr(m, 'extra_tokens'):
+        raise ValueError(f'this {type(m).__name__} has no extra tokens: nothing to remove')
     drop_part(m, 'extra_tokens')
     return model
 
 # %% ../nbs/00a_vit.ipynb #3e50308b
 @contextmanager
 def no_tokens(
-    model:nn.Module, # A model after `add_tokens`; any other passes through
-)->Iterator: # Yields `model`
+    model: nn.Module,  # A model after `add_tokens`; any other passes through
+) -> Iterator:  # Yields `model`
     "Inside, the model runs without its extra tokens: the plain backbone, bit for bit"
     t = getattr(unwrap(model), 'extra_tokens', None)
     was = t.on if t is not None else None
     try:
-        if t is not None: t.on = False
+        if t is not None:
+            t.on = False
         yield model
     finally:
-        if t is not None: t.on = was
+        if t is not None:
+            t.on = was
 
 # %% ../nbs/00a_vit.ipynb #5bea924b
 def _after(i, adapters, blk, args, o):
     "Forward hook: the output of block `i` goes through its adapter, as tokens [B,N,D]"
-    return adapters[i](o.flatten(1,2)).view(o.shape) if o.ndim==4 else adapters[i](o)
+    return adapters[i](o.flatten(1, 2)).view(o.shape) if o.ndim == 4 else adapters[i](o)
+
 
 def add_after_mlp(
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`; changed in place
-    make, # `D -> nn.Module`, called once per block of `vit_blocks`; the module maps [B,N,D] to [B,N,D]
-)->nn.ModuleList: # The new modules, also to be found as `adapters` of the timm model
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`; changed in place
+    make,  # `D -> nn.Module`, called once per block of `vit_blocks`; the module maps [B,N,D] to [B,N,D]
+) -> nn.ModuleList:  # The new modules, also to be found as `adapters` of the timm model
     "Insert a module behind every block's MLP"
-    m = unwrap(model); blocks = vit_blocks(m)
+    m = unwrap(model)
+    blocks = vit_blocks(m)
     _check_plain(m, model, 'adapters', 'adapters')
     p = next(m.parameters())
-    dims = [b.mlp.ln1.linear.in_features if isinstance(m, Levit) else getattr(b,'dim',None) or m.embed_dim for b in blocks]
+    dims = [
+        b.mlp.ln1.linear.in_features if isinstance(m, Levit) else getattr(b, 'dim', None) or m.embed_dim for b in blocks
+    ]
     res = nn.ModuleList([make(d) for d in dims]).to(p.device, p.dtype).train(m.training)
     add_part(m, 'adapters', res)
-    for i,b in enumerate(blocks): hook_part(m, 'adapters', b, partial(_after, i), prepend=True)
+    for i, b in enumerate(blocks):
+        hook_part(m, 'adapters', b, partial(_after, i), prepend=True)
     return res
 
+
 def remove_adapters(
-    model:nn.Module, # A model after `add_after_mlp`; changed in place
-)->nn.Module: # `model`
+    model: nn.Module,  # A model after `add_after_mlp`; changed in place
+) -> nn.Module:  # `model`
     "Undo `add_after_mlp`"
     m = unwrap(model)
-    if not hasattr(m,'adapters'): raise ValueError(f'this {type(m).__name__} has no adapters: nothing to remove')
+    if not hasattr(m, 'adapters'):
+        raise ValueError(f'this {type(m).__name__} has no adapters: nothing to remove')
     drop_part(m, 'adapters')
     return model
 
 # %% ../nbs/00a_vit.ipynb #e4317ca2
-def _has_weights(m): return next(m.parameters(), None) is not None
-def _trains(m): return any(p.requires_grad for p in m.parameters())
+def _has_weights(m):
+    return next(m.parameters(), None) is not None
+
+
+def _trains(m):
+    return any(p.requires_grad for p in m.parameters())
+
 
 def still(
-    model:nn.Module, # Any model; changed in place
-)->nn.Module: # `model`
-    "Evaluation mode for all that is frozen: modules none of whose parameters train, and the dropout that belongs to them"
-    if _has_weights(model) and not _trains(model): return model.eval()
+    model: nn.Module,  # Any model; changed in place
+) -> nn.Module:  # `model`
+    """Evaluation mode for all that is frozen: modules none of whose parameters train, and the dropout that belongs to
+    them"""
+    if _has_weights(model) and not _trains(model):
+        return model.eval()
     kids = list(model.children())
-    for i,m in enumerate(kids):
-        if _has_weights(m): still(m); continue
-        near = first(kids[:i][::-1] if isinstance(m, DropPath) else kids[i+1:], _has_weights)
-        if near is not None and not _trains(near): m.eval()
+    for i, m in enumerate(kids):
+        if _has_weights(m):
+            still(m)
+            continue
+        near = first(kids[:i][::-1] if isinstance(m, DropPath) else kids[i + 1 :], _has_weights)
+        if near is not None and not _trains(near):
+            m.eval()
     return model
 
 # %% ../nbs/00a_vit.ipynb #1cfa40c4
 def _added(m):
     "The parts that were added to a backbone; adapters that came without TORA's heads belong to it"
     names = set(m.__dict__.get('seams', ()))
-    return names-{'attn_scales'}-(set() if 'tora' in names else {'adapters'})
+    return names - {'attn_scales'} - (set() if 'tora' in names else {'adapters'})
+
 
 def backbone_id(
-    model:nn.Module, # A timm model, maybe inside `Normalized`
-    head:bool=True, # With its own head?
-)->str: # 16 hex digits
+    model: nn.Module,  # A timm model, maybe inside `Normalized`
+    head: bool = True,  # With its own head?
+) -> str:  # 16 hex digits
     "A hash of the weights of the backbone, without tokens and TORA's parts"
-    m,h = unwrap(model),hashlib.sha256()
-    added = tuple(f'{n}.' for n in _added(m))+(() if head else ('head.','head_dist.'))
-    for k,v in m.state_dict().items():
-        if k.startswith(added): continue
+    m, h = unwrap(model), hashlib.sha256()
+    added = tuple(f'{n}.' for n in _added(m)) + (() if head else ('head.', 'head_dist.'))
+    for k, v in m.state_dict().items():
+        if k.startswith(added):
+            continue
         h.update(k.encode())
         h.update(v.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return h.hexdigest()[:16]
 
+
 def _answer(m):
     "Eight features of the plain backbone for an image of noise, on the CPU in 32 bits: the same everywhere"
     m = deepcopy(m).cpu().float().eval()
-    for n in _added(m): drop_part(m, n)
-    size = getattr(m.patch_embed,'img_size',None) or m.pretrained_cfg['input_size'][-2:]
-    c = in_chans(m) or next((p.shape[1] for p in m.patch_embed.parameters() if p.ndim==4), 3)
+    for n in _added(m):
+        drop_part(m, n)
+    size = getattr(m.patch_embed, 'img_size', None) or m.pretrained_cfg['input_size'][-2:]
+    c = in_chans(m) or next((p.shape[1] for p in m.patch_embed.parameters() if p.ndim == 4), 3)
     x = torch.rand(1, c, *size, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(): f = m.forward_features(2*x-1)[0].mean(0)
-    return [round(o, 6) for o in f[::-(-len(f)//8)].tolist()]
+    with torch.no_grad():
+        f = m.forward_features(2 * x - 1)[0].mean(0)
+    return [round(o, 6) for o in f[:: -(-len(f) // 8)].tolist()]
+
 
 def backbone_about(
-    model:nn.Module, # A timm ViT or CaiT, maybe inside `Normalized`, with or without parts that this library adds
-    head:bool=True, # Does its own head belong to it?
-)->dict: # Hash of the weights, family, width, type, eight features of an image of noise, and the statistics of `Normalized`
+    model: nn.Module,  # A timm ViT or CaiT, maybe inside `Normalized`, with or without parts that this library adds
+    head: bool = True,  # Does its own head belong to it?
+) -> (
+    dict
+):  # Hash of the weights, family, width, type, eight features of an image of noise, and the statistics of `Normalized`
     "What a file says of the backbone that its numbers were trained on"
-    m,norm = unwrap(model),first(o for o in model.modules() if isinstance(o, Normalized))
-    stat = {k:None if norm is None else [round(o, 6) for o in getattr(norm, k).flatten().tolist()] for k in ('mean','std')}
-    return dict(backbone=backbone_id(m, head), family=type(m).__name__, width=m.embed_dim, dtype=next(m.parameters()).dtype, answer=_answer(m), **stat)
+    m, norm = unwrap(model), first(o for o in model.modules() if isinstance(o, Normalized))
+    stat = {
+        k: None if norm is None else [round(o, 6) for o in getattr(norm, k).flatten().tolist()] for k in ('mean', 'std')
+    }
+    return dict(
+        backbone=backbone_id(m, head),
+        family=type(m).__name__,
+        width=m.embed_dim,
+        dtype=next(m.parameters()).dtype,
+        answer=_answer(m),
+        **stat,
+    )
+
 
 def check_backbone(
-    model:nn.Module, # The model that a file is to be loaded on
-    about:dict, # What the file says, from `backbone_about`; nothing in files of others
-    name:str, # Of the file
-    head:bool=True, # As in `backbone_about`
+    model: nn.Module,  # The model that a file is to be loaded on
+    about: dict,  # What the file says, from `backbone_about`; nothing in files of others
+    name: str,  # Of the file
+    head: bool = True,  # As in `backbone_about`
 ):
-    "Raises ValueError if a file belongs to another backbone, to the same weights in another network, or to images prepared otherwise"
-    if 'backbone' not in about: return
-    now = {k:str(v) for k,v in backbone_about(model, head).items()}
-    if now['backbone']!=about['backbone']:
-        raise ValueError(f'{name} belongs to another backbone ({about["family"]} of width {about["width"]}, {about.get("dtype","")} '
-            f'hash {about["backbone"]}), this one has {now["dtype"]} hash {now["backbone"]}; '
-            'load it before the precision or the size of the images is changed')
-    a,b = [torch.tensor([float(v) for v in o.get('answer', now['answer']).strip('[]').split(',')]) for o in (about,now)]
-    if not torch.allclose(a, b, rtol=0, atol=5e-5*b.abs().max().item()):
-        raise ValueError(f'{name} belongs to another backbone: the weights are the same, but what is computed with them is not; '
-            f'compare the number of attention heads, the activation and the timm version ({about.get("timm")})')
-    for k in ('mean','std'):
+    """Raises ValueError if a file belongs to another backbone, to the same weights in another network, or to images
+    prepared otherwise"""
+    if 'backbone' not in about:
+        return
+    now = {k: str(v) for k, v in backbone_about(model, head).items()}
+    if now['backbone'] != about['backbone']:
+        raise ValueError(
+            f'{name} belongs to another backbone ({about["family"]} of width {about["width"]}, {about.get("dtype", "")}'
+            f' hash {about["backbone"]}), this one has {now["dtype"]} hash {now["backbone"]}; load it before the'
+            ' precision or the size of the images is changed'
+        )
+    a, b = [
+        torch.tensor([float(v) for v in o.get('answer', now['answer']).strip('[]').split(',')]) for o in (about, now)
+    ]
+    if not torch.allclose(a, b, rtol=0, atol=5e-5 * b.abs().max().item()):
+        raise ValueError(
+            f'{name} belongs to another backbone: the weights are the same, but what is computed with them is not; '
+            f'compare the number of attention heads, the activation and the timm version ({about.get("timm")})'
+        )
+    for k in ('mean', 'std'):
         was = about.get(k, 'None')
-        if 'None' in (was,now[k]) or was==now[k]: continue
-        raise ValueError(f'{name} belongs to images that are normalised with {k} {was}, this model has Normalized(..., {k}={now[k]})')
-    had,has = (o.get('mean', 'None')!='None' for o in (about,now))
-    if 'mean' in about and has!=had:
-        says = f'of images normalised with mean {about["mean"]} and std {about.get("std")}' if had else 'of a model without Normalized'
-        warnings.warn(f'{name} is {says}, this model has {"a" if has else "no"} Normalized: give it the images that the parts '
-            'were trained on')
+        if 'None' in (was, now[k]) or was == now[k]:
+            continue
+        raise ValueError(
+            f'{name} belongs to images that are normalised with {k} {was}, this model has Normalized(..., {k}={now[k]})'
+        )
+    had, has = (o.get('mean', 'None') != 'None' for o in (about, now))
+    if 'mean' in about and has != had:
+        says = (
+            f'of images normalised with mean {about["mean"]} and std {about.get("std")}'
+            if had
+            else 'of a model without Normalized'
+        )
+        warnings.warn(
+            f'{name} is {says}, this model has {"a" if has else "no"} Normalized: give it the images that the parts '
+            'were trained on'
+        )
 
 # %% ../nbs/00a_vit.ipynb #8c007cae
 def xcit_stem(
-    model:nn.Module, # A timm XCiT, maybe inside `Normalized`; changed in place
-    patch:int, # Pixels on a side of the new patches: a power of two, at most 16 or 8, whichever the stem was made for
-)->nn.Module: # `model`
+    model: nn.Module,  # A timm XCiT, maybe inside `Normalized`; changed in place
+    patch: int,  # Pixels on a side of the new patches: a power of two, at most 16 or 8, whichever the stem was made for
+) -> nn.Module:  # `model`
     "Set the size of XCiT's patches by the strides of its stem; weights stay. Raises TypeError or ValueError"
     m = unwrap(model)
-    if not isinstance(m, Xcit) or getattr(m,'token_attention',False): raise TypeError(f'xcit_stem changes the convolutions of an XCiT, got {type(m).__name__}: for a ViT give timm patch_size=')
+    if not isinstance(m, Xcit) or getattr(m, 'token_attention', False):
+        raise TypeError(
+            f'xcit_stem changes the convolutions of an XCiT, got {type(m).__name__}: for a ViT give timm patch_size='
+        )
     convs = [o for o in m.patch_embed.modules() if isinstance(o, nn.Conv2d)]
-    if patch not in (fit := [2**i for i in range(len(convs)+1)]): raise ValueError(f'this stem has {len(convs)} convolutions, so patches have {fit} pixels, got {patch}')
-    ones = len(convs)-fit.index(patch)
-    for i,c in enumerate(convs): c.stride = (1,1) if i<ones else (2,2)
+    if patch not in (fit := [2**i for i in range(len(convs) + 1)]):
+        raise ValueError(f'this stem has {len(convs)} convolutions, so patches have {fit} pixels, got {patch}')
+    ones = len(convs) - fit.index(patch)
+    for i, c in enumerate(convs):
+        c.stride = (1, 1) if i < ones else (2, 2)
     pe = m.patch_embed
-    pe.patch_size,pe.num_patches = patch,math.prod(s//patch for s in pe.img_size)
-    for o in m.feature_info: o['reduction'] = patch
+    pe.patch_size, pe.num_patches = patch, math.prod(s // patch for s in pe.img_size)
+    for o in m.feature_info:
+        o['reduction'] = patch
     return model
 
 # %% ../nbs/00a_vit.ipynb #538429ca
 def _two_groups(model, new, what):
     ids = {id(p) for p in new}
-    if not ids: raise ValueError(f'{type(unwrap(model)).__name__} has no {what} to put in the last group')
+    if not ids:
+        raise ValueError(f'{type(unwrap(model)).__name__} has no {what} to put in the last group')
     ps = list(model.parameters())
     return L(L(p for p in ps if id(p) not in ids), L(p for p in ps if id(p) in ids))
 
+
 def vit_splitter(
-    model:nn.Module, # A timm transformer, maybe inside `Normalized`
-)->L: # Two groups of parameters: backbone; head(s), extra tokens and adapters
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`
+) -> L:  # Two groups of parameters: backbone; head(s), extra tokens and adapters
     "The splitter for fine-tuning"
-    m = unwrap(model); _family(m)
+    m = unwrap(model)
+    _family(m)
     heads = m.get_classifier()
-    parts = [*(heads if isinstance(heads,tuple) else [heads]), *[getattr(m,o) for o in ('extra_tokens','adapters') if hasattr(m,o)]]
+    parts = [
+        *(heads if isinstance(heads, tuple) else [heads]),
+        *[getattr(m, o) for o in ('extra_tokens', 'adapters') if hasattr(m, o)],
+    ]
     return _two_groups(model, [p for o in parts for p in o.parameters()], 'head, extra tokens or adapters')
 
+
 def token_splitter(
-    model:nn.Module, # A model after `add_tokens`
-)->L: # Two groups of parameters: the backbone with its head; the extra tokens
+    model: nn.Module,  # A model after `add_tokens`
+) -> L:  # Two groups of parameters: the backbone with its head; the extra tokens
     "The splitter for training extra tokens alone"
     t = getattr(unwrap(model), 'extra_tokens', None)
     return _two_groups(model, [] if t is None else t.parameters(), 'extra tokens (see add_tokens)')
 
 # %% ../nbs/00a_vit.ipynb #28340bbf
 def no_decay_names(
-    model:nn.Module, # Any module
-)->set: # Names of parameters
-    "Parameters that weight decay should leave alone: one axis or none, biases, and all that a module lists in `no_weight_decay`"
-    pats = {f'{n}.{o}' if n else o for n,m in model.named_modules() if callable(getattr(m,'no_weight_decay',None)) for o in m.no_weight_decay()}
-    return {n for n,p in model.named_parameters() if p.ndim<=1 or n.endswith('.bias') or any(fnmatch.fnmatch(n,o) for o in pats)}
+    model: nn.Module,  # Any module
+) -> set:  # Names of parameters
+    """Parameters that weight decay should leave alone: one axis or none, biases, and all that a module lists in
+    `no_weight_decay`"""
+    pats = {
+        f'{n}.{o}' if n else o
+        for n, m in model.named_modules()
+        if callable(getattr(m, 'no_weight_decay', None))
+        for o in m.no_weight_decay()
+    }
+    return {
+        n
+        for n, p in model.named_parameters()
+        if p.ndim <= 1 or n.endswith('.bias') or any(fnmatch.fnmatch(n, o) for o in pats)
+    }
+
 
 def no_decay_split(
-    model:nn.Module, # Any module
-)->L: # Two groups of parameters: those that decay; those that do not
+    model: nn.Module,  # Any module
+) -> L:  # Two groups of parameters: those that decay; those that do not
     "Parameters by weight decay, for the groups of a torch optimiser, or as a splitter"
     no = no_decay_names(model)
-    return L(L(p for n,p in model.named_parameters() if n not in no), L(p for n,p in model.named_parameters() if n in no))
+    return L(
+        L(p for n, p in model.named_parameters() if n not in no), L(p for n, p in model.named_parameters() if n in no)
+    )
 
 # %% ../nbs/00a_vit.ipynb #403ac336
 class NoDecay(Callback):
     "No weight decay for the parameters in `no_decay_names`; any splitter, any fastai optimiser"
+
     def before_fit(self):
         "Mark the parameters that get no weight decay"
-        if self.opt is None: return
-        if isinstance(self.opt, OptimWrapper): raise TypeError('NoDecay needs a fastai optimiser (Adam is AdamW there). For a torch optimiser: Learner(..., splitter=no_decay_split, wd=[.05,0])')
-        for p in no_decay_split(self.model)[1]: self.opt.state[p]['do_wd'] = False
+        if self.opt is None:
+            return
+        if isinstance(self.opt, OptimWrapper):
+            raise TypeError(
+                'NoDecay needs a fastai optimiser (Adam is AdamW there). For a torch optimiser: Learner(...,'
+                ' splitter=no_decay_split, wd=[.05,0])'
+            )
+        for p in no_decay_split(self.model)[1]:
+            self.opt.state[p]['do_wd'] = False

@@ -11,19 +11,19 @@ __all__ = ['XCITS', 'xcit_medium_12_p16_224', 'xcit_large_12_p16_224', 'cait_s12
            'one_step_check']
 
 # %% ../nbs/04_xcit_recipe.ipynb #5e589621
-import hashlib,json,itertools,math,os,time,types,warnings
+import hashlib, json, itertools, math, os, time, types, warnings
 from contextlib import contextmanager
-from dataclasses import dataclass,field,asdict
+from dataclasses import dataclass, field, asdict
 from functools import lru_cache
 from numbers import Real
 from PIL import Image
 import timm
 from timm.data.auto_augment import rand_augment_transform
 from timm.data.random_erasing import RandomErasing as TimmErasing
-from timm.models._registry import register_model,generate_default_cfgs
-from timm.models.cait import Cait,_create_cait
+from timm.models._registry import register_model, generate_default_cfgs
+from timm.models.cait import Cait, _create_cait
 from timm.models.resnet import ResNet
-from timm.models.xcit import Xcit,_create_xcit
+from timm.models.xcit import Xcit, _create_xcit
 from torch.distributions import Beta
 from .core import *
 from .vit import *
@@ -31,748 +31,1095 @@ from .datasets import *
 from .attacks import *
 from .adv_train import *
 from .evaluate import *
-from .evaluate import _NOT_CODE,_images_of,_imported,_library,_uses
+from .evaluate import _NOT_CODE, _images_of, _imported, _library, _uses
 from fastai.basics import *
-from fastai.callback.mixup import MixHandler,MixUp,CutMix
+from fastai.callback.mixup import MixHandler, MixUp, CutMix
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.training import GradientAccumulation
 from fastai.vision.augment import RandomResizedCrop
 
 # %% ../nbs/04_xcit_recipe.ipynb #9136753d
-_stats = dict(url='', num_classes=1000, input_size=(3,224,224), pool_size=None, crop_pct=1., interpolation='bicubic', mean=(.485,.456,.406), std=(.229,.224,.225), fixed_input_size=True)
-default_cfgs = generate_default_cfgs({'xcit_medium_12_p16_224.untrained':dict(_stats, first_conv='patch_embed.proj.0.0', classifier='head'),
-    'xcit_large_12_p16_224.untrained':dict(_stats, first_conv='patch_embed.proj.0.0', classifier='head'), 'cait_s12_224.untrained':dict(_stats, first_conv='patch_embed.proj', classifier='head')})
+_stats = dict(
+    url='',
+    num_classes=1000,
+    input_size=(3, 224, 224),
+    pool_size=None,
+    crop_pct=1.0,
+    interpolation='bicubic',
+    mean=(0.485, 0.456, 0.406),
+    std=(0.229, 0.224, 0.225),
+    fixed_input_size=True,
+)
+default_cfgs = generate_default_cfgs(
+    {
+        'xcit_medium_12_p16_224.untrained': dict(_stats, first_conv='patch_embed.proj.0.0', classifier='head'),
+        'xcit_large_12_p16_224.untrained': dict(_stats, first_conv='patch_embed.proj.0.0', classifier='head'),
+        'cait_s12_224.untrained': dict(_stats, first_conv='patch_embed.proj', classifier='head'),
+    }
+)
 
 # %% ../nbs/04_xcit_recipe.ipynb #d215c044
 @register_model
 def xcit_medium_12_p16_224(
-    pretrained=False, # There are no weights to download
-    **kwargs # For timm's `Xcit`
-)->Xcit: # With random weights
+    pretrained=False,  # There are no weights to download
+    **kwargs,  # For timm's `Xcit`
+) -> Xcit:  # With random weights
     "XCiT-M12: 12 blocks of width 512"
-    return _create_xcit('xcit_medium_12_p16_224', pretrained, **dict(dict(patch_size=16, embed_dim=512, depth=12, num_heads=8, eta=1., tokens_norm=True), **kwargs))
+    return _create_xcit(
+        'xcit_medium_12_p16_224',
+        pretrained,
+        **dict(dict(patch_size=16, embed_dim=512, depth=12, num_heads=8, eta=1.0, tokens_norm=True), **kwargs),
+    )
+
 
 @register_model
 def xcit_large_12_p16_224(
-    pretrained=False, # There are no weights to download
-    **kwargs # For timm's `Xcit`
-)->Xcit: # With random weights
+    pretrained=False,  # There are no weights to download
+    **kwargs,  # For timm's `Xcit`
+) -> Xcit:  # With random weights
     "XCiT-L12: 12 blocks of width 768"
-    return _create_xcit('xcit_large_12_p16_224', pretrained, **dict(dict(patch_size=16, embed_dim=768, depth=12, num_heads=16, eta=1., tokens_norm=True), **kwargs))
+    return _create_xcit(
+        'xcit_large_12_p16_224',
+        pretrained,
+        **dict(dict(patch_size=16, embed_dim=768, depth=12, num_heads=16, eta=1.0, tokens_norm=True), **kwargs),
+    )
+
 
 @register_model
 def cait_s12_224(
-    pretrained=False, # There are no weights to download
-    **kwargs # For timm's `Cait`
-)->Cait: # With random weights
+    pretrained=False,  # There are no weights to download
+    **kwargs,  # For timm's `Cait`
+) -> Cait:  # With random weights
     "CaiT-S12: 12 blocks of width 384"
-    return _create_cait('cait_s12_224', pretrained, **dict(dict(patch_size=16, embed_dim=384, depth=12, num_heads=8, init_values=1.), **kwargs))
+    return _create_cait(
+        'cait_s12_224',
+        pretrained,
+        **dict(dict(patch_size=16, embed_dim=384, depth=12, num_heads=8, init_values=1.0), **kwargs),
+    )
 
 # %% ../nbs/04_xcit_recipe.ipynb #514a3d61
-XCITS = dict(n12='xcit_nano_12_p16_224', s12='xcit_small_12_p16_224', m12='xcit_medium_12_p16_224', l12='xcit_large_12_p16_224')
+XCITS = dict(
+    n12='xcit_nano_12_p16_224', s12='xcit_small_12_p16_224', m12='xcit_medium_12_p16_224', l12='xcit_large_12_p16_224'
+)
+
 
 def n_params(
-    model:nn.Module, # Any module
-)->float: # In millions
+    model: nn.Module,  # Any module
+) -> float:  # In millions
     "Number of parameters"
-    return sum(p.numel() for p in model.parameters())/1e6
+    return sum(p.numel() for p in model.parameters()) / 1e6
+
 
 def gflops(
-    model:nn.Module, # Any module
-    x:Tensor, # Images [B,C,H,W]
-)->float: # 1e9 multiply-adds per image, which is what papers call GFLOPs
+    model: nn.Module,  # Any module
+    x: Tensor,  # Images [B,C,H,W]
+) -> float:  # 1e9 multiply-adds per image, which is what papers call GFLOPs
     "Cost of one forward: the convolutions and matrix products in it"
     from torch.utils.flop_counter import FlopCounterMode
-    with FlopCounterMode(display=False) as f, attack_mode(model), torch.no_grad(): outputs(model, x)
-    return f.get_total_flops()/2e9/len(x)
+
+    with FlopCounterMode(display=False) as f, attack_mode(model), torch.no_grad():
+        outputs(model, x)
+    return f.get_total_flops() / 2e9 / len(x)
 
 # %% ../nbs/04_xcit_recipe.ipynb #b0803ffd
-_methods,_bests,_rules = ('adv','trades','clean'),('valid','test','last'),('linear','sqrt','none')
+_methods, _bests, _rules = ('adv', 'trades', 'clean'), ('valid', 'test', 'last'), ('linear', 'sqrt', 'none')
+
 
 @dataclass(frozen=True, repr=False)
 class XcitRecipe(Value):
     "All settings of one training; `xcit_recipe` makes them, `but` changes them"
-    size:str = 's12' # `'n12'`, `'s12'`, `'m12'`, `'l12'`, or the name of any timm model
-    eps:float = 4/255 # Radius of the training attack in pixel units
-    method:str = 'adv' # `'adv'`, `'trades'` or `'clean'`
-    steps:int = 1 # Of the training attack
-    alpha:float = None # Its step length at the full radius, kept while eps warms up; None: 1.5*eps/steps
-    beta:float = 6. # Weight of the KL of TRADES
-    eps_warmup:float = 10 # Epochs in which eps rises from 0; epoch 0 has eps 0
-    epochs:float = 100 # Length of the cosine
-    cooldown:float = 10 # Epochs at the last learning rate
-    lr:float = 5e-4 # Highest learning rate at `lr_bs` images
-    lr_bs:int = 512 # Batch size that `lr` is for
-    lr_rule:str = 'linear' # How `lr` follows the batch size: `'linear'`, `'sqrt'` or `'none'`
-    warmup:float = 10 # Epochs in which the learning rate rises
-    warmup_lr:float = 1e-6 # First learning rate, at `bs` images
-    min_lr:float = 1e-5 # Last learning rate, at `bs` images
-    by_epoch:bool = True # Do the two schedules move once per epoch, or with every batch?
-    bs:int = 512 # Images per step, all devices together
-    wd:float = .5 # Weight decay of AdamW
-    smoothing:float = .1 # Of the labels that the model is trained on; the attack gets the plain ones
-    drop_path:float = .05 # Largest share of dropped residual branches
-    patch:int = None # Patch size in pixels; None: from the images' size, see `learner`
-    mean:tuple = None # Statistics inside the model; None: the model sees raw pixels
-    std:tuple = None # The same
-    scale:tuple = (.08,1.) # Area of the crops, as a share of the image
-    ratio:tuple = (3/4,4/3) # Width to height of the crops
-    flip:float = .5 # Share of mirrored images
-    jitter:float = .4 # Color jitter: brightness, contrast and saturation change by up to this share
-    pad:int = 0 # Largest shift in pixels
-    rotate:float = 0. # Largest turn in degrees
-    mixup:float = 0. # Alpha of MixUp; 0: none
-    cutmix:float = 0. # Alpha of CutMix; 0: none
-    randaug:str = '' # RandAugment in timm's notation; empty: none
-    erase:float = 0. # Share of images with an erased rectangle
-    best:str = 'valid' # Keep the epoch that is best under the training attack on: `'valid'`, held-out training images; `'test'`, `dls.valid`; or the `'last'` one
-    held:float = .1 # Share of the training images that `'valid'` holds out
-    bn_clean:bool = True # Also send the clean images through the model, so that BatchNorm sees them
-    extra:float = 0. # Share of generated images in each batch that the task is meant for
 
-    def __post_init__(self): self.check()
+    size: str = 's12'  # `'n12'`, `'s12'`, `'m12'`, `'l12'`, or the name of any timm model
+    eps: float = 4 / 255  # Radius of the training attack in pixel units
+    method: str = 'adv'  # `'adv'`, `'trades'` or `'clean'`
+    steps: int = 1  # Of the training attack
+    alpha: float = None  # Its step length at the full radius, kept while eps warms up; None: 1.5*eps/steps
+    beta: float = 6.0  # Weight of the KL of TRADES
+    eps_warmup: float = 10  # Epochs in which eps rises from 0; epoch 0 has eps 0
+    epochs: float = 100  # Length of the cosine
+    cooldown: float = 10  # Epochs at the last learning rate
+    lr: float = 5e-4  # Highest learning rate at `lr_bs` images
+    lr_bs: int = 512  # Batch size that `lr` is for
+    lr_rule: str = 'linear'  # How `lr` follows the batch size: `'linear'`, `'sqrt'` or `'none'`
+    warmup: float = 10  # Epochs in which the learning rate rises
+    warmup_lr: float = 1e-6  # First learning rate, at `bs` images
+    min_lr: float = 1e-5  # Last learning rate, at `bs` images
+    by_epoch: bool = True  # Do the two schedules move once per epoch, or with every batch?
+    bs: int = 512  # Images per step, all devices together
+    wd: float = 0.5  # Weight decay of AdamW
+    smoothing: float = 0.1  # Of the labels that the model is trained on; the attack gets the plain ones
+    drop_path: float = 0.05  # Largest share of dropped residual branches
+    patch: int = None  # Patch size in pixels; None: from the images' size, see `learner`
+    mean: tuple = None  # Statistics inside the model; None: the model sees raw pixels
+    std: tuple = None  # The same
+    scale: tuple = (0.08, 1.0)  # Area of the crops, as a share of the image
+    ratio: tuple = (3 / 4, 4 / 3)  # Width to height of the crops
+    flip: float = 0.5  # Share of mirrored images
+    jitter: float = 0.4  # Color jitter: brightness, contrast and saturation change by up to this share
+    pad: int = 0  # Largest shift in pixels
+    rotate: float = 0.0  # Largest turn in degrees
+    mixup: float = 0.0  # Alpha of MixUp; 0: none
+    cutmix: float = 0.0  # Alpha of CutMix; 0: none
+    randaug: str = ''  # RandAugment in timm's notation; empty: none
+    erase: float = 0.0  # Share of images with an erased rectangle
+    # Keep the epoch that is best under the training attack on: `'valid'`, held-out training images; `'test'`,
+    # `dls.valid`; or the `'last'` one
+    best: str = 'valid'
+    held: float = 0.1  # Share of the training images that `'valid'` holds out
+    bn_clean: bool = True  # Also send the clean images through the model, so that BatchNorm sees them
+    extra: float = 0.0  # Share of generated images in each batch that the task is meant for
+
+    def __post_init__(self):
+        self.check()
 
 # %% ../nbs/04_xcit_recipe.ipynb #e82a60bc
-_ranges = {**dict.fromkeys('lr warmup_lr min_lr wd beta eps_warmup epochs warmup cooldown jitter mixup cutmix pad rotate'.split(), (0,math.inf)),
-    **dict.fromkeys('smoothing drop_path flip erase held extra'.split(), (0,1)), **dict.fromkeys(('bs','lr_bs'), (1,math.inf))}
+_ranges = {
+    **dict.fromkeys(
+        'lr warmup_lr min_lr wd beta eps_warmup epochs warmup cooldown jitter mixup cutmix pad rotate'.split(),
+        (0, math.inf),
+    ),
+    **dict.fromkeys('smoothing drop_path flip erase held extra'.split(), (0, 1)),
+    **dict.fromkeys(('bs', 'lr_bs'), (1, math.inf)),
+}
+
 
 @patch
-def check(self:XcitRecipe):
+def check(self: XcitRecipe):
     "Raise ValueError for a setting that cannot be meant"
-    if self.size not in XCITS and not (timm.is_model(self.size) or ':' in self.size): raise ValueError(f'size must be one of {list(XCITS)} or the name of a timm model, got {self.size!r}')
-    if isinstance(self.eps, Ball) and not isinstance(self.eps, Linf): raise ValueError(f'the recipe trains in the Linf ball, got {self.eps!r}: give eps as a number, such as 4/255')
-    self._set(eps=threat_model(self.eps).eps, **{k:tuple(v) for k in ('scale','ratio','mean','std') if (v:=getattr(self,k)) is not None})
-    for k,ok in (('method',_methods),('best',_bests),('lr_rule',_rules)):
-        if getattr(self,k) not in ok: raise ValueError(f'{k} must be one of {list(ok)}, got {getattr(self,k)!r}')
-    for k,(lo,hi) in _ranges.items():
-        v = getattr(self,k)
-        if not (isinstance(v, Real) and lo<=v<=hi): raise ValueError(f'{k} must be a number '+(f'between {lo:g} and {hi:g}' if hi<math.inf else f'>= {lo:g}')+f', got {v!r}')
-    for k in ('scale','ratio'):
-        if not (len(getattr(self,k))==2 and 0<getattr(self,k)[0]<=getattr(self,k)[1]): raise ValueError(f'{k} must be a pair, the smaller positive number first, got {getattr(self,k)!r}')
-    if self.total<1: raise ValueError(f'the recipe has {self.epochs:g} epochs and {self.cooldown:g} of cool-down: at least one is needed')
+    if self.size not in XCITS and not (timm.is_model(self.size) or ':' in self.size):
+        raise ValueError(f'size must be one of {list(XCITS)} or the name of a timm model, got {self.size!r}')
+    if isinstance(self.eps, Ball) and not isinstance(self.eps, Linf):
+        raise ValueError(f'the recipe trains in the Linf ball, got {self.eps!r}: give eps as a number, such as 4/255')
+    self._set(
+        eps=threat_model(self.eps).eps,
+        **{k: tuple(v) for k in ('scale', 'ratio', 'mean', 'std') if (v := getattr(self, k)) is not None},
+    )
+    for k, ok in (('method', _methods), ('best', _bests), ('lr_rule', _rules)):
+        if getattr(self, k) not in ok:
+            raise ValueError(f'{k} must be one of {list(ok)}, got {getattr(self, k)!r}')
+    for k, (lo, hi) in _ranges.items():
+        v = getattr(self, k)
+        if not (isinstance(v, Real) and lo <= v <= hi):
+            raise ValueError(
+                f'{k} must be a number '
+                + (f'between {lo:g} and {hi:g}' if hi < math.inf else f'>= {lo:g}')
+                + f', got {v!r}'
+            )
+    for k in ('scale', 'ratio'):
+        if not (len(getattr(self, k)) == 2 and 0 < getattr(self, k)[0] <= getattr(self, k)[1]):
+            raise ValueError(f'{k} must be a pair, the smaller positive number first, got {getattr(self, k)!r}')
+    if self.total < 1:
+        raise ValueError(
+            f'the recipe has {self.epochs:g} epochs and {self.cooldown:g} of cool-down: at least one is needed'
+        )
     self.attack
 
 # %% ../nbs/04_xcit_recipe.ipynb #e5313a6f
 @patch(as_prop=True)
-def total(self:XcitRecipe):
+def total(self: XcitRecipe):
     "Epochs in all"
-    return round(self.epochs+self.cooldown)
+    return round(self.epochs + self.cooldown)
+
 
 @patch(as_prop=True)
-def attack(self:XcitRecipe):
+def attack(self: XcitRecipe):
     "The training attack at its full radius; it climbs the plain label's loss, or the mixed one's"
-    alpha = 1.5*self.eps/max(self.steps,1) if self.alpha is None else self.alpha
-    return PGD(self.eps, steps=self.steps, alpha=min(alpha,1.), loss=ce if self.method=='adv' and not (self.mixup or self.cutmix) else None)
+    alpha = 1.5 * self.eps / max(self.steps, 1) if self.alpha is None else self.alpha
+    return PGD(
+        self.eps,
+        steps=self.steps,
+        alpha=min(alpha, 1.0),
+        loss=ce if self.method == 'adv' and not (self.mixup or self.cutmix) else None,
+    )
+
 
 @patch
-def peak_lr(self:XcitRecipe,
-    bs:int=None, # Images per step; None: the recipe's own
-)->float: # By the recipe's rule for batch sizes
+def peak_lr(
+    self: XcitRecipe,
+    bs: int = None,  # Images per step; None: the recipe's own
+) -> float:  # By the recipe's rule for batch sizes
     "The highest learning rate at this batch size"
-    k = (self.bs if bs is None else bs)/self.lr_bs
-    return self.lr*dict(linear=k, sqrt=k**.5, none=1.)[self.lr_rule]
+    k = (self.bs if bs is None else bs) / self.lr_bs
+    return self.lr * dict(linear=k, sqrt=k**0.5, none=1.0)[self.lr_rule]
+
 
 @patch
-def in_epochs(self:XcitRecipe,
-    n:int, # Epochs in all
-)->XcitRecipe: # With all the rest as it is
+def in_epochs(
+    self: XcitRecipe,
+    n: int,  # Epochs in all
+) -> XcitRecipe:  # With all the rest as it is
     "The same recipe in `n` epochs: everything that is counted in epochs shrinks or grows alike"
-    k = n/self.total
-    return self.but(epochs=self.epochs*k, cooldown=self.cooldown*k, warmup=self.warmup*k, eps_warmup=self.eps_warmup*k)
+    k = n / self.total
+    return self.but(
+        epochs=self.epochs * k, cooldown=self.cooldown * k, warmup=self.warmup * k, eps_warmup=self.eps_warmup * k
+    )
 
 # %% ../nbs/04_xcit_recipe.ipynb #913fe943
 @patch(as_prop=True)
-def augs(self:XcitRecipe):
+def augs(self: XcitRecipe):
     "What changes the images before the attack, in words"
-    n,(a,b) = lambda o: f'{o:g}',self.scale
-    parts = dict(crop=f'{n(a)}-{n(b)}' if self.scale!=(1,1) else '', pad=self.pad and n(self.pad), rotate=self.rotate and n(self.rotate), flip=self.flip and n(self.flip),
-        jitter=self.jitter and n(self.jitter), randaug=self.randaug, erase=self.erase and n(self.erase), mixup=self.mixup and n(self.mixup), cutmix=self.cutmix and n(self.cutmix))
-    return ' '.join(f'{k} {v}' for k,v in parts.items() if v) or 'none'
+    n, (a, b) = lambda o: f'{o:g}', self.scale
+    parts = dict(
+        crop=f'{n(a)}-{n(b)}' if self.scale != (1, 1) else '',
+        pad=self.pad and n(self.pad),
+        rotate=self.rotate and n(self.rotate),
+        flip=self.flip and n(self.flip),
+        jitter=self.jitter and n(self.jitter),
+        randaug=self.randaug,
+        erase=self.erase and n(self.erase),
+        mixup=self.mixup and n(self.mixup),
+        cutmix=self.cutmix and n(self.cutmix),
+    )
+    return ' '.join(f'{k} {v}' for k, v in parts.items() if v) or 'none'
+
 
 @patch
-def __repr__(self:XcitRecipe):
-    how = {'clean':'clean images', 'adv':repr(self.attack.but(loss=None)), 'trades':f'TRADES {self.attack!r} beta {self.beta:g}'}[self.method]
-    warm = f', eps warm-up {self.eps_warmup:g}' if self.method!='clean' else ''
-    return (f"XcitRecipe({self.size}: {how}{warm}; {self.epochs:g}+{self.cooldown:g} epochs, lr {self.peak_lr():g} at {self.bs}, {self.warmup_lr:g} for {self.warmup:g} epochs first, {self.min_lr:g} last; "
-        f"wd {self.wd:g}, smoothing {self.smoothing:g}, drop path {self.drop_path:g}; {self.augs}; best {self.best})")
+def __repr__(self: XcitRecipe):
+    how = {
+        'clean': 'clean images',
+        'adv': repr(self.attack.but(loss=None)),
+        'trades': f'TRADES {self.attack!r} beta {self.beta:g}',
+    }[self.method]
+    warm = f', eps warm-up {self.eps_warmup:g}' if self.method != 'clean' else ''
+    return (
+        f"XcitRecipe({self.size}: {how}{warm}; {self.epochs:g}+{self.cooldown:g} epochs, lr {self.peak_lr():g} at"
+        f" {self.bs}, {self.warmup_lr:g} for {self.warmup:g} epochs first, {self.min_lr:g} last; wd {self.wd:g},"
+        f" smoothing {self.smoothing:g}, drop path {self.drop_path:g}; {self.augs}; best {self.best})"
+    )
 
 # %% ../nbs/04_xcit_recipe.ipynb #ee9e1ace
-_DEIT = dict(mixup=.8, cutmix=1., randaug='rand-m9-mstd0.5-inc1', erase=.25)
-_CIFAR = dict(mean=(.4914,.4822,.4465), std=(.2470,.2435,.2616))
+_DEIT = dict(mixup=0.8, cutmix=1.0, randaug='rand-m9-mstd0.5-inc1', erase=0.25)
+_CIFAR = dict(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 _THESIS = dict(warmup=5, warmup_lr=5e-6, min_lr=5e-5)
-_SMALL = dict(scale=(.8,1.2), ratio=(.95,1.05), jitter=0.)
-_TRADES = dict(eps=8/255, method='trades', steps=10, smoothing=0., eps_warmup=0, lr=2e-4, lr_rule='sqrt', bs=1024, epochs=20, cooldown=2, warmup=5, warmup_lr=1e-6, min_lr=5e-6, patch=4, **_CIFAR)
-_HIGH = dict(eps=8/255, lr=5e-5, min_lr=5e-6, epochs=20, cooldown=10, warmup=5, eps_warmup=0, mean=(.5,.5,.5), std=(.5,.5,.5))
+_SMALL = dict(scale=(0.8, 1.2), ratio=(0.95, 1.05), jitter=0.0)
+_TRADES = dict(
+    eps=8 / 255,
+    method='trades',
+    steps=10,
+    smoothing=0.0,
+    eps_warmup=0,
+    lr=2e-4,
+    lr_rule='sqrt',
+    bs=1024,
+    epochs=20,
+    cooldown=2,
+    warmup=5,
+    warmup_lr=1e-6,
+    min_lr=5e-6,
+    patch=4,
+    **_CIFAR,
+)
+_HIGH = dict(
+    eps=8 / 255,
+    lr=5e-5,
+    min_lr=5e-6,
+    epochs=20,
+    cooldown=10,
+    warmup=5,
+    eps_warmup=0,
+    mean=(0.5, 0.5, 0.5),
+    std=(0.5, 0.5, 0.5),
+)
 _tasks = dict(  # task -> both, thesis alone, configuration alone
     imagenet=({}, _THESIS, {}),
-    ablation=(dict(size='n12', wd=.05, eps_warmup=0, drop_path=0., **_DEIT), _THESIS, {}),
+    ablation=(dict(size='n12', wd=0.05, eps_warmup=0, drop_path=0.0, **_DEIT), _THESIS, {}),
     highres=(_HIGH, {}, {}),
-    highres_clean=(dict(_HIGH, method='clean', wd=.05, **_DEIT), {}, {}),
-    cifar10=(_TRADES, dict(lr_rule='none', **_SMALL), dict(jitter=.25, pad=4, rotate=2., scale=(1.,1.), ratio=(1.,1.))),
-    cifar10_scratch=(dict(_TRADES, **_SMALL), dict(lr_rule='none', epochs=300), dict(epochs=100, erase=.2)),
-    cifar10_extra=(dict(_TRADES, **_SMALL, extra=.5, epochs=300), dict(lr_rule='none'), dict(erase=.2)))
+    highres_clean=(dict(_HIGH, method='clean', wd=0.05, **_DEIT), {}, {}),
+    cifar10=(
+        _TRADES,
+        dict(lr_rule='none', **_SMALL),
+        dict(jitter=0.25, pad=4, rotate=2.0, scale=(1.0, 1.0), ratio=(1.0, 1.0)),
+    ),
+    cifar10_scratch=(dict(_TRADES, **_SMALL), dict(lr_rule='none', epochs=300), dict(epochs=100, erase=0.2)),
+    cifar10_extra=(dict(_TRADES, **_SMALL, extra=0.5, epochs=300), dict(lr_rule='none'), dict(erase=0.2)),
+)
+
 
 def xcit_recipe(
-    size:str=None, # `'n12'`, `'s12'`, `'m12'`, `'l12'`, or the name of any timm model; None: the task's own
-    eps:float=None, # Radius in pixel units; None: the task's own
-    task:str='imagenet', # `'imagenet'`, `'ablation'` (where the thesis starts), `'highres'`, `'highres_clean'`, `'cifar10'`, `'cifar10_scratch'` or `'cifar10_extra'`
-    values:str='config', # Where the sources differ: the numbers of the released `'config'` or of the `'thesis'`
-)->XcitRecipe: # Ready to be changed, `r.but(...)`
+    size: str = None,  # `'n12'`, `'s12'`, `'m12'`, `'l12'`, or the name of any timm model; None: the task's own
+    eps: float = None,  # Radius in pixel units; None: the task's own
+    # `'imagenet'`, `'ablation'` (where the thesis starts), `'highres'`, `'highres_clean'`, `'cifar10'`,
+    # `'cifar10_scratch'` or `'cifar10_extra'`
+    task: str = 'imagenet',
+    values: str = 'config',  # Where the sources differ: the numbers of the released `'config'` or of the `'thesis'`
+) -> XcitRecipe:  # Ready to be changed, `r.but(...)`
     "The settings of the thesis for one of its trainings"
-    if task not in _tasks: raise ValueError(f'task must be one of {list(_tasks)}, got {task!r}')
-    if values not in ('config','thesis'): raise ValueError(f"values must be 'config' or 'thesis', got {values!r}")
-    both,thesis,config = _tasks[task]
-    kw = merge(both, thesis if values=='thesis' else config, dict(size=size) if size else {}, dict(eps=eps) if eps is not None else {})
+    if task not in _tasks:
+        raise ValueError(f'task must be one of {list(_tasks)}, got {task!r}')
+    if values not in ('config', 'thesis'):
+        raise ValueError(f"values must be 'config' or 'thesis', got {values!r}")
+    both, thesis, config = _tasks[task]
+    kw = merge(
+        both,
+        thesis if values == 'thesis' else config,
+        dict(size=size) if size else {},
+        dict(eps=eps) if eps is not None else {},
+    )
     r = XcitRecipe(**kw)
-    if task in ('imagenet','ablation') and (r.eps>4/255+1e-9 or (r.size=='l12' and values=='config')): r = r.but(steps=2)
-    return r.but(drop_path=0.) if r.size=='n12' else r
+    if task in ('imagenet', 'ablation') and (r.eps > 4 / 255 + 1e-9 or (r.size == 'l12' and values == 'config')):
+        r = r.but(steps=2)
+    return r.but(drop_path=0.0) if r.size == 'n12' else r
 
 # %% ../nbs/04_xcit_recipe.ipynb #c94dab00
 class RecipeLR:
     """The learning rate of timm's cosine schedule, as a function of the fit's progress, from 0 to 1. At another batch
     size than the recipe's, all of it is multiplied by the factor of the highest one"""
-    def __init__(self,
-        r:XcitRecipe, # Gives the lengths, the first and the last learning rate
-        lr:float, # Highest learning rate
+
+    def __init__(
+        self,
+        r: XcitRecipe,  # Gives the lengths, the first and the last learning rate
+        lr: float,  # Highest learning rate
     ):
         store_attr()
         peak = r.peak_lr()
-        self.k = lr/peak if peak else 1.
-    def __call__(self,
-        pct:float, # Share of the training that is done, 0 to 1
-    )->float: # The learning rate
+        self.k = lr / peak if peak else 1.0
+
+    def __call__(
+        self,
+        pct: float,  # Share of the training that is done, 0 to 1
+    ) -> float:  # The learning rate
         "The learning rate at a point of the training"
-        r,t = self.r,pct*self.r.total
-        first,last = self.k*r.warmup_lr,self.k*r.min_lr
-        if r.by_epoch: t = math.floor(t+1e-6)
-        if t<r.warmup: return first+t*(self.lr-first)/r.warmup
-        return last+.5*(self.lr-last)*(1+math.cos(math.pi*t/r.epochs)) if t<r.epochs else last
+        r, t = self.r, pct * self.r.total
+        first, last = self.k * r.warmup_lr, self.k * r.min_lr
+        if r.by_epoch:
+            t = math.floor(t + 1e-6)
+        if t < r.warmup:
+            return first + t * (self.lr - first) / r.warmup
+        return last + 0.5 * (self.lr - last) * (1 + math.cos(math.pi * t / r.epochs)) if t < r.epochs else last
+
 
 @patch(as_prop=True)
-def eps_schedule(self:XcitRecipe):
+def eps_schedule(self: XcitRecipe):
     "The radius as a function of the fit's progress, from 0"
-    return warmup(self.eps, pct=min(1., self.eps_warmup/self.total), epochs=self.total if self.by_epoch else None)
+    return warmup(self.eps, pct=min(1.0, self.eps_warmup / self.total), epochs=self.total if self.by_epoch else None)
 
 # %% ../nbs/04_xcit_recipe.ipynb #8718246f
 def warp(
-    x:Tensor, # Images [B,C,H,W]
-    r:XcitRecipe, # Gives `scale`, `ratio`, `flip`, `pad` and `rotate`
-    crop:bool=True, # Crop?
-)->Tensor: # Same shape; black comes in from outside
+    x: Tensor,  # Images [B,C,H,W]
+    r: XcitRecipe,  # Gives `scale`, `ratio`, `flip`, `pad` and `rotate`
+    crop: bool = True,  # Crop?
+) -> Tensor:  # Same shape; black comes in from outside
     "Crop, mirror, shift and turn each image by its own random amounts, in one resampling"
-    n,(H,W) = len(x),x.shape[-2:]
-    u = lambda lo,hi: torch.empty(n, device=x.device).uniform_(lo, hi)
-    area,ratio = (u(*r.scale),u(math.log(r.ratio[0]), math.log(r.ratio[1])).exp()) if crop else (torch.ones(n, device=x.device),)*2
-    w,h = (area*ratio).sqrt().clamp(max=1),(area/ratio).sqrt().clamp(max=1)
-    left,down = [u(-1,1)*(1-s)+2*u(-r.pad-.5, r.pad+.5).round()/k*(r.pad>0) for s,k in ((w,W),(h,H))]
-    a,m = u(-r.rotate, r.rotate)*math.pi/180,1-2*(u(0,1)<r.flip).float()
-    theta = torch.stack([m*w*a.cos(), -h*a.sin(), left, m*w*a.sin(), h*a.cos(), down], 1).view(n,2,3).to(x.dtype)
-    return F.grid_sample(x, F.affine_grid(theta, x.shape, align_corners=False), mode='bicubic', align_corners=False).clamp(0,1)
+    n, (H, W) = len(x), x.shape[-2:]
+    u = lambda lo, hi: torch.empty(n, device=x.device).uniform_(lo, hi)
+    area, ratio = (
+        (u(*r.scale), u(math.log(r.ratio[0]), math.log(r.ratio[1])).exp())
+        if crop
+        else (torch.ones(n, device=x.device),) * 2
+    )
+    w, h = (area * ratio).sqrt().clamp(max=1), (area / ratio).sqrt().clamp(max=1)
+    left, down = [
+        u(-1, 1) * (1 - s) + 2 * u(-r.pad - 0.5, r.pad + 0.5).round() / k * (r.pad > 0) for s, k in ((w, W), (h, H))
+    ]
+    a, m = u(-r.rotate, r.rotate) * math.pi / 180, 1 - 2 * (u(0, 1) < r.flip).float()
+    theta = (
+        torch.stack([m * w * a.cos(), -h * a.sin(), left, m * w * a.sin(), h * a.cos(), down], 1)
+        .view(n, 2, 3)
+        .to(x.dtype)
+    )
+    return F.grid_sample(
+        x, F.affine_grid(theta, x.shape, align_corners=False), mode='bicubic', align_corners=False
+    ).clamp(0, 1)
+
 
 def color_jitter(
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    v:float, # Largest change, as a share
-)->Tensor: # In [0,1]
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    v: float,  # Largest change, as a share
+) -> Tensor:  # In [0,1]
     "Change brightness, contrast and, where there is colour, saturation of each image by random factors"
-    u = lambda: per_image(torch.empty(len(x), device=x.device).uniform_(1-v, 1+v), x)
-    x = (x*u()).clamp(0,1)
-    x = x.mean((1,2,3), keepdim=True).lerp(x, u()).clamp(0,1)
-    return x if x.shape[1]!=3 else x.mean(1, keepdim=True).lerp(x, u()).clamp(0,1)
+    u = lambda: per_image(torch.empty(len(x), device=x.device).uniform_(1 - v, 1 + v), x)
+    x = (x * u()).clamp(0, 1)
+    x = x.mean((1, 2, 3), keepdim=True).lerp(x, u()).clamp(0, 1)
+    return x if x.shape[1] != 3 else x.mean(1, keepdim=True).lerp(x, u()).clamp(0, 1)
 
 # %% ../nbs/04_xcit_recipe.ipynb #33fc2eff
 @lru_cache
-def _randaug(config): return rand_augment_transform(config, dict(magnitude_max=9.9))      # at 10, timm would keep 0 bits of a posterized image, which newer Pillows refuse
+# at 10, timm would keep 0 bits of a posterized image, which newer Pillows refuse
+def _randaug(config):
+    return rand_augment_transform(config, dict(magnitude_max=9.9))
+
 
 def rand_augment(
-    x:Tensor, # Images [B,C,H,W] in [0,1], of 1 or 3 channels
-    config:str, # timm's notation, `'rand-m9-mstd0.5-inc1'`
-)->Tensor: # Multiples of 1/255
+    x: Tensor,  # Images [B,C,H,W] in [0,1], of 1 or 3 channels
+    config: str,  # timm's notation, `'rand-m9-mstd0.5-inc1'`
+) -> Tensor:  # Multiples of 1/255
     "timm's RandAugment, image by image"
+
     def one(o):
-        o = o.permute(1,2,0).numpy()
-        o = np.asarray(_randaug(config)(Image.fromarray(o if o.shape[2]==3 else o.repeat(3,2))))
-        return torch.from_numpy(o[...,:x.shape[1]].copy()).permute(2,0,1)
-    return (torch.stack([one(o) for o in (255*x).round().byte().cpu()])/255).to(x)
+        o = o.permute(1, 2, 0).numpy()
+        o = np.asarray(_randaug(config)(Image.fromarray(o if o.shape[2] == 3 else o.repeat(3, 2))))
+        return torch.from_numpy(o[..., : x.shape[1]].copy()).permute(2, 0, 1)
+
+    return (torch.stack([one(o) for o in (255 * x).round().byte().cpu()]) / 255).to(x)
+
 
 def erase_some(
-    x:Tensor, # Images [B,C,H,W] in [0,1]
-    p:float, # Share of the images
-)->Tensor: # In [0,1]
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    p: float,  # Share of the images
+) -> Tensor:  # In [0,1]
     "timm's RandomErasing: a rectangle of noise in some images"
-    return TimmErasing(p, mode='pixel', device=x.device)(x.clone()).clamp(0,1)
+    return TimmErasing(p, mode='pixel', device=x.device)(x.clone()).clamp(0, 1)
 
 # %% ../nbs/04_xcit_recipe.ipynb #753440cb
 class Augment(Callback):
     "The recipe's changes to training images, before MixUp and the attack; a second one is refused"
-    order,run_valid = MixUp.order-.75,False
-    def __init__(self,
-        r:XcitRecipe, # Says what
-    ): self.r = r
+
+    order, run_valid = MixUp.order - 0.75, False
+
+    def __init__(
+        self,
+        r: XcitRecipe,  # Says what
+    ):
+        self.r = r
+
     def before_train(self):
         "Refuse a second one"
         refuse_second(self)
+
     before_validate = before_train
+
     def before_batch(self):
         "Augment the batch's images"
-        r,x = self.r,self.x.as_subclass(Tensor)
-        crops = any(isinstance(o, RandomResizedCrop) for o in getattr(getattr(self.dl,'after_item',None),'fs',[]))
+        r, x = self.r, self.x.as_subclass(Tensor)
+        crops = any(isinstance(o, RandomResizedCrop) for o in getattr(getattr(self.dl, 'after_item', None), 'fs', []))
         x = warp(x, r, not crops)
-        if r.jitter and not r.randaug: x = color_jitter(x, r.jitter)
-        if r.randaug: x = rand_augment(x, r.randaug)
-        if r.erase: x = erase_some(x, r.erase)
+        if r.jitter and not r.randaug:
+            x = color_jitter(x, r.jitter)
+        if r.randaug:
+            x = rand_augment(x, r.randaug)
+        if r.erase:
+            x = erase_some(x, r.erase)
         self.learn.xb = (x.as_subclass(type(self.x)),)
+
 
 class MixOrCut(CutMix):
     "For each batch MixUp or CutMix, each half of the time; a second mixer of any kind would mix twice and is refused"
-    def __init__(self,
-        mixup:float=.8, # Alpha of MixUp
-        cutmix:float=1., # Alpha of CutMix
+
+    def __init__(
+        self,
+        mixup: float = 0.8,  # Alpha of MixUp
+        cutmix: float = 1.0,  # Alpha of CutMix
     ):
         super().__init__(cutmix)
-        self.both = (MixUp,Beta(tensor(mixup), tensor(mixup))),(CutMix,self.distrib)
+        self.both = (MixUp, Beta(tensor(mixup), tensor(mixup))), (CutMix, self.distrib)
+
     def before_train(self):
         "Refuse a second mixer, then take the loss over"
         refuse_second(self, MixHandler)
         super().before_train()
+
     def before_validate(self):
         "Refuse a second mixer"
         refuse_second(self, MixHandler)
+
     def before_batch(self):
-        kind,self.distrib = self.both[int(torch.rand(1)<.5)]
+        kind, self.distrib = self.both[int(torch.rand(1) < 0.5)]
         kind.before_batch(self)
 
 # %% ../nbs/04_xcit_recipe.ipynb #3f8892c6
 class CleanPass(AdvCallback):
     "Send the clean images through the model in training mode, for BatchNorm's statistics alone"
-    order = AdvTrain.order-.25
+
+    order = AdvTrain.order - 0.25
+
     def before_batch(self):
         "Run the model on the clean images, if it has batch norm"
-        if not any(isinstance(o, nn.modules.batchnorm._BatchNorm) for o in self.victim.modules()): return
-        with torch.no_grad(), self.amp(): outputs(self.victim, self.x)
+        if not any(isinstance(o, nn.modules.batchnorm._BatchNorm) for o in self.victim.modules()):
+            return
+        with torch.no_grad(), self.amp():
+            outputs(self.victim, self.x)
 
 # %% ../nbs/04_xcit_recipe.ipynb #4995d379
 def _pick(ds, idxs, split_idx):
     "Items `idxs` of a dataset"
-    if isinstance(ds, Datasets): return Datasets(tls=L(tl._new(tl._get(idxs), split_idx=split_idx) for tl in ds.tls))
-    res = torch.utils.data.Subset(ds, idxs); res.split_idx = split_idx
+    if isinstance(ds, Datasets):
+        return Datasets(tls=L(tl._new(tl._get(idxs), split_idx=split_idx) for tl in ds.tls))
+    res = torch.utils.data.Subset(ds, idxs)
+    res.split_idx = split_idx
     return res
 
+
 def hold_out(
-    dls:DataLoaders, # Of fastai
-    pct:float=.1, # Share of the training images
-    seed:int=0, # Decides which
-)->tuple: # (training loader without them, loader of them, without augmentation)
+    dls: DataLoaders,  # Of fastai
+    pct: float = 0.1,  # Share of the training images
+    seed: int = 0,  # Decides which
+) -> tuple:  # (training loader without them, loader of them, without augmentation)
     "Put aside some of the training images, always the same ones"
     dl = dls.train
-    if not hasattr(dl,'new') or not hasattr(dl.dataset,'__len__'): raise TypeError(f"best='valid' holds out training images, which needs fastai's DataLoader and a dataset with a length, got {type(dl).__name__}: use best='test' or 'last'")
-    n = len(dl.dataset); k = round(pct*n)
-    if not 1<=k<n: raise ValueError(f'{pct:.0%} of {n} training images cannot be held out')
+    if not hasattr(dl, 'new') or not hasattr(dl.dataset, '__len__'):
+        raise TypeError(
+            "best='valid' holds out training images, which needs fastai's DataLoader and a dataset with a length, got"
+            f" {type(dl).__name__}: use best='test' or 'last'"
+        )
+    n = len(dl.dataset)
+    k = round(pct * n)
+    if not 1 <= k < n:
+        raise ValueError(f'{pct:.0%} of {n} training images cannot be held out')
     i = np.random.default_rng(seed).permutation(n)
-    train = dl.new(dataset=_pick(dl.dataset, np.sort(i[k:]).tolist(), 0), drop_last=dl.drop_last and n-k>=dl.bs)
+    train = dl.new(dataset=_pick(dl.dataset, np.sort(i[k:]).tolist(), 0), drop_last=dl.drop_last and n - k >= dl.bs)
     train.rng = dl.rng
-    return train,dls.valid.new(dataset=_pick(dl.dataset, np.sort(i[:k]).tolist(), 1), shuffle=False, drop_last=False, bs=min(dls.valid.bs or 64, k))
+    return train, dls.valid.new(
+        dataset=_pick(dl.dataset, np.sort(i[:k]).tolist(), 1),
+        shuffle=False,
+        drop_last=False,
+        bs=min(dls.valid.bs or 64, k),
+    )
 
 # %% ../nbs/04_xcit_recipe.ipynb #b1ab4da1
 class KeepBest(AdvCallback):
     """After each epoch, the accuracy under `attack` on `data`; at the end of the fit, the weights of the best epoch.
     Each fit has a best epoch and a table of its own; one that starts at a later epoch goes on with what
     `load_state_dict` took up, as after `learn.resume`"""
-    order,_stateattrs,best,on,begun,loaded = 65,('best','data'),None,False,False,False
-    def __init__(self,
-        attack, # Any attack
-        data, # A DataLoader; None: the Learner's validation images
-    ): store_attr(); self.rows = []
+
+    order, _stateattrs, best, on, begun, loaded = 65, ('best', 'data'), None, False, False, False
+
+    def __init__(
+        self,
+        attack,  # Any attack
+        data,  # A DataLoader; None: the Learner's validation images
+    ):
+        store_attr()
+        self.rows = []
+
     def before_fit(self):
         "Forget the best weights of the last fit"
         self.begun = False
-        if not self.loaded: self.best = None
+        if not self.loaded:
+            self.best = None
+
     def before_train(self):
         "Is this a fit, and no search for a learning rate?"
         super().before_train()
-        self.on = not hasattr(self.learn,'lr_finder')
-        if self.on and not self.begun: self.begin()
+        self.on = not hasattr(self.learn, 'lr_finder')
+        if self.on and not self.begun:
+            self.begin()
+
     def begin(self):
-        "Go on with the epochs that were loaded, or forget those of the last fit; refuse data whose classes have other numbers"
-        if self.data is not None: _images_of(self.learn, 1, self.data)
-        self.begun,going_on,self.loaded = True,self.loaded and self.epoch>0,False
-        if going_on: return
-        self.rows,self.best = [],None
-        if self.epoch>0: warnings.warn(f'the fit starts at epoch {self.epoch}, and KeepBest knows nothing of the epochs before: '
-            'it keeps the best of the others. To go on, save with SaveRun, and have a KeepBest in learn.cbs before learn.resume()')
+        """Go on with the epochs that were loaded, or forget those of the last fit; refuse data whose classes have other
+        numbers"""
+        if self.data is not None:
+            _images_of(self.learn, 1, self.data)
+        self.begun, going_on, self.loaded = True, self.loaded and self.epoch > 0, False
+        if going_on:
+            return
+        self.rows, self.best = [], None
+        if self.epoch > 0:
+            warnings.warn(
+                f'the fit starts at epoch {self.epoch}, and KeepBest knows nothing of the epochs before: it keeps the'
+                ' best of the others. To go on, save with SaveRun, and have a KeepBest in learn.cbs before'
+                ' learn.resume()'
+            )
+
     def after_epoch(self):
         "Measure the robust accuracy; keep the weights if it is the best so far"
-        if not self.on: return
-        self.on,data = False,self.dls.valid if self.data is None else self.data
+        if not self.on:
+            return
+        self.on, data = False, self.dls.valid if self.data is None else self.data
 
         ok = _right(self.victim, self.attack, eval_batches(data, device=self.dls.device))
         best = max([o['accuracy'] for o in self.rows], default=-1)
         self.rows.append(dict(epoch=self.epoch, accuracy=ok))
-        if ok>best: self.best = {k:v.detach().clone() for k,v in self.victim.state_dict().items()}
+        if ok > best:
+            self.best = {k: v.detach().clone() for k, v in self.victim.state_dict().items()}
+
     def after_fit(self):
         "Give the model its best weights"
-        if self.best is None or hasattr(self.learn,'lr_finder'): return
-        self.victim.load_state_dict(self.best); self.best = None
-    def state_dict(self)->dict: # For `torch.save`: the table, and the weights of the best epoch
+        if self.best is None or hasattr(self.learn, 'lr_finder'):
+            return
+        self.victim.load_state_dict(self.best)
+        self.best = None
+
+    def state_dict(self) -> dict:  # For `torch.save`: the table, and the weights of the best epoch
         "What an interrupted fit needs to go on; measures the epoch first, where it is asked before its own turn"
         self.after_epoch()
         return dict(rows=self.rows, best=self.best)
-    def load_state_dict(self,
-        state:dict, # Of `state_dict`
+
+    def load_state_dict(
+        self,
+        state: dict,  # Of `state_dict`
     ):
         "Take table and weights up again; the next fit goes on with them if it starts at a later epoch"
-        self.rows,self.best,self.loaded = list(state['rows']),state['best'],True
-    def __repr__(self): return f'KeepBest({self.attack!r})'
+        self.rows, self.best, self.loaded = list(state['rows']), state['best'], True
+
+    def __repr__(self):
+        return f'KeepBest({self.attack!r})'
+
 
 def _right(model, attack, batches):
     "Share of images that are right before and after `attack`; only those that are right before are attacked"
     oks = []
-    for _,x,y in batches:
-        ok = predict(model, x)==y
+    for _, x, y in batches:
+        ok = predict(model, x) == y
         if attack is not None and ok.any():
-            i = ok.nonzero()[:,0]
-            ok = ok.index_copy(0, i, predict(model, attack(model, x[i], y[i], seed=0))==y[i])
+            i = ok.nonzero()[:, 0]
+            ok = ok.index_copy(0, i, predict(model, attack(model, x[i], y[i], seed=0)) == y[i])
         oks.append(ok.float())
     return torch.cat(oks).mean().item()
 
 # %% ../nbs/04_xcit_recipe.ipynb #9940df11
 def patch_for(
-    side:int, # Of the images, in pixels
-)->int: # 16, 8 or 4
+    side: int,  # Of the images, in pixels
+) -> int:  # 16, 8 or 4
     "The largest patch that leaves at least 7x7 of them"
-    return first(p for p in (16,8,4) if side//p>=7) or 4
+    return first(p for p in (16, 8, 4) if side // p >= 7) or 4
+
 
 def small_stem(
-    model:ResNet, # Is changed in place
-)->ResNet: # The same model
+    model: ResNet,  # Is changed in place
+) -> ResNet:  # The same model
     "A ResNet for small images: the first convolution and the pooling behind it no longer shrink them"
     conv = first(o for o in model.conv1.modules() if isinstance(o, nn.Conv2d))
-    conv.stride,model.maxpool = (1,1),nn.Identity()
+    conv.stride, model.maxpool = (1, 1), nn.Identity()
     return model
+
 
 def _create(name, drop_path, **kw):
     "timm's model; one without drop path is made without, where none is asked for"
-    try: return timm.create_model(name, drop_path_rate=drop_path, **kw)
+    try:
+        return timm.create_model(name, drop_path_rate=drop_path, **kw)
     except TypeError as e:
-        if 'drop_path_rate' not in str(e): raise
+        if 'drop_path_rate' not in str(e):
+            raise
         if drop_path:
             raise ValueError(f'{name} has no drop path, the recipe asks for {drop_path:g}: r.but(drop_path=0.)') from e
         return timm.create_model(name, **kw)
 
+
 @patch
-def model(self:XcitRecipe,
-    side:int=224, # Of the images, in pixels
-    classes:int=1000, # Number of classes
-    chans:int=3, # Channels
-)->nn.Module: # With new weights
+def model(
+    self: XcitRecipe,
+    side: int = 224,  # Of the images, in pixels
+    classes: int = 1000,  # Number of classes
+    chans: int = 3,  # Channels
+) -> nn.Module:  # With new weights
     "The model of this size, with a stem for these images"
-    name,p = XCITS.get(self.size, self.size),self.patch or patch_for(side)
+    name, p = XCITS.get(self.size, self.size), self.patch or patch_for(side)
     kw = dict(num_classes=classes, in_chans=chans)
-    with torch.device('meta'): like = timm.create_model(name)
-    own = getattr(getattr(like,'patch_embed',None),'patch_size',None)          # None: no patches, as in a ResNet
-    if own and not isinstance(like, Xcit): kw.update(img_size=side, patch_size=self.patch or min(p, *L(own)))
+    with torch.device('meta'):
+        like = timm.create_model(name)
+    own = getattr(getattr(like, 'patch_embed', None), 'patch_size', None)  # None: no patches, as in a ResNet
+    if own and not isinstance(like, Xcit):
+        kw.update(img_size=side, patch_size=self.patch or min(p, *L(own)))
     m = _create(name, self.drop_path, **kw)
-    if isinstance(m, Xcit): xcit_stem(m, p)
-    if isinstance(m, ResNet) and side<=64: small_stem(m)
+    if isinstance(m, Xcit):
+        xcit_stem(m, p)
+    if isinstance(m, ResNet) and side <= 64:
+        small_stem(m)
     return m if self.mean is None else Normalized(m, self.mean, self.std)
 
 # %% ../nbs/04_xcit_recipe.ipynb #d5e7ea8c
 @patch
-@delegates(Learner.__init__, but=['dls','model','loss_func','opt_func','wd'])
-def learner(self:XcitRecipe,
-    dls:DataLoaders, # With images in [0,1]
-    model:nn.Module=None, # A model to train on, for instance a robust one; None: a new one of the recipe's size
-    **kwargs
-)->Learner: # It carries the recipe as `learn.recipe`
+@delegates(Learner.__init__, but=['dls', 'model', 'loss_func', 'opt_func', 'wd'])
+def learner(
+    self: XcitRecipe,
+    dls: DataLoaders,  # With images in [0,1]
+    model: nn.Module = None,  # A model to train on, for instance a robust one; None: a new one of the recipe's size
+    **kwargs,
+) -> Learner:  # It carries the recipe as `learn.recipe`
     "A Learner for this recipe, whose `fit_recipe` trains by it"
     if model is None:
-        with no_random(torch.initial_seed()%2**32): x = dls.train.one_batch()[0]
+        with no_random(torch.initial_seed() % 2**32):
+            x = dls.train.one_batch()[0]
         model = self.model(x.shape[-1], dls.c, x.shape[1])
     learn = Learner(dls, model, loss_func=self.loss_func(), opt_func=_adamw, wd=self.wd, **kwargs)
     learn.recipe = self
     return learn
 
 # %% ../nbs/04_xcit_recipe.ipynb #83ad0436
-_adamw = partial(Adam, mom=.9, sqr_mom=.999, eps=1e-8)
+_adamw = partial(Adam, mom=0.9, sqr_mom=0.999, eps=1e-8)
+
 
 @patch
-def loss_func(self:XcitRecipe)->Callable: # Cross-entropy with the recipe's label smoothing
+def loss_func(self: XcitRecipe) -> Callable:  # Cross-entropy with the recipe's label smoothing
     "The loss that trains the weights"
     return CrossEntropyLossFlat(label_smoothing=self.smoothing)
 
+
 @patch
-def callbacks(self:XcitRecipe,
-    bs:int=None, # Images per step; None: the recipe's own
-)->list: # Of fastai callbacks
+def callbacks(
+    self: XcitRecipe,
+    bs: int = None,  # Images per step; None: the recipe's own
+) -> list:  # Of fastai callbacks
     "What the recipe adds to a fit: augmentation, attack, schedules"
-    r,cbs = self,[Augment(self), NoDecay(), ParamScheduler({'lr':RecipeLR(self, self.peak_lr(bs))})]
-    if r.mixup and r.cutmix: cbs.append(MixOrCut(r.mixup, r.cutmix))
-    elif r.mixup or r.cutmix: cbs.append(MixUp(r.mixup) if r.mixup else CutMix(r.cutmix))
-    if r.method=='clean': return cbs
-    kw = dict(eps=r.eps_schedule, alpha=r.attack.alpha) if r.eps_warmup else {}     # the step stays as it is
-    cbs.append(TRADES(r.attack, beta=r.beta, **kw) if r.method=='trades' else AdvTrain(r.attack, **kw))
-    return cbs+([CleanPass()] if r.bn_clean and r.method=='adv' else [])
+    r, cbs = self, [Augment(self), NoDecay(), ParamScheduler({'lr': RecipeLR(self, self.peak_lr(bs))})]
+    if r.mixup and r.cutmix:
+        cbs.append(MixOrCut(r.mixup, r.cutmix))
+    elif r.mixup or r.cutmix:
+        cbs.append(MixUp(r.mixup) if r.mixup else CutMix(r.cutmix))
+    if r.method == 'clean':
+        return cbs
+    kw = dict(eps=r.eps_schedule, alpha=r.attack.alpha) if r.eps_warmup else {}  # the step stays as it is
+    cbs.append(TRADES(r.attack, beta=r.beta, **kw) if r.method == 'trades' else AdvTrain(r.attack, **kw))
+    return cbs + ([CleanPass()] if r.bn_clean and r.method == 'adv' else [])
 
 # %% ../nbs/04_xcit_recipe.ipynb #be9e2358
 @contextmanager
 def _by_recipe(learn, r, train):
     "Inside, the Learner has the recipe's loss, optimiser and training images; afterwards its own"
-    kept = learn.loss_func,learn.opt_func,learn.dls.loaders[0]
+    kept = learn.loss_func, learn.opt_func, learn.dls.loaders[0]
     try:
-        learn.loss_func,learn.opt_func,learn.dls.loaders[0] = r.loss_func(),_adamw,train
+        learn.loss_func, learn.opt_func, learn.dls.loaders[0] = r.loss_func(), _adamw, train
         yield
     finally:
-        learn.loss_func,learn.opt_func,learn.dls.loaders[0] = kept
-        if learn.opt_func is not _adamw: learn.opt = None      # its own again at the next fit
+        learn.loss_func, learn.opt_func, learn.dls.loaders[0] = kept
+        if learn.opt_func is not _adamw:
+            learn.opt = None  # its own again at the next fit
+
 
 def _check_loss(loss):
-    "Refuse a Learner's loss that the recipe's would replace by something else; the smoothing is the recipe's in any case"
+    """Refuse a Learner's loss that the recipe's would replace by something else; the smoothing is the recipe's in any
+    case"""
     f = loss.func if type(loss) is CrossEntropyLossFlat else loss
-    plain = type(f) is nn.CrossEntropyLoss and f.weight is None and f.ignore_index<0 and f.reduction=='mean'
+    plain = type(f) is nn.CrossEntropyLoss and f.weight is None and f.ignore_index < 0 and f.reduction == 'mean'
     if not (plain or f is F.cross_entropy):
-        raise ValueError(f'the recipe trains with plain cross-entropy, and the Learner has {loss!r} (class weights, ignore_index '
+        raise ValueError(
+            f'the recipe trains with plain cross-entropy, and the Learner has {loss!r} (class weights, ignore_index '
             'or a loss of another kind), which it would lose: give the Learner CrossEntropyLossFlat(), or call fit '
-            'with the callbacks r.callbacks()')
+            'with the callbacks r.callbacks()'
+        )
+
 
 def images_per_step(
-    learn:Learner, # With its callbacks
-    bs:int, # Images in a batch of one process
-    cbs=None, # Callbacks that will be added
-)->int: # Of all processes together
+    learn: Learner,  # With its callbacks
+    bs: int,  # Images in a batch of one process
+    cbs=None,  # Callbacks that will be added
+) -> int:  # Of all processes together
     "How many images a step of the optimiser has seen: those of all batches that `GradientAccumulation` adds up"
-    acc = [c() if isinstance(c, type) else c for c in [*learn.cbs, *L(cbs)]
-        if issubclass(c if isinstance(c, type) else type(c), GradientAccumulation)]
-    return max([bs, *[math.ceil(c.n_acc/bs)*bs for c in acc]])*max(num_distrib(),1)
+    acc = [
+        c() if isinstance(c, type) else c
+        for c in [*learn.cbs, *L(cbs)]
+        if issubclass(c if isinstance(c, type) else type(c), GradientAccumulation)
+    ]
+    return max([bs, *[math.ceil(c.n_acc / bs) * bs for c in acc]]) * max(num_distrib(), 1)
+
 
 def _recipe_cbs(learn, r, bs, cbs):
     "The recipe's callbacks, but for what is there; ValueError for what would act twice"
-    ours,there = r.callbacks(bs),[*learn.cbs, *L(cbs)]
+    ours, there = r.callbacks(bs), [*learn.cbs, *L(cbs)]
     if has_cb(learn, MixHandler, cbs) and any(isinstance(c, MixHandler) for c in ours):
-        raise ValueError('the recipe mixes images, and so does a callback of the Learner: remove it, '
-            'or r.but(mixup=0., cutmix=0.)')
+        raise ValueError(
+            'the recipe mixes images, and so does a callback of the Learner: remove it, or r.but(mixup=0., cutmix=0.)'
+        )
     if any(isinstance(c, ParamScheduler) and 'lr' in c.scheds for c in there):
         raise ValueError('the recipe has a schedule of the learning rate, and so has a ParamScheduler: remove it')
     return [c for c in ours if not (isinstance(c, NoDecay) and has_cb(learn, NoDecay, cbs))]
 
+
 @patch
-@delegates(Learner.fit, but=['n_epoch','lr','wd','cbs','reset_opt'])
-def fit_recipe(self:Learner,
-    r:XcitRecipe=None, # None: the recipe that made this Learner
-    epochs:int=None, # Epochs in all, for `in_epochs`; None: the recipe's own
-    cbs=None, # More callbacks, for this fit
-    **kwargs
+@delegates(Learner.fit, but=['n_epoch', 'lr', 'wd', 'cbs', 'reset_opt'])
+def fit_recipe(
+    self: Learner,
+    r: XcitRecipe = None,  # None: the recipe that made this Learner
+    epochs: int = None,  # Epochs in all, for `in_epochs`; None: the recipe's own
+    cbs=None,  # More callbacks, for this fit
+    **kwargs,
 ):
-    """Train by a recipe; afterwards the model has the weights of the best epoch, and `self.best_epoch` says which it was.
+    """Train by a recipe; afterwards the model has the weights of the best epoch, and `self.best_epoch` says which it
+    was.
     A `KeepBest` that the Learner has takes the place of the recipe's"""
-    r = r or getattr(self,'recipe',None)
+    r = r or getattr(self, 'recipe', None)
     if not isinstance(r, XcitRecipe):
         raise TypeError(f'fit_recipe needs a recipe, such as xcit_recipe("s12", eps=4/255), got {r!r}')
     _check_loss(self.loss_func)
-    if epochs is not None: r = r.in_epochs(epochs)
+    if epochs is not None:
+        r = r.in_epochs(epochs)
     if r.extra and not isinstance(self.dls.train, Blend):
-        warnings.warn(f'the recipe is meant for batches of which {r.extra:.0%} are generated images, '
-            f'and dls.train has none: dls.loaders[0] = Blend(dls.train, extra, {r.extra:g})')
-    train,held = hold_out(self.dls, r.held) if r.best=='valid' else (self.dls.train, None)
-    own = [c for c in self.cbs if isinstance(c, KeepBest)]              # such as one whose state `resume` has loaded
-    keep = [] if r.best=='last' else own or [KeepBest(r.attack if r.method!='clean' else None, held)]
-    bs = images_per_step(self, getattr(train,'bs',None) or r.bs, cbs)
-    ours,new = _recipe_cbs(self, r, bs, cbs),self.opt_func is not _adamw
+        warnings.warn(
+            f'the recipe is meant for batches of which {r.extra:.0%} are generated images, '
+            f'and dls.train has none: dls.loaders[0] = Blend(dls.train, extra, {r.extra:g})'
+        )
+    train, held = hold_out(self.dls, r.held) if r.best == 'valid' else (self.dls.train, None)
+    own = [c for c in self.cbs if isinstance(c, KeepBest)]  # such as one whose state `resume` has loaded
+    keep = [] if r.best == 'last' else own or [KeepBest(r.attack if r.method != 'clean' else None, held)]
+    bs = images_per_step(self, getattr(train, 'bs', None) or r.bs, cbs)
+    ours, new = _recipe_cbs(self, r, bs, cbs), self.opt_func is not _adamw
     with _by_recipe(self, r, train):
-        self.fit(r.total, r.peak_lr(bs), wd=r.wd, cbs=L(cbs)+ours+([] if own else keep), reset_opt=new, **kwargs)
+        self.fit(r.total, r.peak_lr(bs), wd=r.wd, cbs=L(cbs) + ours + ([] if own else keep), reset_opt=new, **kwargs)
     self.best_epoch = pd.DataFrame(keep[0].rows) if keep else None
 
 # %% ../nbs/04_xcit_recipe.ipynb #718f5bb6
 class Blend(GetAttr):
-    "A DataLoader whose batches are filled from two: `share` of each batch comes from `extra`, which starts again when it ends"
+    """A DataLoader whose batches are filled from two: `share` of each batch comes from `extra`, which starts again when
+    it ends"""
+
     _default = 'dl'
-    def __init__(self,
-        dl, # fastai's DataLoader of the real images; an epoch is one pass over these
-        extra, # One of generated images
-        share:float=.5, # Of each batch
+
+    def __init__(
+        self,
+        dl,  # fastai's DataLoader of the real images; an epoch is one pass over these
+        extra,  # One of generated images
+        share: float = 0.5,  # Of each batch
     ):
-        if not 0<share<1: raise ValueError(f'share is a part of each batch, between 0 and 1, got {share}')
-        self.bs = dl.bs; k = round(share*dl.bs)
-        if not 0<k<dl.bs: raise ValueError(f'batches of {dl.bs} images cannot hold a share of {share:g}')
-        self.share,self.dl,self.extra = share,dl.new(bs=dl.bs-k),extra.new(bs=k, shuffle=True, drop_last=True)
-        if not len(self.extra): raise ValueError(f'{len(extra.dataset)} generated images do not fill their {k} places in a batch')
+        if not 0 < share < 1:
+            raise ValueError(f'share is a part of each batch, between 0 and 1, got {share}')
+        self.bs = dl.bs
+        k = round(share * dl.bs)
+        if not 0 < k < dl.bs:
+            raise ValueError(f'batches of {dl.bs} images cannot hold a share of {share:g}')
+        self.share, self.dl, self.extra = share, dl.new(bs=dl.bs - k), extra.new(bs=k, shuffle=True, drop_last=True)
+        if not len(self.extra):
+            raise ValueError(f'{len(extra.dataset)} generated images do not fill their {k} places in a batch')
+
     @property
-    def __class__(self): return type(self.dl)      # so that fastai knows its own loader
+    def __class__(self):
+        return type(self.dl)  # so that fastai knows its own loader
+
     @property
     def rng(self):
         "The random numbers that order the own images"
-        return self.dl.rng              # one seed for the order of both
+        return self.dl.rng  # one seed for the order of both
+
     @rng.setter
-    def rng(self, v): self.dl.rng = self.extra.rng = v
-    def new(self,
-        dataset=None, # In place of the own images
-        **kw # For fastai's `TfmdDL.new`
-    )->'Blend': # With the same extra images
+    def rng(self, v):
+        self.dl.rng = self.extra.rng = v
+
+    def new(
+        self,
+        dataset=None,  # In place of the own images
+        **kw,  # For fastai's `TfmdDL.new`
+    ) -> 'Blend':  # With the same extra images
         "A copy with other settings, as fastai asks for"
         return Blend(self.dl.new(dataset, bs=self.bs, **kw), self.extra, self.share)
-    def __len__(self): return len(self.dl)
+
+    def __len__(self):
+        return len(self.dl)
+
     def __iter__(self):
         more = iter(())
         for b in self.dl:
             e = next(more, None)
-            if e is None: more = iter(self.extra); e = next(more)
-            yield tuple(torch.cat([u,v.to(u.device)]) for u,v in zip(b,e))
+            if e is None:
+                more = iter(self.extra)
+                e = next(more)
+            yield tuple(torch.cat([u, v.to(u.device)]) for u, v in zip(b, e))
 
 # %% ../nbs/04_xcit_recipe.ipynb #67cade38
 def gaussian_images(
-    x:Tensor, # Images [N,C,H,W] in [0,1]
-    y:Tensor, # Labels [N]
-    n:int, # How many to make, the same number of each class
-    k:int=40, # Directions in which the images of a class vary
-    seed:int=0, # Of the noise
-)->tuple: # (images [n,C,H,W] in [0,1], labels [n])
+    x: Tensor,  # Images [N,C,H,W] in [0,1]
+    y: Tensor,  # Labels [N]
+    n: int,  # How many to make, the same number of each class
+    k: int = 40,  # Directions in which the images of a class vary
+    seed: int = 0,  # Of the noise
+) -> tuple:  # (images [n,C,H,W] in [0,1], labels [n])
     "Images drawn from a Gaussian in the `k` main directions of each class: the simplest generator there is"
-    g,xs,cs = torch.Generator().manual_seed(seed),[],y.unique().tolist()
-    for i,c in enumerate(cs):
-        o = x[y==c].flatten(1); m = o.mean(0)
-        u,sv,v = torch.linalg.svd(o-m, full_matrices=False)
-        size = n//len(cs)+(i<n%len(cs)); kk = min(k, len(o)-1)
-        z = torch.randn(size, kk, generator=g)*(sv[:kk].cpu()/len(o)**.5)
-        xs.append((m.cpu()+z@v[:kk].cpu()).clamp(0,1).view(-1, *x.shape[1:]))
-    return torch.cat(xs),torch.tensor(cs).repeat_interleave(tensor([len(o) for o in xs]))
+    g, xs, cs = torch.Generator().manual_seed(seed), [], y.unique().tolist()
+    for i, c in enumerate(cs):
+        o = x[y == c].flatten(1)
+        m = o.mean(0)
+        u, sv, v = torch.linalg.svd(o - m, full_matrices=False)
+        size = n // len(cs) + (i < n % len(cs))
+        kk = min(k, len(o) - 1)
+        z = torch.randn(size, kk, generator=g) * (sv[:kk].cpu() / len(o) ** 0.5)
+        xs.append((m.cpu() + z @ v[:kk].cpu()).clamp(0, 1).view(-1, *x.shape[1:]))
+    return torch.cat(xs), torch.tensor(cs).repeat_interleave(tensor([len(o) for o in xs]))
 
 # %% ../nbs/04_xcit_recipe.ipynb #dd50f170
 def grid_cells(
-    **axes, # Name -> values
-)->list: # Of dicts
+    **axes,  # Name -> values
+) -> list:  # Of dicts
     "Every combination of values, the last axis fastest"
     return [dict(zip(axes, o)) for o in itertools.product(*axes.values())]
 
-def _plain(v): return v.tolist() if hasattr(v,'tolist') else repr(v)      # numbers of numpy and torch stay numbers
 
-_words = (bool,int,float,complex,str,bytes,type(None),np.generic,Path)
-_data = (DataLoaders,DataLoader,torch.utils.data.DataLoader)
+def _plain(v):
+    return v.tolist() if hasattr(v, 'tolist') else repr(v)  # numbers of numpy and torch stay numbers
+
+
+_words = (bool, int, float, complex, str, bytes, type(None), np.generic, Path)
+_data = (DataLoaders, DataLoader, torch.utils.data.DataLoader)
+
 
 def _is_word(v):
     "A number, a word, or a container of nothing else"
-    if isinstance(v, dict): return all(map(_is_word, [*v.keys(), *v.values()]))
-    return all(map(_is_word, v)) if isinstance(v, (list,tuple,set,frozenset)) else isinstance(v, _words)
+    if isinstance(v, dict):
+        return all(map(_is_word, [*v.keys(), *v.values()]))
+    return all(map(_is_word, v)) if isinstance(v, (list, tuple, set, frozenset)) else isinstance(v, _words)
+
 
 def _ours(name):
     "Is a module neither of a library nor of this package?"
-    return not _library(name) and (name or '').split('.')[0]!='robust_nbdev'
+    return not _library(name) and (name or '').split('.')[0] != 'robust_nbdev'
 
-def _own(v): return _ours(v.__globals__.get('__name__') if isinstance(v, types.FunctionType) else v.__module__)
+
+def _own(v):
+    return _ours(v.__globals__.get('__name__') if isinstance(v, types.FunctionType) else v.__module__)
+
 
 def _used(v, attrs):
     "Of a module that is no library's, what is used of it; anything else as it is"
-    if not isinstance(v, types.ModuleType): return v
-    if not _ours(v.__name__): return v.__name__
-    return {a:_used(vars(v)[a], attrs-{a}) for a in sorted(attrs) if a in vars(v)}
+    if not isinstance(v, types.ModuleType):
+        return v
+    if not _ours(v.__name__):
+        return v.__name__
+    return {a: _used(vars(v)[a], attrs - {a}) for a in sorted(attrs) if a in vars(v)}
+
 
 def _in_function(v):
-    names,attrs,imports = _uses(v.__code__); package = v.__globals__.get('__package__')
-    outside = {k:_used(v.__globals__[k], attrs) for k in sorted(names) if k in v.__globals__}
-    inside = {k:c.cell_contents for k,c in zip(v.__code__.co_freevars, v.__closure__ or ()) if c!=types.CellType()}
-    files = {f'import {k}':_imported(k, package) for k in sorted(imports) if k and _ours(k)}
-    return {'defaults':v.__defaults__, 'keywords':v.__kwdefaults__, **vars(v), **files, **outside, **inside}
+    names, attrs, imports = _uses(v.__code__)
+    package = v.__globals__.get('__package__')
+    outside = {k: _used(v.__globals__[k], attrs) for k in sorted(names) if k in v.__globals__}
+    inside = {k: c.cell_contents for k, c in zip(v.__code__.co_freevars, v.__closure__ or ()) if c != types.CellType()}
+    files = {f'import {k}': _imported(k, package) for k in sorted(imports) if k and _ours(k)}
+    return {'defaults': v.__defaults__, 'keywords': v.__kwdefaults__, **vars(v), **files, **outside, **inside}
+
 
 def _in_class(v):
-    found = {f'{k.__name__}.{a}':o for k in v.__mro__ if k.__module__!='builtins' and not _library(k.__module__)
-        for a,o in vars(k).items() if a not in _NOT_CODE}
-    return {k:getattr(o,'__func__',o) for k,o in found.items() if _own(v) or _is_word(o)}
+    found = {
+        f'{k.__name__}.{a}': o
+        for k in v.__mro__
+        if k.__module__ != 'builtins' and not _library(k.__module__)
+        for a, o in vars(k).items()
+        if a not in _NOT_CODE
+    }
+    return {k: getattr(o, '__func__', o) for k, o in found.items() if _own(v) or _is_word(o)}
+
 
 def _open(v):
     "Is it an object to be looked into, attribute by attribute?"
     top = (type(v).__module__ or '').split('.')[0]
-    return isinstance(v, (nn.Module,types.SimpleNamespace)) or top in ('fastai','fastcore') or not _library(type(v).__module__)
+    return (
+        isinstance(v, (nn.Module, types.SimpleNamespace))
+        or top in ('fastai', 'fastcore')
+        or not _library(type(v).__module__)
+    )
+
 
 def _in_object(v):
-    slots = {s:getattr(v,s) for k in type(v).__mro__ for s in L(vars(k).get('__slots__')) if s!='__weakref__' and hasattr(v,s)}
-    own = {k:o for k,o in getattr(v,'__dict__',{}).items() if not (k=='lock' and isinstance(v, Learner))}
-    return {'class':type(v), **slots, **own}
+    slots = {
+        s: getattr(v, s)
+        for k in type(v).__mro__
+        for s in L(vars(k).get('__slots__'))
+        if s != '__weakref__' and hasattr(v, s)
+    }
+    own = {k: o for k, o in getattr(v, '__dict__', {}).items() if not (k == 'lock' and isinstance(v, Learner))}
+    return {'class': type(v), **slots, **own}
+
 
 def _held(v):
-    "Name -> value, for what a function, a class, a container or an object holds; None for what `identity` reads as a whole"
-    if isinstance(v, dict): return {'keys':sorted(map(str, v)), **v}
-    if isinstance(v, (list,tuple)): return {'class':type(v), **dict(enumerate(v))}
-    if isinstance(v, partial): return {'func':v.func, 'args':v.args, **v.keywords}
-    if isinstance(v, types.MethodType): return dict(func=v.__func__, self=v.__self__)
-    if isinstance(v, property): return dict(get=v.fget, set=v.fset)
-    if isinstance(v, types.FunctionType): return _in_function(v) if _own(v) else {}
-    if isinstance(v, type): return _in_class(v)
-    return None if isinstance(v, (Tensor,np.ndarray)) or not _open(v) else _in_object(v)
+    """Name -> value, for what a function, a class, a container or an object holds; None for what `identity` reads as a
+    whole"""
+    if isinstance(v, dict):
+        return {'keys': sorted(map(str, v)), **v}
+    if isinstance(v, (list, tuple)):
+        return {'class': type(v), **dict(enumerate(v))}
+    if isinstance(v, partial):
+        return {'func': v.func, 'args': v.args, **v.keywords}
+    if isinstance(v, types.MethodType):
+        return dict(func=v.__func__, self=v.__self__)
+    if isinstance(v, property):
+        return dict(get=v.fget, set=v.fset)
+    if isinstance(v, types.FunctionType):
+        return _in_function(v) if _own(v) else {}
+    if isinstance(v, type):
+        return _in_class(v)
+    return None if isinstance(v, (Tensor, np.ndarray)) or not _open(v) else _in_object(v)
+
 
 def _code(v):
-    "A hash of the code of a function or a class; None for anything else. What is looked into counts by what is found there"
-    if isinstance(v, types.FunctionType): return identity(v.__code__ if _own(v) else v, data=False)
-    if isinstance(v, type): return identity([o.__qualname__ for o in v.__mro__]) if _own(v) else identity(v, data=False)
+    """A hash of the code of a function or a class; None for anything else. What is looked into counts by what is found
+    there"""
+    if isinstance(v, types.FunctionType):
+        return identity(v.__code__ if _own(v) else v, data=False)
+    if isinstance(v, type):
+        return identity([o.__qualname__ for o in v.__mro__]) if _own(v) else identity(v, data=False)
+
 
 def _settings(v, name='run', seen=None):
-    """Name -> what it is, for all words, values and code that a function and what it calls hold; those of numbers and words
+    """Name -> what it is, for all words, values and code that a function and what it calls hold; those of numbers and
+    words
     begin with `=`. DataLoaders are left out: what the data are only `about` can say"""
     seen = {} if seen is None else seen
     if _is_word(v) and not (isinstance(v, dict) and v):
-        text = f'{type(v).__name__} {sorted(map(repr, v)) if isinstance(v, (set,frozenset)) else v!r}'
-        return {name:'='+hashlib.sha256(text.encode()).hexdigest()[:16]}
-    if id(v) in seen or isinstance(v, _data): return {}
+        text = f'{type(v).__name__} {sorted(map(repr, v)) if isinstance(v, (set, frozenset)) else v!r}'
+        return {name: '=' + hashlib.sha256(text.encode()).hexdigest()[:16]}
+    if id(v) in seen or isinstance(v, _data):
+        return {}
     seen[id(v)] = v
-    held,code = _held(v),_code(v)
-    if held is None: return {name:identity(v)}
-    return merge({} if code is None else {name:code}, *[_settings(o, f'{name}.{k}', seen) for k,o in held.items()])
+    held, code = _held(v), _code(v)
+    if held is None:
+        return {name: identity(v)}
+    return merge({} if code is None else {name: code}, *[_settings(o, f'{name}.{k}', seen) for k, o in held.items()])
+
 
 def _moved(old, new):
     "The numbers and words, such as logs and counters, that running has changed: they are no settings"
-    return [k for k in {**old, **new} if old.get(k)!=new.get(k) and (old.get(k) or new.get(k) or '')[:1]=='=']
+    return [k for k in {**old, **new} if old.get(k) != new.get(k) and (old.get(k) or new.get(k) or '')[:1] == '=']
+
 
 def _is_same(old, new):
     "Would the same be computed? In doubt, no"
-    if not isinstance(old, dict) or '' in old['settings'].values(): return False
-    moved = {m.removesuffix('.keys') for m in old['moved']}              # a log that grows has new names in it
-    logs = lambda k: any(k==m or k.startswith(m+'.') for m in moved)
-    return {k:v for k,v in old['settings'].items() if not logs(k)}=={k:v for k,v in new.items() if not logs(k)}
+    if not isinstance(old, dict) or '' in old['settings'].values():
+        return False
+    moved = {m.removesuffix('.keys') for m in old['moved']}  # a log that grows has new names in it
+    logs = lambda k: any(k == m or k.startswith(m + '.') for m in moved)
+    return {k: v for k, v in old['settings'].items() if not logs(k)} == {k: v for k, v in new.items() if not logs(k)}
+
 
 def _cell_file(about, cell):
     "A name for the file; what JSON cannot write counts by its identity, not by what it prints"
     text = json.dumps([about, cell], sort_keys=True, default=lambda o: repr(sorted(_settings(o).items())) or repr(o))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
+
 def _finished(path, same):
     "The result in a file, if it is that of the same run; None where there is none that can be read"
-    try: d = json.loads(path.read_text())
-    except (OSError, ValueError): return None
-    if not isinstance(d, dict) or 'result' not in d: return None
-    if same is None or _is_same(d.get('same'), same): return d['result']
-    warnings.warn(f'{path.name}, {d.get("cell")}: computed again, because run, its settings or the cell '
-        'are not what they were')
+    try:
+        d = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(d, dict) or 'result' not in d:
+        return None
+    if same is None or _is_same(d.get('same'), same):
+        return d['result']
+    warnings.warn(
+        f'{path.name}, {d.get("cell")}: computed again, because run, its settings or the cell are not what they were'
+    )
+
 
 def _write(path, o):
     path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f'{path.name}.{os.getpid()}'); tmp.write_text(json.dumps(o, indent=1, default=_plain)); os.replace(tmp, path)
+    tmp = path.with_name(f'{path.name}.{os.getpid()}')
+    tmp.write_text(json.dumps(o, indent=1, default=_plain))
+    os.replace(tmp, path)
 
 # %% ../nbs/04_xcit_recipe.ipynb #9e4c6c05
 def _row(cell, run, path, about, same):
     "The result of one cell, from its file or from `run`; `same` is what the file must be of"
     res = _finished(path, same) if path else None
-    if res is not None: return res
-    if run is None: raise ValueError(f'there is no finished run of {cell} at {path}, and run=None cannot make one')
-    t = time.process_time(); res = run(**cell)
-    if 'seconds' in res: raise ValueError('run returns a result called seconds, which the table keeps for the time: rename it')
-    res = {**res, 'seconds':round(time.process_time()-t, 1)}
-    if path is None: return res
-    known = dict(settings=same, moved=_moved(same, _settings(run)|_settings(cell, 'cell')))
+    if res is not None:
+        return res
+    if run is None:
+        raise ValueError(f'there is no finished run of {cell} at {path}, and run=None cannot make one')
+    t = time.process_time()
+    res = run(**cell)
+    if 'seconds' in res:
+        raise ValueError('run returns a result called seconds, which the table keeps for the time: rename it')
+    res = {**res, 'seconds': round(time.process_time() - t, 1)}
+    if path is None:
+        return res
+    known = dict(settings=same, moved=_moved(same, _settings(run) | _settings(cell, 'cell')))
     _write(path, dict(about=about, cell=cell, same=known, result=res))
     return res
 
+
 def ablate(
-    cells, # A dict of lists, `dict(wd=[.05,.5], method=['clean','adv'])`, for every combination; or a list of dicts
-    run, # `run(**cell)` trains and returns a dict of results; None: only what is on disk, whatever made it
-    out=None, # Folder with a file per finished run, from which it goes on; None: keep nothing
-    about:str='', # What else decides the results, the data first of all: runs of something else are left alone
-    progress:bool=False, # Show fastai's progress bar
-)->pd.DataFrame: # A row per cell: its settings, its results, and the seconds of one core that it took
+    cells,  # A dict of lists, `dict(wd=[.05,.5], method=['clean','adv'])`, for every combination; or a list of dicts
+    run,  # `run(**cell)` trains and returns a dict of results; None: only what is on disk, whatever made it
+    out=None,  # Folder with a file per finished run, from which it goes on; None: keep nothing
+    about: str = '',  # What else decides the results, the data first of all: runs of something else are left alone
+    progress: bool = False,  # Show fastai's progress bar
+) -> pd.DataFrame:  # A row per cell: its settings, its results, and the seconds of one core that it took
     "Run a grid of settings, each setting once; after a kill, go on where it stopped"
     cells = grid_cells(**cells) if isinstance(cells, dict) else list(cells)
-    start = _settings(run) if out is not None and run else None         # before the first row changes anything
-    known = [(c, _cell_file(about, c), None if start is None else start|_settings(c, 'cell')) for c in cells]
-    done,rows = {},[]
-    for c,k,same in progress_bar(known, leave=False) if progress else known:
-        if k not in done: done[k] = _row(c, run, None if out is None else Path(out)/f'{k}.json', about, same)
-        if both := sorted(set(c)&set(done[k])): raise ValueError(f'{both[0]} is a setting and a result too: rename one of them')
+    start = _settings(run) if out is not None and run else None  # before the first row changes anything
+    known = [(c, _cell_file(about, c), None if start is None else start | _settings(c, 'cell')) for c in cells]
+    done, rows = {}, []
+    for c, k, same in progress_bar(known, leave=False) if progress else known:
+        if k not in done:
+            done[k] = _row(c, run, None if out is None else Path(out) / f'{k}.json', about, same)
+        if both := sorted(set(c) & set(done[k])):
+            raise ValueError(f'{both[0]} is a setting and a result too: rename one of them')
         rows.append({**c, **done[k]})
     return pd.DataFrame(rows)
 
@@ -780,190 +1127,251 @@ def ablate(
 @contextmanager
 def _order(dls, seed):
     "Inside, the seed alone decides the order of the training images, whatever was drawn before"
-    dl = dls.train; kept = getattr(dl,'rng',None)
-    try: dl.rng = random.Random(seed); yield
-    finally: dl.rng = kept
+    dl = dls.train
+    kept = getattr(dl, 'rng', None)
+    try:
+        dl.rng = random.Random(seed)
+        yield
+    finally:
+        dl.rng = kept
+
 
 def train_row(
-    r:XcitRecipe, # The recipe
-    dls:DataLoaders, # With images in [0,1]
-    attack, # To judge the model with, on the validation images
-    make=None, # A function that makes a model; None: the recipe's size
-    n:int=None, # Validation images; None: all
-    seed:int=0, # Of the weights, the order and the attack
-    cbs=None, # More callbacks for the training
-)->tuple: # ({`clean` and `robust` accuracy in percent, `params` in millions}, the Learner)
+    r: XcitRecipe,  # The recipe
+    dls: DataLoaders,  # With images in [0,1]
+    attack,  # To judge the model with, on the validation images
+    make=None,  # A function that makes a model; None: the recipe's size
+    n: int = None,  # Validation images; None: all
+    seed: int = 0,  # Of the weights, the order and the attack
+    cbs=None,  # More callbacks for the training
+) -> tuple:  # ({`clean` and `robust` accuracy in percent, `params` in millions}, the Learner)
     "Train by a recipe, silently, and attack the result: one row of an ablation"
     with no_random(seed), _order(dls, seed), warnings.catch_warnings():
         warnings.simplefilter('ignore')
         learn = r.learner(dls, model=make() if make else None)
-        with learn.no_bar(), learn.no_logging(): learn.fit_recipe(cbs=cbs)
+        with learn.no_bar(), learn.no_logging():
+            learn.fit_recipe(cbs=cbs)
         rep = learn.robust_report([attack], n=n, seed=seed, progress=False)
-    for o in rep.warnings: warnings.warn(o)
-    clean,robust = (100*rep.df.accuracy.iloc[:2]).round(1).tolist()
-    return dict(clean=clean, robust=robust, params=round(n_params(learn.model),3)),learn
+    for o in rep.warnings:
+        warnings.warn(o)
+    clean, robust = (100 * rep.df.accuracy.iloc[:2]).round(1).tolist()
+    return dict(clean=clean, robust=robust, params=round(n_params(learn.model), 3)), learn
 
 # %% ../nbs/04_xcit_recipe.ipynb #097f6291
 def plot_ablation(
-    df:pd.DataFrame, # Rows of `ablate`
-    by:list, # Columns that name a row
-    split:str='method', # Column that tells standard from adversarial training
-    ax=None, # Matplotlib axes; None: new ones
-)->plt.Axes: # The axes
+    df: pd.DataFrame,  # Rows of `ablate`
+    by: list,  # Columns that name a row
+    split: str = 'method',  # Column that tells standard from adversarial training
+    ax=None,  # Matplotlib axes; None: new ones
+) -> plt.Axes:  # The axes
     "Clean and robust accuracy of each row"
     df = df.assign(row=[', '.join(map(str, o)) for o in df[L(by)].values])
-    names = list(dict.fromkeys(df.row)); ax = ax or plt.subplots(figsize=(6,.8+.28*len(names)), layout='constrained')[1]
-    for m,d in df.groupby(split, sort=False) if split in df else [('',df)]:
+    names = list(dict.fromkeys(df.row))
+    ax = ax or plt.subplots(figsize=(6, 0.8 + 0.28 * len(names)), layout='constrained')[1]
+    for m, d in df.groupby(split, sort=False) if split in df else [('', df)]:
         at = [names.index(o) for o in d.row]
-        ax.plot(d.clean, at, 'o', mfc='none', label=f'{m} training, clean'); ax.plot(d.robust, at, 's', color=ax.lines[-1].get_color(), label=f'{m} training, robust')
-    ax.set_yticks(range(len(names)), names, fontsize=8); ax.invert_yaxis()
-    ax.set(xlabel='accuracy %', xlim=(0,100)); ax.grid(alpha=.3); ax.legend(fontsize=7)
+        ax.plot(d.clean, at, 'o', mfc='none', label=f'{m} training, clean')
+        ax.plot(d.robust, at, 's', color=ax.lines[-1].get_color(), label=f'{m} training, robust')
+    ax.set_yticks(range(len(names)), names, fontsize=8)
+    ax.invert_yaxis()
+    ax.set(xlabel='accuracy %', xlim=(0, 100))
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=7)
     return ax
 
 # %% ../nbs/04_xcit_recipe.ipynb #004cc9ef
 def delta_image(
-    x:Tensor, # Clean images [B,C,H,W]
-    x_adv:Tensor, # Adversarial images
-    eps:float, # Radius of the ball
-    sign:int=1, # 1: the change; -1: its negative, which points towards the true class (the released code)
-)->Tensor: # [B,C,H,W], multiples of 1/255
+    x: Tensor,  # Clean images [B,C,H,W]
+    x_adv: Tensor,  # Adversarial images
+    eps: float,  # Radius of the ball
+    sign: int = 1,  # 1: the change; -1: its negative, which points towards the true class (the released code)
+) -> Tensor:  # [B,C,H,W], multiples of 1/255
     "The change as an image: `(delta+eps)/(2*eps)`, grey where nothing changed"
-    if sign not in (1,-1): raise ValueError(f'sign must be 1 or -1, got {sign!r}')
-    return (255*((sign*(x_adv-x)+eps)/(2*eps)).clamp(0,1)).round()/255
+    if sign not in (1, -1):
+        raise ValueError(f'sign must be 1 or -1, got {sign!r}')
+    return (255 * ((sign * (x_adv - x) + eps) / (2 * eps)).clamp(0, 1)).round() / 255
+
 
 def topk(
-    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-    x:Tensor, # Images
-    y:Tensor, # Labels [B]
-    k:int=1, # How many guesses
-)->float: # 0 to 1
+    model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    x: Tensor,  # Images
+    y: Tensor,  # Labels [B]
+    k: int = 1,  # How many guesses
+) -> float:  # 0 to 1
     "Share of images whose label is among the `k` likeliest classes"
-    with attack_mode(model), torch.no_grad(): z = outputs(model, x)
-    return (z.topk(k, dim=1).indices==y[:,None]).any(1).float().mean().item()
+    with attack_mode(model), torch.no_grad():
+        z = outputs(model, x)
+    return (z.topk(k, dim=1).indices == y[:, None]).any(1).float().mean().item()
+
 
 def semantic_table(
-    makers:dict, # Name -> model whose perturbations are looked at
-    readers:dict, # Name -> classifier, trained on clean images, that looks
-    x:Tensor, # Images [B,C,H,W]
-    y:Tensor, # Labels [B]
-    attack, # Any attack inside a ball
-    ks=(1,2), # Numbers of guesses
-    seed:int=0, # Of the attack
-)->pd.DataFrame: # A row per maker, reader and sign
+    makers: dict,  # Name -> model whose perturbations are looked at
+    readers: dict,  # Name -> classifier, trained on clean images, that looks
+    x: Tensor,  # Images [B,C,H,W]
+    y: Tensor,  # Labels [B]
+    attack,  # Any attack inside a ball
+    ks=(1, 2),  # Numbers of guesses
+    seed: int = 0,  # Of the attack
+) -> pd.DataFrame:  # A row per maker, reader and sign
     "How often a classifier finds the true class in the perturbation alone, and in its negative"
     rows = []
-    for m,model in makers.items():
+    for m, model in makers.items():
         x_adv = attack(model, x, y, seed=seed)
-        for r,reader in readers.items():
-            for s in (1,-1): rows.append({'perturbation of':m, 'read by':r, 'sign':f'{s:+d}', **{f'top-{k}':100*topk(reader, delta_image(x, x_adv, attack.eps, s), y, k) for k in ks}})
+        for r, reader in readers.items():
+            for s in (1, -1):
+                rows.append(
+                    {
+                        'perturbation of': m,
+                        'read by': r,
+                        'sign': f'{s:+d}',
+                        **{f'top-{k}': 100 * topk(reader, delta_image(x, x_adv, attack.eps, s), y, k) for k in ks},
+                    }
+                )
     return pd.DataFrame(rows)
 
 # %% ../nbs/04_xcit_recipe.ipynb #ea0a6d4e
 def show_deltas(
-    models:dict, # Name -> model
-    x:Tensor, # Images [B,C,H,W]
-    y:Tensor, # Labels [B]
-    attack, # Any attack inside a ball
-    seed:int=0, # Of the attack
-    fig=None, # A matplotlib figure; None: a new one
+    models: dict,  # Name -> model
+    x: Tensor,  # Images [B,C,H,W]
+    y: Tensor,  # Labels [B]
+    attack,  # Any attack inside a ball
+    seed: int = 0,  # Of the attack
+    fig=None,  # A matplotlib figure; None: a new one
 ):
     "Images, and below them the change that the attack makes on each model, in grey"
-    rows = {'image':x, **{k:delta_image(x, attack(m, x, y, seed=seed), attack.eps) for k,m in models.items()}}
-    fig = fig or plt.figure(figsize=(len(x),1.15*len(rows)), layout='constrained')
+    rows = {'image': x, **{k: delta_image(x, attack(m, x, y, seed=seed), attack.eps) for k, m in models.items()}}
+    fig = fig or plt.figure(figsize=(len(x), 1.15 * len(rows)), layout='constrained')
     axs = fig.subplots(len(rows), len(x), squeeze=False)
-    for (k,ims),row in zip(rows.items(), axs):
-        for im,ax in zip(ims, row): show_pic(im if k=='image' else im.mean(0, keepdim=True), ax)
+    for (k, ims), row in zip(rows.items(), axs):
+        for im, ax in zip(ims, row):
+            show_pic(im if k == 'image' else im.mean(0, keepdim=True), ax)
         row[0].set_title(k, fontsize=8, loc='left')
 
+
 def show_pic(
-    im:Tensor, # [C,H,W] in [0,1]
-    ax, # Matplotlib axes
+    im: Tensor,  # [C,H,W] in [0,1]
+    ax,  # Matplotlib axes
 ):
     "One image without axes, grey if it has one channel"
-    ax.imshow(im.detach().cpu().float().permute(1,2,0).squeeze(), cmap='gray', vmin=0, vmax=1); ax.axis('off')
+    ax.imshow(im.detach().cpu().float().permute(1, 2, 0).squeeze(), cmap='gray', vmin=0, vmax=1)
+    ax.axis('off')
 
 # %% ../nbs/04_xcit_recipe.ipynb #94dd0e74
 def class_images(
-    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-    target:Tensor, # Classes to reach [B]
-    shape:tuple, # Of one image, (C,H,W)
-    steps:int=100, # Of PGD
-    alpha:float=.225, # Step length: 1.5*eps/steps with the authors' eps of 15, which in [0,1] is no bound at all
-    start:str='binary', # `'binary'`: a uniform image plus U(-15,15), clipped, so nearly all pixels are 0 or 1 (the authors' code); `'uniform'`: the uniform image (their text); `'grey'`
-    seed:int=0, # Of the start
-)->Tensor: # [B,C,H,W] in [0,1]
+    model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    target: Tensor,  # Classes to reach [B]
+    shape: tuple,  # Of one image, (C,H,W)
+    steps: int = 100,  # Of PGD
+    alpha: float = 0.225,  # Step length: 1.5*eps/steps with the authors' eps of 15, which in [0,1] is no bound at all
+    # `'binary'`: a uniform image plus U(-15,15), clipped, so nearly all pixels are 0 or 1 (the authors' code);
+    # `'uniform'`: the uniform image (their text); `'grey'`
+    start: str = 'binary',
+    seed: int = 0,  # Of the start
+) -> Tensor:  # [B,C,H,W] in [0,1]
     "From noise, follow the gradient towards a class: what the model thinks it looks like"
-    if start not in ('binary','uniform','grey'): raise ValueError(f"start must be 'binary', 'uniform' or 'grey', got {start!r}")
+    if start not in ('binary', 'uniform', 'grey'):
+        raise ValueError(f"start must be 'binary', 'uniform' or 'grey', got {start!r}")
     g = torch.Generator().manual_seed(seed)
     x = torch.rand(len(target), *shape, generator=g)
-    if start=='binary': x = (x+15*(2*torch.rand(x.shape, generator=g)-1)).clamp(0,1)
-    if start=='grey': x = torch.full_like(x, .5)
-    return PGD(1., steps=steps, alpha=alpha, rand=False)(model, x.to(target.device), target=target, targeted=True, seed=seed)
+    if start == 'binary':
+        x = (x + 15 * (2 * torch.rand(x.shape, generator=g) - 1)).clamp(0, 1)
+    if start == 'grey':
+        x = torch.full_like(x, 0.5)
+    return PGD(1.0, steps=steps, alpha=alpha, rand=False)(
+        model, x.to(target.device), target=target, targeted=True, seed=seed
+    )
 
 # %% ../nbs/04_xcit_recipe.ipynb #677d805d
 class AttackEffect(AdvCallback):
     "After chosen epochs, by how much attacks of few steps miss the cross-entropy of many; a table for each fit"
-    order,on = 66,False
-    def __init__(self,
-        eps:float, # Radius in pixel units
-        steps=(1,2,5,10), # Numbers of steps
-        many:int=50, # Steps of the attack they are compared with
-        n:int=64, # Validation images
-        every:int=1, # Epochs between two looks; the last epoch is looked at in any case
-    ): store_attr(); self.rows = []
+
+    order, on = 66, False
+
+    def __init__(
+        self,
+        eps: float,  # Radius in pixel units
+        steps=(1, 2, 5, 10),  # Numbers of steps
+        many: int = 50,  # Steps of the attack they are compared with
+        n: int = 64,  # Validation images
+        every: int = 1,  # Epochs between two looks; the last epoch is looked at in any case
+    ):
+        store_attr()
+        self.rows = []
+
     def before_train(self):
         "Is this an epoch to measure?"
         super().before_train()
-        self.on = not hasattr(self.learn,'lr_finder') and ((self.epoch+1)%self.every==0 or self.epoch+1==self.n_epoch)
-        if self.rows and self.rows[-1]['epoch']>=self.epoch and not hasattr(self.learn,'lr_finder'): self.rows = []
-    def loss(self,
-        x:Tensor, # Images [B,C,H,W] in [0,1]
-        y:Tensor, # Labels [B]
-        k:int, # Steps of the attack
-    )->float: # Mean over the images
+        self.on = not hasattr(self.learn, 'lr_finder') and (
+            (self.epoch + 1) % self.every == 0 or self.epoch + 1 == self.n_epoch
+        )
+        if self.rows and self.rows[-1]['epoch'] >= self.epoch and not hasattr(self.learn, 'lr_finder'):
+            self.rows = []
+
+    def loss(
+        self,
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+        y: Tensor,  # Labels [B]
+        k: int,  # Steps of the attack
+    ) -> float:  # Mean over the images
         "Cross-entropy under PGD"
-        x_adv = PGD(self.eps, steps=k, alpha=min(1.5*self.eps/k, 1.))(self.victim, x, y, seed=0)
-        with attack_mode(self.victim) as m, torch.no_grad(): return ce(outputs(m, x_adv), y).mean().item()
+        x_adv = PGD(self.eps, steps=k, alpha=min(1.5 * self.eps / k, 1.0))(self.victim, x, y, seed=0)
+        with attack_mode(self.victim) as m, torch.no_grad():
+            return ce(outputs(m, x_adv), y).mean().item()
+
     def after_epoch(self):
         "Attack some validation images with each number of steps"
-        if not self.on: return
+        if not self.on:
+            return
         self.on = False
         n = min(self.n, len(self.dls.valid.dataset))
-        x,y = [torch.cat(o) for o in list(zip(*eval_batches(self.dls.valid, n, device=self.dls.device)))[1:]]
+        x, y = [torch.cat(o) for o in list(zip(*eval_batches(self.dls.valid, n, device=self.dls.device)))[1:]]
         top = self.loss(x, y, self.many)
         for k in self.steps:
             v = self.loss(x, y, k)
-            self.rows.append(dict(epoch=self.epoch, steps=k, loss=v, missed=(top-v)/top))
+            self.rows.append(dict(epoch=self.epoch, steps=k, loss=v, missed=(top - v) / top))
+
     @property
     def df(self):
-        "The loss under attack after each epoch that was measured, a row per number of steps; `missed`: share of the strongest attack's loss that is not reached"
-        return pd.DataFrame(self.rows, columns=['epoch','steps','loss','missed'])
+        """The loss under attack after each epoch that was measured, a row per number of steps; `missed`: share of the
+        strongest attack's loss that is not reached"""
+        return pd.DataFrame(self.rows, columns=['epoch', 'steps', 'loss', 'missed'])
 
 # %% ../nbs/04_xcit_recipe.ipynb #e92eca01
 def restart_losses(
-    attack:Attack, # That goes in steps
-    model, # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-    x:Tensor, # Images [B,C,H,W]
-    y:Tensor, # Labels [B]
-    restarts:int=20, # Runs, each from its own random start
-)->Tensor: # [restarts,gradients,B]
+    attack: Attack,  # That goes in steps
+    model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
+    x: Tensor,  # Images [B,C,H,W]
+    y: Tensor,  # Labels [B]
+    restarts: int = 20,  # Runs, each from its own random start
+) -> Tensor:  # [restarts,gradients,B]
     "The loss at every step of every run: do they all end at the same height?"
     return torch.stack([loss_trace(attack, model, x, y, seed=s) for s in range(restarts)])
 
+
 def one_step_check(
-    models:dict, # Name -> model
-    data, # A DataLoader or (images, labels)
-    eps:float, # Radius in pixel units
-    many:int=50, # Steps of the strong attack
-    n:int=None, # Images; None: all
-    gap:float=.1, # Difference that counts as overfitting to one step
-)->pd.DataFrame: # A row per model
+    models: dict,  # Name -> model
+    data,  # A DataLoader or (images, labels)
+    eps: float,  # Radius in pixel units
+    many: int = 50,  # Steps of the strong attack
+    n: int = None,  # Images; None: all
+    gap: float = 0.1,  # Difference that counts as overfitting to one step
+) -> pd.DataFrame:  # A row per model
     "Accuracy under one step and under many: a model that resists only the first has learnt to hide from it"
-    rows,attacks = [],(PGD(eps, steps=1, alpha=min(1.5*eps,1.)), PGD(eps, steps=many))
-    for k,m in models.items():
+    rows, attacks = [], (PGD(eps, steps=1, alpha=min(1.5 * eps, 1.0)), PGD(eps, steps=many))
+    for k, m in models.items():
         with warnings.catch_warnings():
-            warnings.simplefilter('ignore'); rep = robust_report(m, data, attacks, n=n, cascade=False)
-        for o in rep.warnings: warnings.warn(f'{k}: {o}')
+            warnings.simplefilter('ignore')
+            rep = robust_report(m, data, attacks, n=n, cascade=False)
+        for o in rep.warnings:
+            warnings.warn(f'{k}: {o}')
         a = rep.df.accuracy
-        rows.append({'model':k, 'clean':100*a[0], 'PGD-1':100*a[1], f'PGD-{many}':100*a[2], 'overfits one step':'yes' if a[1]-a[2]>gap else 'no'})
+        rows.append(
+            {
+                'model': k,
+                'clean': 100 * a[0],
+                'PGD-1': 100 * a[1],
+                f'PGD-{many}': 100 * a[2],
+                'overfits one step': 'yes' if a[1] - a[2] > gap else 'no',
+            }
+        )
     return pd.DataFrame(rows)

@@ -1,9 +1,23 @@
-"`aas`: underflow planted and repaired, scales by hand, every family, an attack like the others, AAS-AT with every method, nothing left behind (R08, R17, R23, R34)."
+"""`aas`: underflow planted and repaired, scales by hand, every family, an attack like the others, AAS-AT with every
+method, nothing left behind (R08, R17, R23, R34)."""
+
 import copy, io, math, pickle, warnings
 from dataclasses import FrozenInstanceError, dataclass, replace
 import pytest, timm, torch, torch.nn.functional as F
 from torch import nn
-from fastai.vision.all import Callback, CancelFitException, GradientAccumulation, GradientClip, Learner, MixUp, CutMix, SaveModelCallback, accuracy, noop, set_seed
+from fastai.vision.all import (
+    Callback,
+    CancelFitException,
+    GradientAccumulation,
+    GradientClip,
+    Learner,
+    MixUp,
+    CutMix,
+    SaveModelCallback,
+    accuracy,
+    noop,
+    set_seed,
+)
 from fastai.callback.schedule import *
 import robust_nbdev.aas as aas_mod
 from robust_nbdev.core import *
@@ -17,712 +31,1599 @@ from robust_nbdev.evaluate import *
 from robust_nbdev.test_utils import *
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=2, num_classes=4)
-FAMILIES = dict(vit=('vit_tiny_patch16_224', SMALL), deit=('deit_tiny_distilled_patch16_224', SMALL), reg4=('vit_small_patch14_reg4_dinov2', {**SMALL, 'init_values':.5}), xcit=('xcit_nano_12_p8_224', {**SMALL, 'eta':.5}),
-    cait=('cait_xxs24_224', {**SMALL, 'init_values':.5}), swin=('swin_tiny_patch4_window7_224', dict(img_size=32, embed_dim=16, depths=(2,2), num_heads=(2,4), window_size=4, num_classes=4)),
-    levit=('levit_128s', dict(img_size=32, embed_dim=(32,48), depth=(1,1), num_heads=(2,3), key_dim=8, stem_type='s8', num_classes=4)))
+FAMILIES = dict(
+    vit=('vit_tiny_patch16_224', SMALL),
+    deit=('deit_tiny_distilled_patch16_224', SMALL),
+    reg4=('vit_small_patch14_reg4_dinov2', {**SMALL, 'init_values': 0.5}),
+    xcit=('xcit_nano_12_p8_224', {**SMALL, 'eta': 0.5}),
+    cait=('cait_xxs24_224', {**SMALL, 'init_values': 0.5}),
+    swin=(
+        'swin_tiny_patch4_window7_224',
+        dict(img_size=32, embed_dim=16, depths=(2, 2), num_heads=(2, 4), window_size=4, num_classes=4),
+    ),
+    levit=(
+        'levit_128s',
+        dict(img_size=32, embed_dim=(32, 48), depth=(1, 1), num_heads=(2, 3), key_dim=8, stem_type='s8', num_classes=4),
+    ),
+)
 fam = pytest.mark.parametrize('k', FAMILIES)
-fused = pytest.mark.parametrize('on', [True,False])
+fused = pytest.mark.parametrize('on', [True, False])
+
 
 def build(k, on=True):
     "A small model with sharp attention"
-    torch.manual_seed(0); m = timm.create_model(FAMILIES[k][0], **FAMILIES[k][1])
-    for n,p in m.named_parameters():
-        if ('qkv' in n or '.q.' in n or '.k.' in n) and p.ndim==2: p.data.mul_(8)
-        if k=='levit' and n.endswith('bn.weight'): p.data.fill_(2.)
-        if 'head' in n and p.ndim==2: p.data.mul_(20)
+    torch.manual_seed(0)
+    m = timm.create_model(FAMILIES[k][0], **FAMILIES[k][1])
+    for n, p in m.named_parameters():
+        if ('qkv' in n or '.q.' in n or '.k.' in n) and p.ndim == 2:
+            p.data.mul_(8)
+        if k == 'levit' and n.endswith('bn.weight'):
+            p.data.fill_(2.0)
+        if 'head' in n and p.ndim == 2:
+            p.data.mul_(20)
     for o in m.modules():
-        if hasattr(o,'fused_attn'): o.fused_attn = on
-    return Normalized(m, mean=[.5]*3, std=[.5]*3).eval()
-X,Y = torch.rand(5, 3, 32, 32, generator=torch.Generator().manual_seed(1)),torch.tensor([0,1,2,3,0])
-PGD2 = PGD(.05, steps=2)
-def close(a, b, tol=1e-5): return torch.allclose(a, b, atol=tol)
-def grey(n=6): return torch.rand(n, 1, 28, 28, generator=torch.Generator().manual_seed(2)),torch.arange(n)%4
-def right(m, x, y): return (predict(m, x)==y).float().mean().item()
+        if hasattr(o, 'fused_attn'):
+            o.fused_attn = on
+    return Normalized(m, mean=[0.5] * 3, std=[0.5] * 3).eval()
 
-# --- underflow ------------------------------------------------------------------------------------------------------------------
 
-PL = PGD(.1, steps=20)
-@pytest.mark.parametrize('c', [8,10])
+X, Y = torch.rand(5, 3, 32, 32, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 3, 0])
+PGD2 = PGD(0.05, steps=2)
+
+
+def close(a, b, tol=1e-5):
+    return torch.allclose(a, b, atol=tol)
+
+
+def grey(n=6):
+    return torch.rand(n, 1, 28, 28, generator=torch.Generator().manual_seed(2)), torch.arange(n) % 4
+
+
+def right(m, x, y):
+    return (predict(m, x) == y).float().mean().item()
+
+
+# --- underflow
+# ------------------------------------------------------------------------------------------------------------------
+
+PL = PGD(0.1, steps=20)
+
+
+@pytest.mark.parametrize('c', [8, 10])
 def test_underflow_planted_and_repaired(c):
     "The issue's first demand: float32 PGD fails, float64 PGD and AAS do not"
-    m = planted_vit(c); x,y = planted_images(32); gap = attn_gaps(m, x)[0].amax(1)
-    assert gap.min()>104 and right(m, x, y)==1
-    with attack_mode(m): o = Objective(m, x, y, ce); g = o.grad(x)[0]
-    assert (g==0).all()                                                      # not small: nothing
-    assert [right(m, a(m, x, y), y) for a in (PL, PL.restart(3), APGD(.1, steps=20), PL.but(loss=margin))]==[1.]*4
-    assert [right(m, a(m, x, y), y) for a in (Float64(PL), AAS(PL), AAS(PL, climb=lpips_feats), AAS(PL, per='batch'), GapScaled(PL), Scaled(PL, .05), AAS(APGD(.1, steps=20)))]==[0.]*7
+    m = planted_vit(c)
+    x, y = planted_images(32)
+    gap = attn_gaps(m, x)[0].amax(1)
+    assert gap.min() > 104 and right(m, x, y) == 1
+    with attack_mode(m):
+        o = Objective(m, x, y, ce)
+        g = o.grad(x)[0]
+    assert (g == 0).all()  # not small: nothing
+    assert [right(m, a(m, x, y), y) for a in (PL, PL.restart(3), APGD(0.1, steps=20), PL.but(loss=margin))] == [1.0] * 4
+    assert [
+        right(m, a(m, x, y), y)
+        for a in (
+            Float64(PL),
+            AAS(PL),
+            AAS(PL, climb=lpips_feats),
+            AAS(PL, per='batch'),
+            GapScaled(PL),
+            Scaled(PL, 0.05),
+            AAS(APGD(0.1, steps=20)),
+        )
+    ] == [0.0] * 7
+
 
 def test_no_underflow_no_repair():
     "The same model with small weights: all agree"
-    m = planted_vit(1); x,y = planted_images(32)
-    assert [right(m, a(m, x, y), y) for a in (PL, Float64(PL), AAS(PL))]==[0.]*3 and torch.equal(GapScaled(PL)(m, x, y), PL(m, x, y))
+    m = planted_vit(1)
+    x, y = planted_images(32)
+    assert [right(m, a(m, x, y), y) for a in (PL, Float64(PL), AAS(PL))] == [0.0] * 3 and torch.equal(
+        GapScaled(PL)(m, x, y), PL(m, x, y)
+    )
+
 
 def test_the_report_notices_the_planted_model():
-    m = planted_vit(8); x,y = planted_images(40); rep = robust_report(m, (x,y), [PL, AAS(PL)], bs=16)
-    assert [r['accuracy'] for r in rep.rows]==[1,1,0,0] and any('zero' in w for w in rep.warnings)
+    m = planted_vit(8)
+    x, y = planted_images(40)
+    rep = robust_report(m, (x, y), [PL, AAS(PL)], bs=16)
+    assert [r['accuracy'] for r in rep.rows] == [1, 1, 0, 0] and any('zero' in w for w in rep.warnings)
+
 
 def test_the_planted_model_is_what_it_says():
-    for c in (1,3,8):
-        m = planted_vit(c); x,y = planted_images(64, seed=3); gaps = attn_gaps(m, x)[0].amax(1)
-        assert right(m, x, y)==1 and .9<(gaps/(12*c)**2/8**-.5/.08).mean()<1.1
-    assert x.min()>=0 and x.max()<=1 and set(y.tolist())=={0,1,2,3}
+    for c in (1, 3, 8):
+        m = planted_vit(c)
+        x, y = planted_images(64, seed=3)
+        gaps = attn_gaps(m, x)[0].amax(1)
+        assert right(m, x, y) == 1 and 0.9 < (gaps / (12 * c) ** 2 / 8**-0.5 / 0.08).mean() < 1.1
+    assert x.min() >= 0 and x.max() <= 1 and set(y.tolist()) == {0, 1, 2, 3}
+
 
 @fam
 def test_float64_is_a_double_model(k):
-    m = build(k); d = copy.deepcopy(m).double(); before = state_of(m)
-    x_adv = Float64(PGD2)(m, X, Y); ref = PGD2(d, X.double(), Y, seed=image_seed(X))
-    assert x_adv.dtype==torch.float32 and close(x_adv, ref.float(), 1e-6) and state_of(m)==before and not any(p.dtype==torch.float64 for p in m.parameters())
-    c = Counted(m); Float64(PGD2)(c, X, Y); assert (c.forwards,c.backwards)==(10,10)
+    m = build(k)
+    d = copy.deepcopy(m).double()
+    before = state_of(m)
+    x_adv = Float64(PGD2)(m, X, Y)
+    ref = PGD2(d, X.double(), Y, seed=image_seed(X))
+    assert (
+        x_adv.dtype == torch.float32
+        and close(x_adv, ref.float(), 1e-6)
+        and state_of(m) == before
+        and not any(p.dtype == torch.float64 for p in m.parameters())
+    )
+    c = Counted(m)
+    Float64(PGD2)(c, X, Y)
+    assert (c.forwards, c.backwards) == (10, 10)
 
-# --- a scale of one, gradients, fused -----------------------------------------------------------------------------------------------
+
+# --- a scale of one, gradients, fused
+# -----------------------------------------------------------------------------------------------
+
 
 @fam
 @fused
 def test_scale_one_changes_no_bit(k, on):
-    m = build(k, on); n = len(vit_blocks(m))
+    m = build(k, on)
+    n = len(vit_blocks(m))
     with torch.no_grad():
         z = m(X)
-        for s in (1, 1., [1.]*n, torch.ones(n), torch.ones(5,n)): assert torch.equal(ScaledModel(m, s)(X), z)
-        assert torch.equal(ScaledModel(m, 1., 1.)(X), z) and torch.equal(ScaledModel(m, 1., torch.ones(5))(X), z)
-    assert torch.equal(Scaled(PGD2, 1.)(m, X, Y), PGD2(m, X, Y)) and torch.equal(Scaled(PGD2, [1.]*n)(m, X, Y), PGD2(m, X, Y))
-    assert torch.equal(AAS(PGD2, sigma=0., ascent=0)(m, X, Y), PGD2(m, X, Y))
+        for s in (1, 1.0, [1.0] * n, torch.ones(n), torch.ones(5, n)):
+            assert torch.equal(ScaledModel(m, s)(X), z)
+        assert torch.equal(ScaledModel(m, 1.0, 1.0)(X), z) and torch.equal(ScaledModel(m, 1.0, torch.ones(5))(X), z)
+    assert torch.equal(Scaled(PGD2, 1.0)(m, X, Y), PGD2(m, X, Y)) and torch.equal(
+        Scaled(PGD2, [1.0] * n)(m, X, Y), PGD2(m, X, Y)
+    )
+    assert torch.equal(AAS(PGD2, sigma=0.0, ascent=0)(m, X, Y), PGD2(m, X, Y))
+
 
 @fam
-@pytest.mark.parametrize('climb', [eq3,lpips_feats,gama], ids=lambda f: f.__name__)
+@pytest.mark.parametrize('climb', [eq3, lpips_feats, gama], ids=lambda f: f.__name__)
 def test_gradient_of_the_climb_is_finite_differences(k, climb):
-    m = build(k).double(); x = X[:2].double()
-    for per in ('image','batch'):
-        a = AAS(PGD2, climb=climb, per=per, temperature=True); own = a.base(m).double()
+    m = build(k).double()
+    x = X[:2].double()
+    for per in ('image', 'batch'):
+        a = AAS(PGD2, climb=climb, per=per, temperature=True)
+        own = a.base(m).double()
         with attack_mode(m):
-            gain,_ = a.gain(m, x, Y[:2], None, own); s = (.3+.6*torch.rand(2 if per=='image' else 1, len(own), generator=torch.Generator().manual_seed(0), dtype=torch.float64)).requires_grad_()
-            g, = torch.autograd.grad(gain(s).sum(), s)
-            with torch.no_grad(): fd = torch.stack([((gain(s+e)-gain(s-e)).sum()/2e-6) for e in (torch.zeros_like(s).flatten().index_fill(0, torch.tensor(i), 1e-6).view_as(s) for i in range(s.numel()))]).view_as(s)
-        assert torch.allclose(g, fd, atol=2e-8, rtol=1e-3) and (g!=0).any()
+            gain, _ = a.gain(m, x, Y[:2], None, own)
+            s = (
+                0.3
+                + 0.6
+                * torch.rand(
+                    2 if per == 'image' else 1,
+                    len(own),
+                    generator=torch.Generator().manual_seed(0),
+                    dtype=torch.float64,
+                )
+            ).requires_grad_()
+            (g,) = torch.autograd.grad(gain(s).sum(), s)
+            with torch.no_grad():
+                fd = torch.stack(
+                    [
+                        ((gain(s + e) - gain(s - e)).sum() / 2e-6)
+                        for e in (
+                            torch.zeros_like(s).flatten().index_fill(0, torch.tensor(i), 1e-6).view_as(s)
+                            for i in range(s.numel())
+                        )
+                    ]
+                ).view_as(s)
+        assert torch.allclose(g, fd, atol=2e-8, rtol=1e-3) and (g != 0).any()
 
-@pytest.mark.parametrize('k', ['vit','deit','reg4','xcit','cait'])
+
+@pytest.mark.parametrize('k', ['vit', 'deit', 'reg4', 'xcit', 'cait'])
 def test_fused_and_unfused_find_the_same(k):
-    a,b = build(k),build(k, False); A = AAS(PGD2)
-    assert close(A.scales(a, X), A.scales(b, X), 1e-4) and close(A(a, X, Y), A(b, X, Y), .1)
-    assert (predict(a, A(a, X, Y))==predict(b, A(b, X, Y))).all()
+    a, b = build(k), build(k, False)
+    A = AAS(PGD2)
+    assert close(A.scales(a, X), A.scales(b, X), 1e-4) and close(A(a, X, Y), A(b, X, Y), 0.1)
+    assert (predict(a, A(a, X, Y)) == predict(b, A(b, X, Y))).all()
+
 
 @fam
 def test_eq3_by_hand(k):
-    m = build(k); n = len(vit_blocks(m)); s = torch.linspace(.2,.9,n)
+    m = build(k)
+    n = len(vit_blocks(m))
+    s = torch.linspace(0.2, 0.9, n)
     with attack_mode(m), torch.no_grad():
-        f0,f = block_outputs(m, X),block_outputs(ScaledModel(m, s), X)
+        f0, f = block_outputs(m, X), block_outputs(ScaledModel(m, s), X)
         v = AAS(PGD2, per='batch').gain(m, X, None, None, torch.ones(n))[0](s[None])
-    ref = sum((a-b).flatten(1).norm(dim=1)/(a.flatten(1).norm(dim=1)*b.flatten(1).norm(dim=1)) for a,b in zip(f,f0))
-    assert close(v, ref) and (v>0).all()
+    ref = sum(
+        (a - b).flatten(1).norm(dim=1) / (a.flatten(1).norm(dim=1) * b.flatten(1).norm(dim=1)) for a, b in zip(f, f0)
+    )
+    assert close(v, ref) and (v > 0).all()
+
 
 def test_lpips_is_the_packages():
     from lpips import normalize_tensor
-    a,b = torch.rand(2,5,8),torch.rand(2,5,8); img = lambda o: normalize_tensor(o.transpose(1,2)[...,None])         # [B,D,N,1], as LPIPS has channels first
-    assert close(lpips_feats([a],[b]), (img(a)-img(b)).pow(2).sum(1).mean((1,2)), 1e-6)
 
-# --- the ascent ----------------------------------------------------------------------------------------------------------------------
+    # [B,D,N,1], as LPIPS has channels first
+    a, b = torch.rand(2, 5, 8), torch.rand(2, 5, 8)
+    img = lambda o: normalize_tensor(o.transpose(1, 2)[..., None])
+    assert close(lpips_feats([a], [b]), (img(a) - img(b)).pow(2).sum(1).mean((1, 2)), 1e-6)
+
+
+# --- the ascent
+# ----------------------------------------------------------------------------------------------------------------------
+
 
 def test_start():
-    a,x,own = AAS(PGD2),torch.rand(4000,1,4,4, generator=torch.Generator().manual_seed(0)),torch.ones(2)
-    s = a.start(own, x, 0); assert (s<1).all() and .0096<(1-s).pow(2).mean().sqrt()<.0104       # five standard errors of 8,000 draws
-    p = a.but(sigma=1., reflect=False).start(own, x, 0); assert .48<(p==1).float().mean()<.52 and .14<(p==1e-7).float().mean()<.18      # methods: half at 1, a sixth uniform
-    assert torch.equal(a.start(own, x[7:9], 0), s[7:9]) and not torch.equal(a.start(own, x, 1), s) and torch.equal(a.start(own, x, image_seed(x)), s)
-    assert a.but(per='batch').start(own, x, 0).shape==(1,2) and torch.equal(a.but(per='batch').start(own, x.flip(0), 0), a.but(per='batch').start(own, x, 0))
-    assert torch.equal(a.but(sigma=0.).start(own, x, 0), torch.ones(4000,2)) and (a.but(sigma=1., log=True).start(own, x, 0)>1e-7).all()
-    assert torch.equal(a.but(blocks=[1]).start(own, x, 0)[:,0], torch.ones(4000))
+    a, x, own = AAS(PGD2), torch.rand(4000, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.ones(2)
+    # five standard errors of 8,000 draws
+    s = a.start(own, x, 0)
+    assert (s < 1).all() and 0.0096 < (1 - s).pow(2).mean().sqrt() < 0.0104
+    # methods: half at 1, a sixth uniform
+    p = a.but(sigma=1.0, reflect=False).start(own, x, 0)
+    assert 0.48 < (p == 1).float().mean() < 0.52 and 0.14 < (p == 1e-7).float().mean() < 0.18
+    assert (
+        torch.equal(a.start(own, x[7:9], 0), s[7:9])
+        and not torch.equal(a.start(own, x, 1), s)
+        and torch.equal(a.start(own, x, image_seed(x)), s)
+    )
+    assert a.but(per='batch').start(own, x, 0).shape == (1, 2) and torch.equal(
+        a.but(per='batch').start(own, x.flip(0), 0), a.but(per='batch').start(own, x, 0)
+    )
+    assert (
+        torch.equal(a.but(sigma=0.0).start(own, x, 0), torch.ones(4000, 2))
+        and (a.but(sigma=1.0, log=True).start(own, x, 0) > 1e-7).all()
+    )
+    assert torch.equal(a.but(blocks=[1]).start(own, x, 0)[:, 0], torch.ones(4000))
+
 
 def test_move():
-    a,own = AAS(PGD2, eta=.1),torch.ones(2)
-    assert close(a.move(own, torch.tensor([[.5,.5],[.5,.5]]), torch.tensor([[3e-30,4e-30],[-3.,4.]])), torch.tensor([[.56,.58],[.44,.58]]))
-    assert close(a.move(own, torch.tensor([[.5,1e-7]]), torch.zeros(1,2)), torch.tensor([[.25,1e-7]]))
-    assert close(a.move(own, torch.tensor([[.5,.5]]), torch.tensor([[math.nan,-1.]])), torch.tensor([[.5,.4]]))
-    assert close(a.move(own, torch.tensor([[.95,.02]]), torch.tensor([[1.,-1.]])), torch.tensor([[1.,1e-7]]))                  # both ends of the range
-    assert close(a.but(blocks=0).move(own, torch.tensor([[.5,.5]]), torch.tensor([[3.,4.]])), torch.tensor([[.6,.5]]))
-    assert close(a.but(log=True).move(own, torch.tensor([[.5,.5]]), torch.tensor([[0.,-1.]])), torch.tensor([[.5,.5*math.exp(-.1)]]))
-    assert close(a.but(step='raw', eta=1.).move(own, torch.tensor([[.5,.5]]), torch.tensor([[.1,0.]])), torch.tensor([[.6,.5]]))
+    a, own = AAS(PGD2, eta=0.1), torch.ones(2)
+    assert close(
+        a.move(own, torch.tensor([[0.5, 0.5], [0.5, 0.5]]), torch.tensor([[3e-30, 4e-30], [-3.0, 4.0]])),
+        torch.tensor([[0.56, 0.58], [0.44, 0.58]]),
+    )
+    assert close(a.move(own, torch.tensor([[0.5, 1e-7]]), torch.zeros(1, 2)), torch.tensor([[0.25, 1e-7]]))
+    assert close(a.move(own, torch.tensor([[0.5, 0.5]]), torch.tensor([[math.nan, -1.0]])), torch.tensor([[0.5, 0.4]]))
+    # both ends of the range
+    assert close(a.move(own, torch.tensor([[0.95, 0.02]]), torch.tensor([[1.0, -1.0]])), torch.tensor([[1.0, 1e-7]]))
+    assert close(
+        a.but(blocks=0).move(own, torch.tensor([[0.5, 0.5]]), torch.tensor([[3.0, 4.0]])), torch.tensor([[0.6, 0.5]])
+    )
+    assert close(
+        a.but(log=True).move(own, torch.tensor([[0.5, 0.5]]), torch.tensor([[0.0, -1.0]])),
+        torch.tensor([[0.5, 0.5 * math.exp(-0.1)]]),
+    )
+    assert close(
+        a.but(step='raw', eta=1.0).move(own, torch.tensor([[0.5, 0.5]]), torch.tensor([[0.1, 0.0]])),
+        torch.tensor([[0.6, 0.5]]),
+    )
+
 
 def test_move_by_hand():
-    a,own = AAS(PGD2, eta=.1),torch.ones(2)
-    s,g = torch.tensor([[.5,.25]]),torch.tensor([[1.,1.]]); u = torch.tensor([[2.,1.]])/5**.5
-    assert close(a.but(log=True).move(own, s, g), s*(.1*u).exp())                                      # d/d(log s) = s d/ds
-    assert close(a.but(blocks=0).move(own, s, torch.zeros(1,2)), torch.tensor([[.25,.25]]))            # a scale that does not move is not halved
+    a, own = AAS(PGD2, eta=0.1), torch.ones(2)
+    s, g = torch.tensor([[0.5, 0.25]]), torch.tensor([[1.0, 1.0]])
+    u = torch.tensor([[2.0, 1.0]]) / 5**0.5
+    # d/d(log s) = s d/ds
+    assert close(a.but(log=True).move(own, s, g), s * (0.1 * u).exp())
+    # a scale that does not move is not halved
+    assert close(a.but(blocks=0).move(own, s, torch.zeros(1, 2)), torch.tensor([[0.25, 0.25]]))
+
 
 def test_defaults_are_those_of_the_notebook():
-    a = AAS(PGD2); assert (a.climb,a.ascent,a.sigma,a.reflect,a.step,a.eta,a.per,a.blocks,a.temperature,a.log,a.guard)==(eq3,10,.01,True,'norm',.02,'image',None,False,False,None)
+    a = AAS(PGD2)
+    assert (a.climb, a.ascent, a.sigma, a.reflect, a.step, a.eta, a.per, a.blocks, a.temperature, a.log, a.guard) == (
+        eq3,
+        10,
+        0.01,
+        True,
+        'norm',
+        0.02,
+        'image',
+        None,
+        False,
+        False,
+        None,
+    )
+
 
 def test_raw_steps_of_a_batch_follow_the_mean():
-    m = build('vit'); a = AAS(PGD2, per='batch', step='raw', eta=.5, sigma=.1, ascent=0); own = torch.ones(3); s = a.scales(m, X).detach()[None].requires_grad_()
-    with attack_mode(m): g, = torch.autograd.grad(a.gain(m, X, None, None, own)[0](s).mean(), s)
-    assert close(a.but(ascent=1).scales(m, X), (s+.5*g)[0].detach().clamp(1e-7, 1), 1e-5) and g.abs().max()>1e-3
+    m = build('vit')
+    a = AAS(PGD2, per='batch', step='raw', eta=0.5, sigma=0.1, ascent=0)
+    own = torch.ones(3)
+    s = a.scales(m, X).detach()[None].requires_grad_()
+    with attack_mode(m):
+        (g,) = torch.autograd.grad(a.gain(m, X, None, None, own)[0](s).mean(), s)
+    assert close(a.but(ascent=1).scales(m, X), (s + 0.5 * g)[0].detach().clamp(1e-7, 1), 1e-5) and g.abs().max() > 1e-3
+
 
 def test_rows_of_a_scaled_model_take_their_logits_along():
-    m,s,t = build('vit'),torch.rand(5,3),torch.rand(5)+.5; z = ScaledModel(m, s, t)(X)
-    for i in ([1,3],[4]): assert close(ScaledModel(m, s, t).for_rows(torch.tensor(i))(X[i]), z[i], 1e-4)
-    assert close(ScaledModel(m, .5, t).for_rows(torch.tensor([2]))(X[2:3]), ScaledModel(m, .5, t)(X)[2:3], 1e-4)
+    m, s, t = build('vit'), torch.rand(5, 3), torch.rand(5) + 0.5
+    z = ScaledModel(m, s, t)(X)
+    for i in ([1, 3], [4]):
+        assert close(ScaledModel(m, s, t).for_rows(torch.tensor(i))(X[i]), z[i], 1e-4)
+    assert close(ScaledModel(m, 0.5, t).for_rows(torch.tensor([2]))(X[2:3]), ScaledModel(m, 0.5, t)(X)[2:3], 1e-4)
 
-@pytest.mark.parametrize('kw', [{}, dict(log=True, eta=.1), dict(per='batch'), dict(climb=lpips_feats), dict(climb=ce), dict(climb=gama), dict(temperature=True), dict(climb=kl)], ids=lambda kw: ' '.join(f'{k}={getattr(v,"__name__",v)}' for k,v in kw.items()) or 'default')
-@pytest.mark.parametrize('k', ['vit','xcit'])
+
+@pytest.mark.parametrize(
+    'kw',
+    [
+        {},
+        dict(log=True, eta=0.1),
+        dict(per='batch'),
+        dict(climb=lpips_feats),
+        dict(climb=ce),
+        dict(climb=gama),
+        dict(temperature=True),
+        dict(climb=kl),
+    ],
+    ids=lambda kw: ' '.join(f'{k}={getattr(v, "__name__", v)}' for k, v in kw.items()) or 'default',
+)
+@pytest.mark.parametrize('k', ['vit', 'xcit'])
 def test_the_ascent_climbs(k, kw):
     m = build(k)
-    a = AAS(PGD2, **{'eta':.05, **kw}); own = a.base(m)
+    a = AAS(PGD2, **{'eta': 0.05, **kw})
+    own = a.base(m)
     with attack_mode(m), torch.no_grad():
-        gain,_ = a.gain(m, X, Y, None, own)
-        v0,v1 = [gain(s if a.per=='image' else s[None]).mean() for s in (a.but(ascent=i).scales(m, X, Y) for i in (0,10))]
-    s = a.scales(m, X, Y); assert v1>v0 and (s>=1e-7).all() and (s<=1).all() and s.shape==(() if a.per=='batch' else (5,))+(len(own),)
+        gain, _ = a.gain(m, X, Y, None, own)
+        v0, v1 = [
+            gain(s if a.per == 'image' else s[None]).mean() for s in (a.but(ascent=i).scales(m, X, Y) for i in (0, 10))
+        ]
+    s = a.scales(m, X, Y)
+    assert (
+        v1 > v0 and (s >= 1e-7).all() and (s <= 1).all() and s.shape == (() if a.per == 'batch' else (5,)) + (len(own),)
+    )
+
 
 def test_printed_algorithm_hardly_moves():
-    m = build('vit'); a = AAS(PGD2, sigma=1., reflect=False, step='raw', eta=1.)
-    assert (a.scales(m, X)-a.but(ascent=0).scales(m, X)).abs().max()<.2 and (AAS(PGD2).scales(m, X)-AAS(PGD2, ascent=0).scales(m, X)).abs().max()>.05
+    m = build('vit')
+    a = AAS(PGD2, sigma=1.0, reflect=False, step='raw', eta=1.0)
+    assert (a.scales(m, X) - a.but(ascent=0).scales(m, X)).abs().max() < 0.2 and (
+        AAS(PGD2).scales(m, X) - AAS(PGD2, ascent=0).scales(m, X)
+    ).abs().max() > 0.05
+
 
 def test_the_first_gradient_needs_a_start():
     "At S'=S the distance is at its minimum: its gradient says nothing, which is why S=S' inside the loop cannot work"
-    m = build('vit'); a = AAS(PGD2)
+    m = build('vit')
+    a = AAS(PGD2)
     with attack_mode(m):
-        s = torch.ones(5,3,requires_grad=True); g, = torch.autograd.grad(a.gain(m, X, None, None, torch.ones(3))[0](s).sum(), s)
-    assert (g==0).all() or not g.isfinite().all()
+        s = torch.ones(5, 3, requires_grad=True)
+        (g,) = torch.autograd.grad(a.gain(m, X, None, None, torch.ones(3))[0](s).sum(), s)
+    assert (g == 0).all() or not g.isfinite().all()
+
 
 def test_scope():
-    m = build('vit'); s = AAS(PGD2, blocks=[0,-1]).scales(m, X); assert (s[:,1]==1).all() and (s[:,[0,2]]<1).any(0).all()
-    assert (AAS(PGD2, blocks=range(0)).scales(m, X)==1).all() and torch.equal(AAS(PGD2, blocks=[])(m, X, Y), PGD2(m, X, Y))
-    assert AAS(PGD2, blocks=range(2)).blocks==(0,1) and AAS(PGD2, blocks=1).blocks==(1,)
-    with pytest.raises(ValueError, match='no block 3'): AAS(PGD2, blocks=[3])(m, X, Y)
+    m = build('vit')
+    s = AAS(PGD2, blocks=[0, -1]).scales(m, X)
+    assert (s[:, 1] == 1).all() and (s[:, [0, 2]] < 1).any(0).all()
+    assert (AAS(PGD2, blocks=range(0)).scales(m, X) == 1).all() and torch.equal(
+        AAS(PGD2, blocks=[])(m, X, Y), PGD2(m, X, Y)
+    )
+    assert AAS(PGD2, blocks=range(2)).blocks == (0, 1) and AAS(PGD2, blocks=1).blocks == (1,)
+    with pytest.raises(ValueError, match='no block 3'):
+        AAS(PGD2, blocks=[3])(m, X, Y)
+
 
 def test_guard():
-    m = build('vit'); loose = AAS(PGD2, eta=.3)
-    flip = predict(loose.scaled(m, X), X)!=predict(m, X); assert flip.any()
-    s = loose.but(guard=0.).scales(m, X); assert (s[flip]==1).all() and torch.equal(s[~flip], loose.scales(m, X)[~flip])
-    b = loose.but(per='batch'); share = (predict(b.scaled(m, X), X)!=predict(m, X)).float().mean().item()
-    assert (b.but(guard=max(share-.1,0.)).scales(m, X)==1).all()==(share>0) and torch.equal(b.but(guard=min(share+.1,.99)).scales(m, X), b.scales(m, X))
+    m = build('vit')
+    loose = AAS(PGD2, eta=0.3)
+    flip = predict(loose.scaled(m, X), X) != predict(m, X)
+    assert flip.any()
+    s = loose.but(guard=0.0).scales(m, X)
+    assert (s[flip] == 1).all() and torch.equal(s[~flip], loose.scales(m, X)[~flip])
+    b = loose.but(per='batch')
+    share = (predict(b.scaled(m, X), X) != predict(m, X)).float().mean().item()
+    assert (b.but(guard=max(share - 0.1, 0.0)).scales(m, X) == 1).all() == (share > 0) and torch.equal(
+        b.but(guard=min(share + 0.1, 0.99)).scales(m, X), b.scales(m, X)
+    )
+
 
 def test_universal():
-    m = build('vit'); a = AAS(PGD2); u = a.universal(m, (X,Y), n=1, bs=5)
+    m = build('vit')
+    a = AAS(PGD2)
+    u = a.universal(m, (X, Y), n=1, bs=5)
     assert isinstance(u, Scaled) and close(torch.tensor(u.s), a.but(per='batch').scales(m, X, Y, seed=0), 1e-5)
-    two = a.universal(m, (X,Y), n=2, bs=3); first = a.but(per='batch').scales(m, X[:3], seed=0)
+    two = a.universal(m, (X, Y), n=2, bs=3)
+    first = a.but(per='batch').scales(m, X[:3], seed=0)
     assert close(torch.tensor(two.s), a.but(per='batch').scales(m, X[3:], seed=1, own=first), 1e-4)
-    t = a.but(temperature=True).universal(m, (X,Y), n=1, bs=5); assert len(t.s)==3 and t.logits<1
+    t = a.but(temperature=True).universal(m, (X, Y), n=1, bs=5)
+    assert len(t.s) == 3 and t.logits < 1
+
 
 def test_own_scales_are_the_reference():
-    m = build('vit'); own = add_scales(copy.deepcopy(m), [.5,.4,1.]); a = AAS(PGD2)
-    s = a.scales(own, X); assert (s[:,0]<.75).all() and (a.but(sigma=0., ascent=0).scales(own, X)==torch.tensor([.5,.4,1.])).all()
-    with torch.no_grad(): z = a.scaled(own, X)(X); assert close(z, ScaledModel(m, s)(X), 1e-4)
-    assert (AAS(PGD2, sigma=0., ascent=0).scales(add_scales(copy.deepcopy(m), 2.), X)==2).all()                # a scale above 1 is not clamped to 1
+    m = build('vit')
+    own = add_scales(copy.deepcopy(m), [0.5, 0.4, 1.0])
+    a = AAS(PGD2)
+    s = a.scales(own, X)
+    assert (s[:, 0] < 0.75).all() and (a.but(sigma=0.0, ascent=0).scales(own, X) == torch.tensor([0.5, 0.4, 1.0])).all()
+    with torch.no_grad():
+        z = a.scaled(own, X)(X)
+        assert close(z, ScaledModel(m, s)(X), 1e-4)
+    # a scale above 1 is not clamped to 1
+    assert (AAS(PGD2, sigma=0.0, ascent=0).scales(add_scales(copy.deepcopy(m), 2.0), X) == 2).all()
 
-# --- an attack like the others ------------------------------------------------------------------------------------------------------
 
-ATTACKS = dict(aas=lambda: AAS(PGD2), batch=lambda: AAS(PGD2, per='batch'), scaled=lambda: Scaled(PGD2, .5), logits=lambda: Scaled(PGD2, 1., logits=.1), gap=lambda: GapScaled(PGD2, limit=1.), double=lambda: Float64(PGD2), guard=lambda: AAS(PGD2, guard=0.),
-    fgsm=lambda: AAS(FGSM(.05)), l2=lambda: AAS(PGD(1., norm='L2', steps=2)), apgd=lambda: AAS(APGD(.05, steps=3)), apgdt=lambda: AAS(APGDT(.05, steps=2, targets=2)), gama=lambda: AAS(GAMAPGD(.05, steps=3)), restarts=lambda: AAS(PGD2).restart(2),
-    nested=lambda: AAS(Float64(PGD2)), ardprm=lambda: AAS(ARDPRM(.05, steps=2, ard=.5, prm=.5)), worst=lambda: AAS(WorstCase([FGSM(.05), APGDT(.05, steps=2, targets=2)])), square=lambda: AAS(Square(.05, queries=5)), fab=lambda: AAS(FAB(.05, steps=2, targets=2)),
-    aa=lambda: AAS(AutoAttack(.05, attacks=(APGD(.05, steps=2), Square(.05, queries=4)))), fool=lambda: AAS(PatchFool(steps=2)), occlude=lambda: AAS(RandomOcclusion(patch=8, draws=2)))
+# --- an attack like the others
+# ------------------------------------------------------------------------------------------------------
+
+ATTACKS = dict(
+    aas=lambda: AAS(PGD2),
+    batch=lambda: AAS(PGD2, per='batch'),
+    scaled=lambda: Scaled(PGD2, 0.5),
+    logits=lambda: Scaled(PGD2, 1.0, logits=0.1),
+    gap=lambda: GapScaled(PGD2, limit=1.0),
+    double=lambda: Float64(PGD2),
+    guard=lambda: AAS(PGD2, guard=0.0),
+    fgsm=lambda: AAS(FGSM(0.05)),
+    l2=lambda: AAS(PGD(1.0, norm='L2', steps=2)),
+    apgd=lambda: AAS(APGD(0.05, steps=3)),
+    apgdt=lambda: AAS(APGDT(0.05, steps=2, targets=2)),
+    gama=lambda: AAS(GAMAPGD(0.05, steps=3)),
+    restarts=lambda: AAS(PGD2).restart(2),
+    nested=lambda: AAS(Float64(PGD2)),
+    ardprm=lambda: AAS(ARDPRM(0.05, steps=2, ard=0.5, prm=0.5)),
+    worst=lambda: AAS(WorstCase([FGSM(0.05), APGDT(0.05, steps=2, targets=2)])),
+    square=lambda: AAS(Square(0.05, queries=5)),
+    fab=lambda: AAS(FAB(0.05, steps=2, targets=2)),
+    aa=lambda: AAS(AutoAttack(0.05, attacks=(APGD(0.05, steps=2), Square(0.05, queries=4)))),
+    fool=lambda: AAS(PatchFool(steps=2)),
+    occlude=lambda: AAS(RandomOcclusion(patch=8, draws=2)),
+)
 attacks = pytest.mark.parametrize('a', ATTACKS)
+
 
 @attacks
 def test_ball_box_and_traces(a):
-    m,A = build('vit'),ATTACKS[a](); m.train(); m.model.blocks[0].attn.eval(); before = state_of(m); rng = torch.random.get_rng_state(); x = X.clone().requires_grad_()
+    m, A = build('vit'), ATTACKS[a]()
+    m.train()
+    m.model.blocks[0].attn.eval()
+    before = state_of(m)
+    rng = torch.random.get_rng_state()
+    x = X.clone().requires_grad_()
     x_adv = A(m, x, Y)
-    assert state_of(m)==before and torch.equal(rng, torch.random.get_rng_state()) and torch.equal(x.detach(), X) and x.grad is None
-    assert x_adv.shape==X.shape and not x_adv.requires_grad and x_adv.min()>=0 and x_adv.max()<=1
-    if A.norm: assert (threat_model(A.eps, A.norm).size(x_adv-X)<=A.eps*(1+1e-5)).all()
-    assert torch.equal(A(m, X, Y), x_adv)                                                              # the same again
+    assert (
+        state_of(m) == before
+        and torch.equal(rng, torch.random.get_rng_state())
+        and torch.equal(x.detach(), X)
+        and x.grad is None
+    )
+    assert x_adv.shape == X.shape and not x_adv.requires_grad and x_adv.min() >= 0 and x_adv.max() <= 1
+    if A.norm:
+        assert (threat_model(A.eps, A.norm).size(x_adv - X) <= A.eps * (1 + 1e-5)).all()
+    assert torch.equal(A(m, X, Y), x_adv)  # the same again
+
 
 @attacks
 def test_batch_mates_do_not_matter(a):
-    if a=='batch': return
-    m,A = build('vit'),ATTACKS[a](); x_adv = A(m, X, Y)
-    for i in ([3],[4,1,2]): assert torch.equal(predict(m, A(m, X[i], Y[i])), predict(m, x_adv[i])) and close(A(m, X[i], Y[i]), x_adv[i], 2e-3 if a!='double' else 1e-6) or a in ('gama','fab','apgdt','worst')
+    if a == 'batch':
+        return
+    m, A = build('vit'), ATTACKS[a]()
+    x_adv = A(m, X, Y)
+    for i in ([3], [4, 1, 2]):
+        assert (
+            torch.equal(predict(m, A(m, X[i], Y[i])), predict(m, x_adv[i]))
+            and close(A(m, X[i], Y[i]), x_adv[i], 2e-3 if a != 'double' else 1e-6)
+            or a in ('gama', 'fab', 'apgdt', 'worst')
+        )
+
 
 def test_per_batch_depends_on_mates_and_says_so():
-    m,A = build('vit'),AAS(PGD2, per='batch')
+    m, A = build('vit'), AAS(PGD2, per='batch')
     assert not close(A.scales(m, X), A.scales(m, X[:2]), 1e-4) and 'batch' in A.name and "per='batch'" in repr(A)
+
 
 @attacks
 def test_value(a):
-    A = ATTACKS[a](); env = {k:v for o in (aas_mod,) for k,v in vars(o).items()}
-    if 'draws' not in repr(A): assert eval(repr(A), {**env, **globals()})==A
-    assert hash(A)==hash(ATTACKS[a]()) and pickle.loads(pickle.dumps(A))==A and copy.deepcopy(A)==A
-    with pytest.raises(FrozenInstanceError): A.attack = None
-    check_attack(A); assert A.name and threat(A)==threat(A.attack)
+    A = ATTACKS[a]()
+    env = {k: v for o in (aas_mod,) for k, v in vars(o).items()}
+    if 'draws' not in repr(A):
+        assert eval(repr(A), {**env, **globals()}) == A
+    assert hash(A) == hash(ATTACKS[a]()) and pickle.loads(pickle.dumps(A)) == A and copy.deepcopy(A) == A
+    with pytest.raises(FrozenInstanceError):
+        A.attack = None
+    check_attack(A)
+    assert A.name and threat(A) == threat(A.attack)
+
 
 def test_repr_and_name():
-    assert repr(AAS(PGD(8/255, steps=100)))=='AAS(attack=PGD(8/255, steps=100))' or repr(AAS(PGD(8/255, steps=100))).startswith('AAS(')
-    assert AAS(PGD(8/255, steps=100)).name=='aas_pgd100' and AAS(PGD2, climb=ce).name=='aas_pgd2_ce' and Scaled(FGSM(.1), .5).name.startswith('scaled_fgsm')
-    assert Scaled(PGD2, .5)!=Scaled(PGD2, .25) and 'eta=0.5' in repr(AAS(PGD2, eta=.5)) and Scaled(PGD2, torch.tensor([.1,1/3])).s==(.1,.333333)
+    assert repr(AAS(PGD(8 / 255, steps=100))) == 'AAS(attack=PGD(8/255, steps=100))' or repr(
+        AAS(PGD(8 / 255, steps=100))
+    ).startswith('AAS(')
+    assert (
+        AAS(PGD(8 / 255, steps=100)).name == 'aas_pgd100'
+        and AAS(PGD2, climb=ce).name == 'aas_pgd2_ce'
+        and Scaled(FGSM(0.1), 0.5).name.startswith('scaled_fgsm')
+    )
+    assert (
+        Scaled(PGD2, 0.5) != Scaled(PGD2, 0.25)
+        and 'eta=0.5' in repr(AAS(PGD2, eta=0.5))
+        and Scaled(PGD2, torch.tensor([0.1, 1 / 3])).s == (0.1, 0.333333)
+    )
+
 
 def test_but_reaches_both():
-    A = AAS(PGD(.05, steps=2), eta=.5)
-    assert A.but(eps=.1, steps=7, eta=.2)==AAS(PGD(.1, steps=7), eta=.2) and A.restart(3).attack.restarts==3 and A.eot(4).attack.draws==4 and A.but(attack=FGSM(.1), eps=.2)==AAS(FGSM(.2), eta=.5)
-    assert AAS(WorstCase([FGSM(.1), PGD(.1)])).but(eps=.2).eps==.2
-    with pytest.raises(TypeError): A.but(nonsense=1)
-    with pytest.raises(TypeError, match='no fields'): AAS(lambda model,x,y=None,seed=0: x).but(eps=.1)
+    A = AAS(PGD(0.05, steps=2), eta=0.5)
+    assert (
+        A.but(eps=0.1, steps=7, eta=0.2) == AAS(PGD(0.1, steps=7), eta=0.2)
+        and A.restart(3).attack.restarts == 3
+        and A.eot(4).attack.draws == 4
+        and A.but(attack=FGSM(0.1), eps=0.2) == AAS(FGSM(0.2), eta=0.5)
+    )
+    assert AAS(WorstCase([FGSM(0.1), PGD(0.1)])).but(eps=0.2).eps == 0.2
+    with pytest.raises(TypeError):
+        A.but(nonsense=1)
+    with pytest.raises(TypeError, match='no fields'):
+        AAS(lambda model, x, y=None, seed=0: x).but(eps=0.1)
 
-@pytest.mark.parametrize('make,err,words', [(lambda: AAS(PGD), TypeError, 'class'), (lambda: AAS(.1), TypeError, 'attack'), (lambda: AAS(Transfer(nn.Identity(), PGD2)), TypeError, 'Transfer'), (lambda: AAS(PGD2, per='all'), ValueError, 'per must'), (lambda: AAS(PGD2, step='sign'), ValueError, 'step must'),
-    (lambda: AAS(PGD2, eta=-1), ValueError, 'eta'), (lambda: AAS(PGD2, sigma=math.nan), ValueError, 'sigma'), (lambda: AAS(PGD2, ascent=-1), ValueError, 'ascent'), (lambda: AAS(PGD2, climb='ce'), TypeError, 'climb'), (lambda: AAS(PGD2, guard=1.), ValueError, 'guard'),
-    (lambda: Scaled(PGD2, 'x'), TypeError, 's must'), (lambda: Scaled(PGD2, -1.), ValueError, '>= 0'), (lambda: Scaled(PGD2, [1.,math.inf]), ValueError, 'finite'), (lambda: AASTrain(0), ValueError, 'period'), (lambda: AASTrain(batches=.5), ValueError, 'batches'), (lambda: AASTrain(aas=PGD2), TypeError, 'aas='), (lambda: AASTrain(aas=AAS(PGD2, temperature=True)), TypeError, 'temperature')])
+
+@pytest.mark.parametrize(
+    'make,err,words',
+    [
+        (lambda: AAS(PGD), TypeError, 'class'),
+        (lambda: AAS(0.1), TypeError, 'attack'),
+        (lambda: AAS(Transfer(nn.Identity(), PGD2)), TypeError, 'Transfer'),
+        (lambda: AAS(PGD2, per='all'), ValueError, 'per must'),
+        (lambda: AAS(PGD2, step='sign'), ValueError, 'step must'),
+        (lambda: AAS(PGD2, eta=-1), ValueError, 'eta'),
+        (lambda: AAS(PGD2, sigma=math.nan), ValueError, 'sigma'),
+        (lambda: AAS(PGD2, ascent=-1), ValueError, 'ascent'),
+        (lambda: AAS(PGD2, climb='ce'), TypeError, 'climb'),
+        (lambda: AAS(PGD2, guard=1.0), ValueError, 'guard'),
+        (lambda: Scaled(PGD2, 'x'), TypeError, 's must'),
+        (lambda: Scaled(PGD2, -1.0), ValueError, '>= 0'),
+        (lambda: Scaled(PGD2, [1.0, math.inf]), ValueError, 'finite'),
+        (lambda: AASTrain(0), ValueError, 'period'),
+        (lambda: AASTrain(batches=0.5), ValueError, 'batches'),
+        (lambda: AASTrain(aas=PGD2), TypeError, 'aas='),
+        (lambda: AASTrain(aas=AAS(PGD2, temperature=True)), TypeError, 'temperature'),
+    ],
+)
 def test_refused(make, err, words):
-    with pytest.raises(err, match=words): make()
+    with pytest.raises(err, match=words):
+        make()
+
 
 def test_refused_calls():
     m = build('vit')
-    with pytest.raises(TypeError, match='not a supported transformer'): AAS(PGD2)(nn.Sequential(nn.Flatten(), nn.Linear(3072,4)), X, Y)
-    with pytest.raises(ValueError, match='3 blocks'): Scaled(PGD2, [.5,.5])(m, X, Y)
-    with pytest.raises(ValueError, match='5 images met a batch of 2'): AAS(PGD2).scaled(m, X)(X[:2])
-    with pytest.raises(ValueError, match='labels'): AAS(PGD2, climb=ce)(m, X)
-    with pytest.raises(ValueError, match='divide by 255'): AAS(PGD2)(m, X*255, Y)
-    with pytest.raises(TypeError, match='Learner'): AAS(PGD2)(synth_learner(), X, Y)
-    m.model.set_grad_checkpointing(True); before = state_of(m)
-    with pytest.raises(ValueError, match='checkpointing'): AAS(PGD2)(m, X, Y)
-    assert state_of(m)==before
+    with pytest.raises(TypeError, match='not a supported transformer'):
+        AAS(PGD2)(nn.Sequential(nn.Flatten(), nn.Linear(3072, 4)), X, Y)
+    with pytest.raises(ValueError, match='3 blocks'):
+        Scaled(PGD2, [0.5, 0.5])(m, X, Y)
+    with pytest.raises(ValueError, match='5 images met a batch of 2'):
+        AAS(PGD2).scaled(m, X)(X[:2])
+    with pytest.raises(ValueError, match='labels'):
+        AAS(PGD2, climb=ce)(m, X)
+    with pytest.raises(ValueError, match='divide by 255'):
+        AAS(PGD2)(m, X * 255, Y)
+    with pytest.raises(TypeError, match='Learner'):
+        AAS(PGD2)(synth_learner(), X, Y)
+    m.model.set_grad_checkpointing(True)
+    before = state_of(m)
+    with pytest.raises(ValueError, match='checkpointing'):
+        AAS(PGD2)(m, X, Y)
+    assert state_of(m) == before
+
 
 def test_eps_zero_targets_labels():
-    m = build('vit'); assert torch.equal(AAS(PGD2).but(eps=0)(m, X, Y), X)
-    t = (Y+1)%4; plain,aimed = [a(m, X, Y, target=t, targeted=True) for a in (PGD2, AAS(PGD2, climb=ce))]
-    assert not torch.equal(aimed, X) and (m(aimed).gather(1,t[:,None])-m(X).gather(1,t[:,None])).mean()>0
-    soft = F.one_hot(Y, 4).float(); assert close(AAS(PGD2)(m, X, soft), AAS(PGD2)(m, X, Y), 1e-6) and not torch.equal(AAS(PGD(.05, steps=2, loss=kl))(m, X), X)
+    m = build('vit')
+    assert torch.equal(AAS(PGD2).but(eps=0)(m, X, Y), X)
+    t = (Y + 1) % 4
+    plain, aimed = [a(m, X, Y, target=t, targeted=True) for a in (PGD2, AAS(PGD2, climb=ce))]
+    assert not torch.equal(aimed, X) and (m(aimed).gather(1, t[:, None]) - m(X).gather(1, t[:, None])).mean() > 0
+    soft = F.one_hot(Y, 4).float()
+    assert close(AAS(PGD2)(m, X, soft), AAS(PGD2)(m, X, Y), 1e-6) and not torch.equal(
+        AAS(PGD(0.05, steps=2, loss=kl))(m, X), X
+    )
+
 
 @fam
 @fused
 def test_every_family(k, on):
-    m = build(k, on); before = state_of(m); A = AAS(PGD2); s = A.scales(m, X); x_adv = A(m, X, Y)
-    assert s.shape==(5,len(vit_blocks(m))) and (s<1).any(1).all() and state_of(m)==before and not torch.equal(x_adv, PGD2(m, X, Y)) and (x_adv-X).abs().max()<=.05+1e-6
-    assert close(A(m, X[2:3], Y[2:3]), x_adv[2:3], .1) and close(A.scales(m, X[2:3]), s[2:3], 1e-3)
+    m = build(k, on)
+    before = state_of(m)
+    A = AAS(PGD2)
+    s = A.scales(m, X)
+    x_adv = A(m, X, Y)
+    assert (
+        s.shape == (5, len(vit_blocks(m)))
+        and (s < 1).any(1).all()
+        and state_of(m) == before
+        and not torch.equal(x_adv, PGD2(m, X, Y))
+        and (x_adv - X).abs().max() <= 0.05 + 1e-6
+    )
+    assert close(A(m, X[2:3], Y[2:3]), x_adv[2:3], 0.1) and close(A.scales(m, X[2:3]), s[2:3], 1e-3)
 
-@pytest.mark.parametrize('at,err', [(1,RuntimeError),(5,KeyboardInterrupt),(12,RuntimeError),(24,KeyboardInterrupt)])
-@pytest.mark.parametrize('k', ['vit','xcit','swin'])
+
+@pytest.mark.parametrize(
+    'at,err', [(1, RuntimeError), (5, KeyboardInterrupt), (12, RuntimeError), (24, KeyboardInterrupt)]
+)
+@pytest.mark.parametrize('k', ['vit', 'xcit', 'swin'])
 def test_nothing_left_after_an_exception(k, at, err):
     "Wherever it strikes: in the reference, in the ascent, in the attack"
-    m = build(k); m.train(); n,before,sd = [0],state_of(m),{k:v.clone() for k,v in m.state_dict().items()}
+    m = build(k)
+    m.train()
+    n, before, sd = [0], state_of(m), {k: v.clone() for k, v in m.state_dict().items()}
+
     def fails(*a):
         n[0] += 1
-        if n[0]==at: raise err('stop')
-    blk = vit_blocks(m)[1]; h = (blk.mlp if hasattr(blk,'mlp') else blk).register_forward_hook(fails)
-    with pytest.raises(err): AAS(PGD(.05, steps=14))(m, X, Y)
+        if n[0] == at:
+            raise err('stop')
+
+    blk = vit_blocks(m)[1]
+    h = (blk.mlp if hasattr(blk, 'mlp') else blk).register_forward_hook(fails)
+    with pytest.raises(err):
+        AAS(PGD(0.05, steps=14))(m, X, Y)
     h.remove()
-    assert state_of(m)==before and list(m.state_dict())==list(sd) and all(torch.equal(v, sd[k]) for k,v in m.state_dict().items()) and not any('temperature' in o.__dict__ for o in m.modules() if 'temperature' in o._parameters)
+    assert (
+        state_of(m) == before
+        and list(m.state_dict()) == list(sd)
+        and all(torch.equal(v, sd[k]) for k, v in m.state_dict().items())
+        and not any('temperature' in o.__dict__ for o in m.modules() if 'temperature' in o._parameters)
+    )
+
 
 def test_counted():
     "21 F for the ascent, 1 more for the guard; nothing is hidden from the count"
     m = Counted(build('vit'))
-    for a,f,b in [(AAS(PGD2), 11+2, 10+2), (AAS(PGD2, per='batch'), 13, 12), (AAS(PGD2, guard=.5), 14, 12), (AAS(PGD2, ascent=3), 4+2, 3+2), (Scaled(PGD2, .5), 2, 2), (GapScaled(PGD2), 3, 2), (AAS(PGD2.but(eps=0)), 0, 0)]:
-        m.forwards = m.backwards = 0; a(m, X, Y); assert (m.forwards/5,m.backwards/5)==(f,b), a
+    for a, f, b in [
+        (AAS(PGD2), 11 + 2, 10 + 2),
+        (AAS(PGD2, per='batch'), 13, 12),
+        (AAS(PGD2, guard=0.5), 14, 12),
+        (AAS(PGD2, ascent=3), 4 + 2, 3 + 2),
+        (Scaled(PGD2, 0.5), 2, 2),
+        (GapScaled(PGD2), 3, 2),
+        (AAS(PGD2.but(eps=0)), 0, 0),
+    ]:
+        m.forwards = m.backwards = 0
+        a(m, X, Y)
+        assert (m.forwards / 5, m.backwards / 5) == (f, b), a
+
 
 def test_no_weight_gradients():
-    m = build('vit'); seen = []
-    for p in m.parameters(): p.register_hook(lambda g: seen.append(1))
-    AAS(PGD2)(m, X, Y); assert not seen and all(p.grad is None for p in m.parameters())
+    m = build('vit')
+    seen = []
+    for p in m.parameters():
+        p.register_hook(lambda g: seen.append(1))
+    AAS(PGD2)(m, X, Y)
+    assert not seen and all(p.grad is None for p in m.parameters())
+
 
 def test_in_low_precision_scales_are_found_in_float32():
     m = build('vit')
-    with torch.autocast('cpu', dtype=torch.bfloat16): s = AAS(PGD2).scales(m, X); x_adv = AAS(PGD2)(m, X, Y)
-    assert torch.equal(s, AAS(PGD2).scales(m, X)) and x_adv.dtype==torch.float32
-    b = copy.deepcopy(m).bfloat16(); assert AAS(PGD2)(b, X.bfloat16(), Y).dtype==torch.bfloat16
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        s = AAS(PGD2).scales(m, X)
+        x_adv = AAS(PGD2)(m, X, Y)
+    assert torch.equal(s, AAS(PGD2).scales(m, X)) and x_adv.dtype == torch.float32
+    b = copy.deepcopy(m).bfloat16()
+    assert AAS(PGD2)(b, X.bfloat16(), Y).dtype == torch.bfloat16
 
-@pytest.mark.parametrize('wrap', [Float64, lambda a: GapScaled(a, limit=1.), lambda a: AAS(a, eta=.3), lambda a: Float64(GapScaled(a, limit=1.))], ids=['double','gap','aas','double gap'])
+
+@pytest.mark.parametrize(
+    'wrap',
+    [Float64, lambda a: GapScaled(a, limit=1.0), lambda a: AAS(a, eta=0.3), lambda a: Float64(GapScaled(a, limit=1.0))],
+    ids=['double', 'gap', 'aas', 'double gap'],
+)
 def test_around_attacks_that_drop_images(wrap):
     "Whatever stands between the scaled model and an attack that goes on with some of the images: each keeps its scales"
-    m = build('vit'); y = predict(m, X); at = next(a for a in (APGDT(e, steps=2, targets=3) for e in torch.linspace(.002,.1,30).tolist()) if 0<(predict(m, a(m, X, y))==y).sum()<5)
-    A = AAS(wrap(at)); x_adv = A(m, X, y)
-    for i in range(5): assert close(A(m, X[i:i+1], y[i:i+1]), x_adv[i:i+1], 2e-3)
+    m = build('vit')
+    y = predict(m, X)
+    at = next(
+        a
+        for a in (APGDT(e, steps=2, targets=3) for e in torch.linspace(0.002, 0.1, 30).tolist())
+        if 0 < (predict(m, a(m, X, y)) == y).sum() < 5
+    )
+    A = AAS(wrap(at))
+    x_adv = A(m, X, y)
+    for i in range(5):
+        assert close(A(m, X[i : i + 1], y[i : i + 1]), x_adv[i : i + 1], 2e-3)
+
 
 def test_float64_around_what_draws_for_a_batch(tmp_path):
     "Square and the reference package take one seed, not one per image"
-    m = build('vit'); y = predict(m, X); sq = Square(1e-3, queries=4); aa = AutoAttack(1e-3, attacks=(APGD(1e-3, steps=2), sq))
-    for a in (sq, aa, WorstCase([sq]), AutoAttack(1e-3, attacks='square', reference=True), AAS(sq)): assert (Float64(a)(m, X, y)-X).abs().max()<=1e-3+1e-6
-    assert len(robust_report(m, (X,y), [Float64(aa)], out=tmp_path).rows)==2
+    m = build('vit')
+    y = predict(m, X)
+    sq = Square(1e-3, queries=4)
+    aa = AutoAttack(1e-3, attacks=(APGD(1e-3, steps=2), sq))
+    for a in (sq, aa, WorstCase([sq]), AutoAttack(1e-3, attacks='square', reference=True), AAS(sq)):
+        assert (Float64(a)(m, X, y) - X).abs().max() <= 1e-3 + 1e-6
+    assert len(robust_report(m, (X, y), [Float64(aa)], out=tmp_path).rows) == 2
 
-@pytest.mark.parametrize('climb', [gama,kl,cw], ids=lambda f: f.__name__)
+
+@pytest.mark.parametrize('climb', [gama, kl, cw], ids=lambda f: f.__name__)
 def test_targeted_climbs_go_away_from_the_model(climb):
     "A distance has no target: it grows, whatever the sign of the rest"
-    m = build('vit'); t = (Y+1)%4; own = torch.ones(3); s = torch.full((5,3), .6)
+    m = build('vit')
+    t = (Y + 1) % 4
+    own = torch.ones(3)
+    s = torch.full((5, 3), 0.6)
     with attack_mode(m), torch.no_grad():
-        z,z0 = ScaledModel(m, s)(X),m(X); got = AAS(PGD2, climb=climb).gain(m, X, Y, t, own)[0](s)
-    want = dict(gama=-margin(z.softmax(1), t)+50*(z.softmax(1)-z0.softmax(1)).pow(2).sum(1), kl=kl(z, z0), cw=-cw.targeted(z, t))[climb.__name__]
+        z, z0 = ScaledModel(m, s)(X), m(X)
+        got = AAS(PGD2, climb=climb).gain(m, X, Y, t, own)[0](s)
+    want = dict(
+        gama=-margin(z.softmax(1), t) + 50 * (z.softmax(1) - z0.softmax(1)).pow(2).sum(1),
+        kl=kl(z, z0),
+        cw=-cw.targeted(z, t),
+    )[climb.__name__]
     assert close(got, want, 1e-4)
 
-# --- with everything that takes an attack ---------------------------------------------------------------------------------------------
 
-def data(n=24): x,y = grey(n); return x,y
-def tv(): return tiny_vit(num_classes=4)
+# --- with everything that takes an attack
+# ---------------------------------------------------------------------------------------------
+
+
+def data(n=24):
+    x, y = grey(n)
+    return x, y
+
+
+def tv():
+    return tiny_vit(num_classes=4)
+
 
 def test_robust_report_and_resume(tmp_path):
     "Rows, members of ensembles, warnings; a second call attacks nothing again"
-    m,d = Counted(tv()),data(); As = [FGSM(.1), AAS(FGSM(.1)), AAS(PGD(.1, steps=2)), AAS(PGD(.1, steps=2), eta=.3), Scaled(PGD(.1, steps=2), .5), AAS(WorstCase([FGSM(.1), PGD(.1, steps=3)])), AAS(AutoAttack(.1, attacks=(APGD(.1, steps=2), Square(.1, queries=4))))]
+    m, d = Counted(tv()), data()
+    As = [
+        FGSM(0.1),
+        AAS(FGSM(0.1)),
+        AAS(PGD(0.1, steps=2)),
+        AAS(PGD(0.1, steps=2), eta=0.3),
+        Scaled(PGD(0.1, steps=2), 0.5),
+        AAS(WorstCase([FGSM(0.1), PGD(0.1, steps=3)])),
+        AAS(AutoAttack(0.1, attacks=(APGD(0.1, steps=2), Square(0.1, queries=4)))),
+    ]
     rep = robust_report(m, d, As, out=tmp_path, bs=8)
-    assert [r['attack'] for r in rep.rows[1:-1]]==[repr(a) for a in As] and rep.rows[-1]['attack']=='worst case'
-    c = Counted(tv()); again = robust_report(c, d, As, out=tmp_path, bs=8)
-    assert c.backwards<=3*8 and [r['accuracy'] for r in again.rows]==[r['accuracy'] for r in rep.rows]      # a look at one batch, and no ascent
+    assert [r['attack'] for r in rep.rows[1:-1]] == [repr(a) for a in As] and rep.rows[-1]['attack'] == 'worst case'
+    c = Counted(tv())
+    again = robust_report(c, d, As, out=tmp_path, bs=8)
+    # a look at one batch, and no ascent
+    assert c.backwards <= 3 * 8 and [r['accuracy'] for r in again.rows] == [r['accuracy'] for r in rep.rows]
+
 
 def test_report_does_not_depend_on_packing():
     "Verdicts of images, whatever the batches"
-    m,d = tv(),data(); As = [PGD(.05, steps=1), AAS(PGD(.05, steps=3))]
-    a,b = [robust_report(m, d, As, bs=bs).verdicts[repr(As[1])] for bs in (5,24)]; assert (a==b).all()
+    m, d = tv(), data()
+    As = [PGD(0.05, steps=1), AAS(PGD(0.05, steps=3))]
+    a, b = [robust_report(m, d, As, bs=bs).verdicts[repr(As[1])] for bs in (5, 24)]
+    assert (a == b).all()
+
 
 def test_another_loss_of_ones_own_is_not_resumed(tmp_path):
     "The name of a function does not say what it does"
-    m,d = tv(),data(); own = lambda z,y: ce(z,y)
-    robust_report(m, d, [AAS(FGSM(.1), climb=own)], out=tmp_path, bs=8)
-    c = Counted(tv()); robust_report(c, d, [AAS(FGSM(.1), climb=own)], out=tmp_path, bs=8, overwrite=True); assert c.backwards>0
+    m, d = tv(), data()
+    own = lambda z, y: ce(z, y)
+    robust_report(m, d, [AAS(FGSM(0.1), climb=own)], out=tmp_path, bs=8)
+    c = Counted(tv())
+    robust_report(c, d, [AAS(FGSM(0.1), climb=own)], out=tmp_path, bs=8, overwrite=True)
+    assert c.backwards > 0
+
 
 def test_learner_verbs():
-    learn = synth_learner(metrics=[accuracy, RobustAccuracy(AAS(PGD(.1, steps=2)))], cbs=AdvTrain(AAS(PGD(.1, steps=1), per='batch'), eps=warmup(.1, pct=.5)), lr=1e-3); before = state_of(learn.model)[2]
-    learn.fit(1); assert 'aas_pgd2_acc' in learn.recorder.metric_names and state_of(learn.model)[2]==before
-    v = learn.validate(cbs=AdvValid(AAS(PGD(.1, steps=2)))); assert len(v)==3
-    c = learn.eps_curve(AAS(PGD(steps=2)), [0,.1,.5], n=16); assert len(c.df)==3 and c.df.accuracy.iloc[0]>=c.df.accuracy.iloc[-1]
-    learn.robust_report([AAS(FGSM(.1))], n=16); learn.show_adv(AAS(FGSM(.1)), max_n=1)
-    for cb in (TRADES(AAS(PGD(.1, steps=1, loss=kl))), MART(AAS(FGSM(.1)))): l = synth_learner(cbs=cb); l.fit(1, 1e-3); assert l.recorder.values[0][0]<15
+    learn = synth_learner(
+        metrics=[accuracy, RobustAccuracy(AAS(PGD(0.1, steps=2)))],
+        cbs=AdvTrain(AAS(PGD(0.1, steps=1), per='batch'), eps=warmup(0.1, pct=0.5)),
+        lr=1e-3,
+    )
+    before = state_of(learn.model)[2]
+    learn.fit(1)
+    assert 'aas_pgd2_acc' in learn.recorder.metric_names and state_of(learn.model)[2] == before
+    v = learn.validate(cbs=AdvValid(AAS(PGD(0.1, steps=2))))
+    assert len(v) == 3
+    c = learn.eps_curve(AAS(PGD(steps=2)), [0, 0.1, 0.5], n=16)
+    assert len(c.df) == 3 and c.df.accuracy.iloc[0] >= c.df.accuracy.iloc[-1]
+    learn.robust_report([AAS(FGSM(0.1))], n=16)
+    learn.show_adv(AAS(FGSM(0.1)), max_n=1)
+    for cb in (TRADES(AAS(PGD(0.1, steps=1, loss=kl))), MART(AAS(FGSM(0.1)))):
+        l = synth_learner(cbs=cb)
+        l.fit(1, 1e-3)
+        assert l.recorder.values[0][0] < 15
+
 
 def test_what_design_says_users_type():
-    aas = AAS(PGD(8/255, steps=2)); learn = synth_learner(); learn.validate(cbs=AdvValid(aas)); x,y = learn.dls.one_batch()
+    aas = AAS(PGD(8 / 255, steps=2))
+    learn = synth_learner()
+    learn.validate(cbs=AdvValid(aas))
+    x, y = learn.dls.one_batch()
     assert type(aas(learn.model, x, y)) is type(x)
-    pgd = PGD(.1, steps=2); l = Learner(learn.dls, tv(), cbs=[TRADES(pgd, beta=6), AASTrain(period=10)], loss_func=learn.loss_func); l.logger = noop
-    with l.no_bar(): l.fit(1)
+    pgd = PGD(0.1, steps=2)
+    l = Learner(learn.dls, tv(), cbs=[TRADES(pgd, beta=6), AASTrain(period=10)], loss_func=learn.loss_func)
+    l.logger = noop
+    with l.no_bar():
+        l.fit(1)
 
-# --- two models -----------------------------------------------------------------------------------------------------------------------
+
+# --- two models
+# -----------------------------------------------------------------------------------------------------------------------
+
 
 def test_two_models_by_hand():
-    m = build('vit'); A = AAS(PGD2, eta=.2); v = two_models(m, X, Y, A); victim = A.scaled(m, X, Y); xs = A.craft(victim, X, Y, 0); ok = lambda f,o: predict(f, o)==Y
-    assert torch.equal(v['clean'], ok(m,X)) and torch.equal(v['clean_scaled'], ok(victim,X)) and torch.equal(v['plain'], ok(m,X)&ok(m,PGD2(m,X,Y)))
-    x,y = planted_images(8); w = two_models(planted_vit(8), x, y, AAS(PL)); assert w['plain'].all() and not w['worst'].any() and not w['transferred'].any()
-    assert torch.equal(v['on_scaled'], ok(victim,X)&ok(victim,xs)) and torch.equal(v['transferred'], ok(m,X)&ok(m,xs)) and torch.equal(v['worst'], v['plain']&v['transferred'])
+    m = build('vit')
+    A = AAS(PGD2, eta=0.2)
+    v = two_models(m, X, Y, A)
+    victim = A.scaled(m, X, Y)
+    xs = A.craft(victim, X, Y, 0)
+    ok = lambda f, o: predict(f, o) == Y
+    assert (
+        torch.equal(v['clean'], ok(m, X))
+        and torch.equal(v['clean_scaled'], ok(victim, X))
+        and torch.equal(v['plain'], ok(m, X) & ok(m, PGD2(m, X, Y)))
+    )
+    x, y = planted_images(8)
+    w = two_models(planted_vit(8), x, y, AAS(PL))
+    assert w['plain'].all() and not w['worst'].any() and not w['transferred'].any()
+    assert (
+        torch.equal(v['on_scaled'], ok(victim, X) & ok(victim, xs))
+        and torch.equal(v['transferred'], ok(m, X) & ok(m, xs))
+        and torch.equal(v['worst'], v['plain'] & v['transferred'])
+    )
+
 
 def test_two_models_judge_what_only_one_of_them_gets_right():
     "Labels that are right for the scaled model alone, and images that only an attack makes right: wrong stays wrong"
-    m = build('vit'); x = torch.rand(24, 3, 32, 32, generator=torch.Generator().manual_seed(4)); A = AAS(PGD2.but(eps=.02), eta=.3); ok = lambda f,o: predict(f, o)==y
-    victim = A.scaled(m, x); y = predict(victim, x); only = predict(m, x)!=y; assert only.any() and not only.all()
-    v = two_models(m, x, y, A); xs = A.craft(victim, x, y, 0)
-    assert torch.equal(v['on_scaled'], ok(victim,xs)) and (~v['on_scaled'][only]).any() and torch.equal(v['transferred'], ok(m,x)&ok(m,xs)) and not v['transferred'][only].any()
-    y = predict(m, x.flip(0)); w = two_models(m, x, y, A, x_plain=x.flip(0), victim=victim); assert not ok(m,x).all() and torch.equal(w['plain'], ok(m,x)) and (w['worst']<=w['clean']).all()
+    m = build('vit')
+    x = torch.rand(24, 3, 32, 32, generator=torch.Generator().manual_seed(4))
+    A = AAS(PGD2.but(eps=0.02), eta=0.3)
+    ok = lambda f, o: predict(f, o) == y
+    victim = A.scaled(m, x)
+    y = predict(victim, x)
+    only = predict(m, x) != y
+    assert only.any() and not only.all()
+    v = two_models(m, x, y, A)
+    xs = A.craft(victim, x, y, 0)
+    assert (
+        torch.equal(v['on_scaled'], ok(victim, xs))
+        and (~v['on_scaled'][only]).any()
+        and torch.equal(v['transferred'], ok(m, x) & ok(m, xs))
+        and not v['transferred'][only].any()
+    )
+    y = predict(m, x.flip(0))
+    w = two_models(m, x, y, A, x_plain=x.flip(0), victim=victim)
+    assert not ok(m, x).all() and torch.equal(w['plain'], ok(m, x)) and (w['worst'] <= w['clean']).all()
+
 
 def test_image_by_image_means_the_same_seed_for_each():
-    m,sq = build('vit'),Square(.05, queries=5); y = predict(m, X); victim = AAS(sq).scaled(m, X); by = lambda seed: AAS(sq).craft(victim, X, y, seed)
-    assert torch.equal(by(7), torch.cat([sq(victim.for_rows([i]), X[i:i+1], y[i:i+1], seed=7) for i in range(5)])) and not torch.equal(by(7), by(0))
+    m, sq = build('vit'), Square(0.05, queries=5)
+    y = predict(m, X)
+    victim = AAS(sq).scaled(m, X)
+    by = lambda seed: AAS(sq).craft(victim, X, y, seed)
+    assert torch.equal(
+        by(7), torch.cat([sq(victim.for_rows([i]), X[i : i + 1], y[i : i + 1], seed=7) for i in range(5)])
+    ) and not torch.equal(by(7), by(0))
+
 
 def test_a_scale_of_one_is_no_other_model():
-    m = tv(); d = data(); t = scale_report(m, d, {'one':Scaled(PGD(.1, steps=2), 1.), 'none':AAS(PGD(.1, steps=2), sigma=0., ascent=0)}, bs=7)
-    for _,r in t.iterrows(): assert r.clean==r.clean_scaled and r.plain==r.on_scaled==r.transferred==r.worst and r.twice<=r.plain
-    assert t.attrs==dict(n=24, seed=0)
+    m = tv()
+    d = data()
+    t = scale_report(
+        m, d, {'one': Scaled(PGD(0.1, steps=2), 1.0), 'none': AAS(PGD(0.1, steps=2), sigma=0.0, ascent=0)}, bs=7
+    )
+    for _, r in t.iterrows():
+        assert r.clean == r.clean_scaled and r.plain == r.on_scaled == r.transferred == r.worst and r.twice <= r.plain
+    assert t.attrs == dict(n=24, seed=0)
+
 
 def test_the_second_start_is_another_one():
-    m,x = build('vit'),torch.rand(40, 3, 32, 32, generator=torch.Generator().manual_seed(3)); y = predict(m, x); A = Scaled(PGD(.02, steps=1, alpha=.002), .5)
-    own = [predict(m, A.attack(m, x, y, seed=i))==y for i in (0,1)]; t = scale_report(m, (x,y), A).iloc[0]; assert not torch.equal(*own)
-    assert t.plain==pytest.approx(100*own[0].float().mean().item(), abs=1e-3) and t.twice==pytest.approx(100*(own[0]&own[1]).float().mean().item(), abs=1e-3)
+    m, x = build('vit'), torch.rand(40, 3, 32, 32, generator=torch.Generator().manual_seed(3))
+    y = predict(m, x)
+    A = Scaled(PGD(0.02, steps=1, alpha=0.002), 0.5)
+    own = [predict(m, A.attack(m, x, y, seed=i)) == y for i in (0, 1)]
+    t = scale_report(m, (x, y), A).iloc[0]
+    assert not torch.equal(*own)
+    assert t.plain == pytest.approx(100 * own[0].float().mean().item(), abs=1e-3) and t.twice == pytest.approx(
+        100 * (own[0] & own[1]).float().mean().item(), abs=1e-3
+    )
+
 
 def test_scale_report_is_two_models():
-    m,(x,y) = tv(),data(); A = AAS(PGD(.1, steps=2), eta=.2); t = scale_report(m, (x,y), A, bs=7, twice=False).iloc[0]; v = two_models(m, x, y, A)
-    assert {k:round(o,3) for k,o in t.items()}=={k:round(100*o.float().mean().item(),3) for k,o in v.items()}
+    m, (x, y) = tv(), data()
+    A = AAS(PGD(0.1, steps=2), eta=0.2)
+    t = scale_report(m, (x, y), A, bs=7, twice=False).iloc[0]
+    v = two_models(m, x, y, A)
+    assert {k: round(o, 3) for k, o in t.items()} == {k: round(100 * o.float().mean().item(), 3) for k, o in v.items()}
+
 
 def test_two_functions_of_one_name_are_two_rows():
     "The scales of one are not used for the other"
-    m = build('vit'); up,down = lambda z,y: ce(z,y),lambda z,y: -ce(z,y); As = {k:AAS(PGD2, climb=f, eta=.3) for k,f in dict(up=up, down=down).items()}
-    t = scale_report(m, (X,Y), As, twice=False); alone = scale_report(m, (X,Y), {'down':As['down']}, twice=False)
-    assert t.loc['down'].equals(alone.loc['down']) and t.clean_scaled['up']!=t.clean_scaled['down']
+    m = build('vit')
+    up, down = lambda z, y: ce(z, y), lambda z, y: -ce(z, y)
+    As = {k: AAS(PGD2, climb=f, eta=0.3) for k, f in dict(up=up, down=down).items()}
+    t = scale_report(m, (X, Y), As, twice=False)
+    alone = scale_report(m, (X, Y), {'down': As['down']}, twice=False)
+    assert t.loc['down'].equals(alone.loc['down']) and t.clean_scaled['up'] != t.clean_scaled['down']
+
 
 def test_logits_move_no_decision():
-    cnn = Normalized(nn.Sequential(nn.Flatten(), nn.Linear(784,4)), mean=[0.], std=[1.]); x,y = grey(40); v = two_models(cnn, x, y, Scaled(PGD(.05, steps=2), 1., logits=1e-3))
+    cnn = Normalized(nn.Sequential(nn.Flatten(), nn.Linear(784, 4)), mean=[0.0], std=[1.0])
+    x, y = grey(40)
+    v = two_models(cnn, x, y, Scaled(PGD(0.05, steps=2), 1.0, logits=1e-3))
     assert torch.equal(v['on_scaled'], v['transferred']) and torch.equal(v['clean'], v['clean_scaled'])
-    loud = copy.deepcopy(cnn); loud.model[1].weight.data *= 1e5; yl = predict(loud, x)
-    assert right(loud, PGD(.3, steps=3)(loud, x, yl), yl)>.5 and right(loud, Scaled(PGD(.3, steps=3), 1., logits=1e-5)(loud, x, yl), yl)==0            # R08: cross-entropy of large logits
+    loud = copy.deepcopy(cnn)
+    loud.model[1].weight.data *= 1e5
+    yl = predict(loud, x)
+    # R08: cross-entropy of large logits
+    assert (
+        right(loud, PGD(0.3, steps=3)(loud, x, yl), yl) > 0.5
+        and right(loud, Scaled(PGD(0.3, steps=3), 1.0, logits=1e-5)(loud, x, yl), yl) == 0
+    )
 
-# --- AAS-AT -------------------------------------------------------------------------------------------------------------------------------
 
-P2 = PGD(.1, steps=2)
-METHODS = dict(at=lambda: [AdvTrain(P2)], trades_awp=lambda: [TRADES(P2), AWP(.01)], mart=lambda: [MART(P2)], mo=lambda: [AdvTrain(ARDPRM(.1, steps=2), ard=warmup(1, pct=.5), prm=warmup(1, pct=.5))], free=lambda: [FreeAT(FGSM(.1), replay=2)],
-    recipe=lambda: [AdvTrain(P2, eps=warmup(.1, pct=.5)), EMA(.9), NoDecay()])
+# --- AAS-AT
+# -------------------------------------------------------------------------------------------------------------------------------
+
+P2 = PGD(0.1, steps=2)
+METHODS = dict(
+    at=lambda: [AdvTrain(P2)],
+    trades_awp=lambda: [TRADES(P2), AWP(0.01)],
+    mart=lambda: [MART(P2)],
+    mo=lambda: [AdvTrain(ARDPRM(0.1, steps=2), ard=warmup(1, pct=0.5), prm=warmup(1, pct=0.5))],
+    free=lambda: [FreeAT(FGSM(0.1), replay=2)],
+    recipe=lambda: [AdvTrain(P2, eps=warmup(0.1, pct=0.5)), EMA(0.9), NoDecay()],
+)
 methods = pytest.mark.parametrize('method', METHODS)
-def learner(cbs, model=None, **kw): return synth_learner(cbs=cbs, dls=kw.pop('dls', None) or synth_dls(32, bs=16), model=model, **kw)
-def weights(l): return [p.detach().clone() for p in l.model.parameters()]
-def same(a, b): return len(a)==len(b) and all(map(torch.equal, a, b))
+
+
+def learner(cbs, model=None, **kw):
+    return synth_learner(cbs=cbs, dls=kw.pop('dls', None) or synth_dls(32, bs=16), model=model, **kw)
+
+
+def weights(l):
+    return [p.detach().clone() for p in l.model.parameters()]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
 
 @methods
 def test_composes(method):
-    l = learner([*METHODS[method](), AASTrain(period=2)]); lf = l.loss_func; w = weights(l); l.fit(4, 1e-3)
-    assert l.aas_train.df.epoch.tolist()==[2,4] and (scales_of(l.model)<1).any() and l.loss_func is lf and not same(w, weights(l)) and l.recorder.values[-1][0]<15
-    assert 'model.attn_scales.s' in l.model.state_dict() and not any('attn_scales' in n for n,_ in l.model.named_parameters())
+    l = learner([*METHODS[method](), AASTrain(period=2)])
+    lf = l.loss_func
+    w = weights(l)
+    l.fit(4, 1e-3)
+    assert (
+        l.aas_train.df.epoch.tolist() == [2, 4]
+        and (scales_of(l.model) < 1).any()
+        and l.loss_func is lf
+        and not same(w, weights(l))
+        and l.recorder.values[-1][0] < 15
+    )
+    assert 'model.attn_scales.s' in l.model.state_dict() and not any(
+        'attn_scales' in n for n, _ in l.model.named_parameters()
+    )
 
-@pytest.mark.parametrize('method', ['at','trades_awp','recipe'])
+
+@pytest.mark.parametrize('method', ['at', 'trades_awp', 'recipe'])
 def test_before_its_first_epoch_it_changes_no_bit(method):
-    a,b = learner(METHODS[method]()),learner([*METHODS[method](), AASTrain(period=3)])
-    for l in (a,b): l.fit(2, 1e-3)
-    assert same(weights(a), weights(b)) and (scales_of(b.model)==1).all() and len(b.aas_train.df)==0
+    a, b = learner(METHODS[method]()), learner([*METHODS[method](), AASTrain(period=3)])
+    for l in (a, b):
+        l.fit(2, 1e-3)
+    assert same(weights(a), weights(b)) and (scales_of(b.model) == 1).all() and len(b.aas_train.df) == 0
+
 
 def test_a_phase_by_hand():
-    "The scales are those of one ascent on the first batch, found with the weights as they are, from the scales as they are"
+    """The scales are those of one ascent on the first batch, found with the weights as they are, from the scales as
+    they are"""
     got = {}
+
     class Look(Callback):
-        order = AASTrain.order-.1
+        order = AASTrain.order - 0.1
+
         def before_batch(self):
-            if self.training and self.train_iter==0 or (self.training and self.epoch and 'x' not in got): got.update(x=self.x.clone(), m=copy.deepcopy(self.model))
-    l = learner([AdvTrain(P2), AASTrain(period=1, aas=AAS(FGSM(), eta=.1)), Look()]); l.fit(1, 1e-3)
-    ref = AAS(FGSM(), eta=.1, per='batch').scales(got['m'], got['x'].as_subclass(torch.Tensor), seed=torch.initial_seed()%2**62)
+            if self.training and self.train_iter == 0 or (self.training and self.epoch and 'x' not in got):
+                got.update(x=self.x.clone(), m=copy.deepcopy(self.model))
+
+    l = learner([AdvTrain(P2), AASTrain(period=1, aas=AAS(FGSM(), eta=0.1)), Look()])
+    l.fit(1, 1e-3)
+    ref = AAS(FGSM(), eta=0.1, per='batch').scales(
+        got['m'], got['x'].as_subclass(torch.Tensor), seed=torch.initial_seed() % 2**62
+    )
     assert close(scales_of(l.model), ref, 1e-6)
+
 
 def test_each_phase_starts_elsewhere_and_knows_the_labels():
     got = {}
+
     class Look(Callback):
-        order = AASTrain.order-.1
+        order = AASTrain.order - 0.1
+
         def before_batch(self):
-            if self.training and self.epoch==1 and 'x' not in got: got.update(x=self.x.as_subclass(torch.Tensor).clone(), y=self.y.as_subclass(torch.Tensor).clone(), m=copy.deepcopy(self.model))
-    A = AAS(FGSM(), eta=.01, ascent=1, climb=ce, sigma=.2); l = learner([AASTrain(period=2, aas=A), Look()]); l.fit(2, 1e-3)
-    def seed_of(epoch): l.epochs_lived = Epochs(0, epoch); return l.aas_train.epoch_seed
-    ref = [A.but(per='batch').scales(got['m'], got['x'], got['y'], seed=seed_of(i)) for i in (0,1)]
+            if self.training and self.epoch == 1 and 'x' not in got:
+                got.update(
+                    x=self.x.as_subclass(torch.Tensor).clone(),
+                    y=self.y.as_subclass(torch.Tensor).clone(),
+                    m=copy.deepcopy(self.model),
+                )
+
+    A = AAS(FGSM(), eta=0.01, ascent=1, climb=ce, sigma=0.2)
+    l = learner([AASTrain(period=2, aas=A), Look()])
+    l.fit(2, 1e-3)
+
+    def seed_of(epoch):
+        l.epochs_lived = Epochs(0, epoch)
+        return l.aas_train.epoch_seed
+
+    ref = [A.but(per='batch').scales(got['m'], got['x'], got['y'], seed=seed_of(i)) for i in (0, 1)]
     assert close(scales_of(l.model), ref[1], 1e-6) and not close(ref[0], ref[1], 1e-3)
+
 
 def test_scales_are_found_on_the_images_as_they_are(monkeypatch):
     "Mixed ones under MixUp, never attacked ones"
-    seen,real = [],AAS.scales
-    monkeypatch.setattr(AAS, 'scales', lambda self, m, x, *a, **k: seen.append(x.as_subclass(torch.Tensor).clone()) or real(self, m, x, *a, **k))
-    l = learner([AdvTrain(P2), AASTrain(period=1, aas=AAS(FGSM(), ascent=1))]); l.fit(1, 1e-3); own = [o.as_subclass(torch.Tensor) for o,_ in l.dls.train_ds]
-    assert len(seen)==1 and all(any(torch.equal(a, b) for b in own) for a in seen[0])
+    seen, real = [], AAS.scales
+    monkeypatch.setattr(
+        AAS,
+        'scales',
+        lambda self, m, x, *a, **k: seen.append(x.as_subclass(torch.Tensor).clone()) or real(self, m, x, *a, **k),
+    )
+    l = learner([AdvTrain(P2), AASTrain(period=1, aas=AAS(FGSM(), ascent=1))])
+    l.fit(1, 1e-3)
+    own = [o.as_subclass(torch.Tensor) for o, _ in l.dls.train_ds]
+    assert len(seen) == 1 and all(any(torch.equal(a, b) for b in own) for a in seen[0])
+
 
 def test_when_and_how_long():
-    n = lambda **kw: (lambda l: (l.fit(3, 1e-3), l.aas_train.df.epoch.tolist() if len(l.aas_train.df) else [])[1])(learner([AASTrain(aas=AAS(FGSM(), ascent=1), **kw)]))
-    assert n(period=1)==[1,2,3] and n(period=10)==[] and n(period=2, batches=None)==[2,2]
+    n = lambda **kw: (lambda l: (l.fit(3, 1e-3), l.aas_train.df.epoch.tolist() if len(l.aas_train.df) else [])[1])(
+        learner([AASTrain(aas=AAS(FGSM(), ascent=1), **kw)])
+    )
+    assert n(period=1) == [1, 2, 3] and n(period=10) == [] and n(period=2, batches=None) == [2, 2]
+
 
 def test_hold_leaves_the_weights_alone():
     "The paper's either/or: an epoch for the scales, none for the weights"
-    a,b = learner([AdvTrain(P2), AASTrain(period=2, batches=None, hold=True)]),learner([AdvTrain(P2)])
-    ws = []; a.add_cb(Callback(after_epoch=lambda self: ws.append([p.detach().clone() for p in self.model.parameters()])))
-    a.fit(2, 1e-3); assert same(*ws) and len(a.aas_train.df)==2 and (scales_of(a.model)<1).any()
+    a, b = learner([AdvTrain(P2), AASTrain(period=2, batches=None, hold=True)]), learner([AdvTrain(P2)])
+    ws = []
+    a.add_cb(Callback(after_epoch=lambda self: ws.append([p.detach().clone() for p in self.model.parameters()])))
+    a.fit(2, 1e-3)
+    assert same(*ws) and len(a.aas_train.df) == 2 and (scales_of(a.model) < 1).any()
 
-@pytest.mark.parametrize('cbs', [lambda: [MixUp(.4)], lambda: [CutMix(1.)], lambda: [GradientAccumulation(32)], lambda: [GradientClip(.5)], lambda: [EMA(.9)], lambda: [CatchOverfit(gap=2)]], ids=['mixup','cutmix','accumulation','clip','ema','catch'])
+
+@pytest.mark.parametrize(
+    'cbs',
+    [
+        lambda: [MixUp(0.4)],
+        lambda: [CutMix(1.0)],
+        lambda: [GradientAccumulation(32)],
+        lambda: [GradientClip(0.5)],
+        lambda: [EMA(0.9)],
+        lambda: [CatchOverfit(gap=2)],
+    ],
+    ids=['mixup', 'cutmix', 'accumulation', 'clip', 'ema', 'catch'],
+)
 def test_with_fastai(cbs):
-    l = learner([TRADES(PGD(.1, steps=1)), AASTrain(period=1, batches=2), *cbs()]); lf = l.loss_func; l.fit(1, 1e-3); l.aas_train.hold,l.aas_train.batches = True,1; l.fit(1, 1e-3)
-    assert l.loss_func is lf and all(p.isfinite().all() for p in l.model.parameters()) and all(math.isfinite(v[0]) for v in l.recorder.values)
+    l = learner([TRADES(PGD(0.1, steps=1)), AASTrain(period=1, batches=2), *cbs()])
+    lf = l.loss_func
+    l.fit(1, 1e-3)
+    l.aas_train.hold, l.aas_train.batches = True, 1
+    l.fit(1, 1e-3)
+    assert (
+        l.loss_func is lf
+        and all(p.isfinite().all() for p in l.model.parameters())
+        and all(math.isfinite(v[0]) for v in l.recorder.values)
+    )
+
 
 def test_bf16():
-    a,b = [learner([AdvTrain(P2), AASTrain(period=1, aas=AAS(FGSM(), ascent=3)), *o]) for o in ([], [HalfPrecision(torch.bfloat16)])]
-    for l in (a,b): l.fit(1, 0.)
+    a, b = [
+        learner([AdvTrain(P2), AASTrain(period=1, aas=AAS(FGSM(), ascent=3)), *o])
+        for o in ([], [HalfPrecision(torch.bfloat16)])
+    ]
+    for l in (a, b):
+        l.fit(1, 0.0)
     assert torch.equal(scales_of(a.model), scales_of(b.model)) and not torch.is_autocast_enabled('cpu')
 
-@pytest.mark.parametrize('method', ['trades_awp','mo'])
+
+@pytest.mark.parametrize('method', ['trades_awp', 'mo'])
 def test_save_load_export(method, tmp_path):
     from fastai.learner import load_learner
-    dls = fashion_mnist(32, 20, bs=16); l = learner([*METHODS[method](), AASTrain(period=1)], dls=dls, model=tiny_vit(), path=tmp_path); l.fit(2, 1e-3)
-    x = dls.valid.one_batch()[0]; z = l.model.eval()(x); l.save('m'); l.export('x.pkl')
-    n = load_learner(tmp_path/'x.pkl'); assert close(n.model.eval()(x), z) and torch.equal(scales_of(n.model), scales_of(l.model))
-    n.dls = dls; n.logger = noop; n.fit(1, 1e-3); assert n.aas_train.df.epoch.tolist()==[1,2,3]
-    f = learner([AASTrain(period=9)], dls=dls, model=tiny_vit(seed=5), path=tmp_path); f.load('m', with_opt=False); assert close(f.model.eval()(x), z)           # AASTrain gave it scales at its creation
-    with pytest.raises(RuntimeError, match='attn_scales'): learner([], dls=dls, model=tiny_vit(), path=tmp_path).load('m', with_opt=False)
+
+    dls = fashion_mnist(32, 20, bs=16)
+    l = learner([*METHODS[method](), AASTrain(period=1)], dls=dls, model=tiny_vit(), path=tmp_path)
+    l.fit(2, 1e-3)
+    x = dls.valid.one_batch()[0]
+    z = l.model.eval()(x)
+    l.save('m')
+    l.export('x.pkl')
+    n = load_learner(tmp_path / 'x.pkl')
+    assert close(n.model.eval()(x), z) and torch.equal(scales_of(n.model), scales_of(l.model))
+    n.dls = dls
+    n.logger = noop
+    n.fit(1, 1e-3)
+    assert n.aas_train.df.epoch.tolist() == [1, 2, 3]
+    # AASTrain gave it scales at its creation
+    f = learner([AASTrain(period=9)], dls=dls, model=tiny_vit(seed=5), path=tmp_path)
+    f.load('m', with_opt=False)
+    assert close(f.model.eval()(x), z)
+    with pytest.raises(RuntimeError, match='attn_scales'):
+        learner([], dls=dls, model=tiny_vit(), path=tmp_path).load('m', with_opt=False)
+
 
 @pytest.mark.parametrize('err', [KeyboardInterrupt, ValueError, CancelFitException])
-@pytest.mark.parametrize('event', ['before_batch','after_backward'])
+@pytest.mark.parametrize('event', ['before_batch', 'after_backward'])
 def test_interrupted(err, event):
     "A fit that breaks off leaves a model with its scales, and the next fit runs"
+
     class Stop(Callback):
-        order,armed = 30,True
-        def __init__(self): setattr(self, event, self.fire)
+        order, armed = 30, True
+
+        def __init__(self):
+            setattr(self, event, self.fire)
+
         def fire(self):
-            if self.armed and self.training and self.train_iter==1: self.armed = False; raise err('stop')
-    l = learner([TRADES(P2), AWP(.01), AASTrain(period=1), Stop()])
-    if err is CancelFitException: l.fit(1, 1e-3)
+            if self.armed and self.training and self.train_iter == 1:
+                self.armed = False
+                raise err('stop')
+
+    l = learner([TRADES(P2), AWP(0.01), AASTrain(period=1), Stop()])
+    if err is CancelFitException:
+        l.fit(1, 1e-3)
     else:
-        with pytest.raises(err): l.fit(1, 1e-3)
-    s = scales_of(l.model); l.validate(); assert torch.equal(s, scales_of(l.model)); l.fit(1, 1e-3); assert l.aas_train.df.epoch.tolist()==[1,1]      # the same epoch, once more
+        with pytest.raises(err):
+            l.fit(1, 1e-3)
+    # the same epoch, once more
+    s = scales_of(l.model)
+    l.validate()
+    assert torch.equal(s, scales_of(l.model))
+    l.fit(1, 1e-3)
+    assert l.aas_train.df.epoch.tolist() == [1, 1]
+
 
 def test_lr_find_keeps_the_table(tmp_path):
-    l = learner([AdvTrain(P2), AASTrain(period=1)], path=tmp_path); l.fit(1, 1e-3); rows = l.aas_train.df
-    with l.no_bar(): l.lr_find(num_it=6, show_plot=False)
-    assert l.aas_train.df.equals(rows) and len(rows)==1
+    l = learner([AdvTrain(P2), AASTrain(period=1)], path=tmp_path)
+    l.fit(1, 1e-3)
+    rows = l.aas_train.df
+    with l.no_bar():
+        l.lr_find(num_it=6, show_plot=False)
+    assert l.aas_train.df.equals(rows) and len(rows) == 1
+
 
 def test_a_whole_epoch_is_whole_under_replay():
-    l = learner([FreeAT(FGSM(.1), replay=3), AASTrain(period=1, batches=None, hold=True)]); w = weights(l); l.fit(1, 1e-3)
-    assert same(w, weights(l)) and len(l.aas_train.df)==6
+    l = learner([FreeAT(FGSM(0.1), replay=3), AASTrain(period=1, batches=None, hold=True)])
+    w = weights(l)
+    l.fit(1, 1e-3)
+    assert same(w, weights(l)) and len(l.aas_train.df) == 6
+
 
 def test_lr_find_validate_and_removal(tmp_path):
-    l = learner([AdvTrain(P2), AASTrain(period=1)], path=tmp_path); l.validate(); assert (scales_of(l.model)==1).all()
-    with l.no_bar(): l.lr_find(num_it=12, show_plot=False)
-    assert (scales_of(l.model)==1).all(); l.fit(1, 1e-3); s = scales_of(l.model); l.remove_cb(AASTrain); l.fit(1, 1e-3); assert torch.equal(s, scales_of(l.model)) and (s<1).any()
+    l = learner([AdvTrain(P2), AASTrain(period=1)], path=tmp_path)
+    l.validate()
+    assert (scales_of(l.model) == 1).all()
+    with l.no_bar():
+        l.lr_find(num_it=12, show_plot=False)
+    assert (scales_of(l.model) == 1).all()
+    l.fit(1, 1e-3)
+    s = scales_of(l.model)
+    l.remove_cb(AASTrain)
+    l.fit(1, 1e-3)
+    assert torch.equal(s, scales_of(l.model)) and (s < 1).any()
 
-@pytest.mark.parametrize('k', ['vit','xcit','cait','swin'])
+
+@pytest.mark.parametrize('k', ['vit', 'xcit', 'cait', 'swin'])
 def test_families_train(k):
-    x,y = X[:4],Y[:4]; from fastai.vision.all import DataLoaders, CrossEntropyLossFlat
-    dl = lambda: torch.utils.data.DataLoader(list(zip(x,y)), batch_size=2); l = Learner(DataLoaders(dl(), dl()), build(k), loss_func=CrossEntropyLossFlat(), cbs=[AdvTrain(PGD(.02, steps=1)), AASTrain(period=1)]); l.logger = noop
-    with l.no_bar(): l.fit(1, 1e-4)
-    assert (scales_of(l.model)<1).any() and scales_of(l.model).shape==(len(vit_blocks(l.model)),)
+    x, y = X[:4], Y[:4]
+    from fastai.vision.all import DataLoaders, CrossEntropyLossFlat
+
+    dl = lambda: torch.utils.data.DataLoader(list(zip(x, y)), batch_size=2)
+    l = Learner(
+        DataLoaders(dl(), dl()),
+        build(k),
+        loss_func=CrossEntropyLossFlat(),
+        cbs=[AdvTrain(PGD(0.02, steps=1)), AASTrain(period=1)],
+    )
+    l.logger = noop
+    with l.no_bar():
+        l.fit(1, 1e-4)
+    assert (scales_of(l.model) < 1).any() and scales_of(l.model).shape == (len(vit_blocks(l.model)),)
+
 
 def test_cost_of_training():
     "21 F for each mini-batch of a phase, nothing in other epochs"
     got = []
     for cbs in ([], [AASTrain(period=2)]):
-        m = Counted(tiny_vit(num_classes=4)); l = learner([AdvTrain(P2), *cbs, Callback(before_validate=lambda self: got.append((m.forwards,m.backwards)))], model=m); l.fit(1, 1e-3); l.fit(2, 1e-3)
-    plain,more = [got[3*i:3*i+3] for i in range(2)]
-    valid = 32-16                                                                                # validation passes between, the same in both
-    assert plain[0]==more[0] and all((m[0]-p[0], m[1]-p[1])==(11*16,10*16) for p,m in zip(plain[1:], more[1:]))
+        m = Counted(tiny_vit(num_classes=4))
+        l = learner(
+            [AdvTrain(P2), *cbs, Callback(before_validate=lambda self: got.append((m.forwards, m.backwards)))], model=m
+        )
+        l.fit(1, 1e-3)
+        l.fit(2, 1e-3)
+    plain, more = [got[3 * i : 3 * i + 3] for i in range(2)]
+    # validation passes between, the same in both
+    valid = 32 - 16
+    assert plain[0] == more[0] and all(
+        (m[0] - p[0], m[1] - p[1]) == (11 * 16, 10 * 16) for p, m in zip(plain[1:], more[1:])
+    )
+
 
 def test_callback_holds_no_tensors():
-    l = learner([AdvTrain(P2), AASTrain(period=1)]); l.fit(1, 1e-3)
-    assert not any(isinstance(v, (torch.Tensor,nn.Module)) for k,v in l.aas_train.__getstate__().items() if k!='learn') and eval(repr(AASTrain(period=3)), globals()).period==3
+    l = learner([AdvTrain(P2), AASTrain(period=1)])
+    l.fit(1, 1e-3)
+    assert (
+        not any(isinstance(v, (torch.Tensor, nn.Module)) for k, v in l.aas_train.__getstate__().items() if k != 'learn')
+        and eval(repr(AASTrain(period=3)), globals()).period == 3
+    )
 
-# --- scales that stay: `add_scales` of 00a_vit ------------------------------------------------------------------------------------------------
+
+# --- scales that stay: `add_scales` of 00a_vit
+# ------------------------------------------------------------------------------------------------
+
 
 @fam
 @fused
 def test_own_scales(k, on):
-    m = build(k, on); n = len(vit_blocks(m)); s = torch.linspace(.3,.9,n); own = add_scales(copy.deepcopy(m))
+    m = build(k, on)
+    n = len(vit_blocks(m))
+    s = torch.linspace(0.3, 0.9, n)
+    own = add_scales(copy.deepcopy(m))
     with torch.no_grad():
-        assert torch.equal(own(X), m(X)); add_scales(own, s); z = own(X); assert close(z, ScaledModel(m, s)(X)) and not close(z, m(X), 1e-6)
-        with attn_scale(own, .5): assert close(own(X), ScaledModel(m, s*.5)(X))
-        with attn_scale(own, torch.rand(n,5,1)): own(X)
+        assert torch.equal(own(X), m(X))
+        add_scales(own, s)
+        z = own(X)
+        assert close(z, ScaledModel(m, s)(X)) and not close(z, m(X), 1e-6)
+        with attn_scale(own, 0.5):
+            assert close(own(X), ScaledModel(m, s * 0.5)(X))
+        with attn_scale(own, torch.rand(n, 5, 1)):
+            own(X)
         assert torch.equal(own(X), z)
-        c = copy.deepcopy(own); add_scales(own, 1.); assert torch.equal(c(X), z) and torch.equal(own(X), m(X))                        # a copy has scales of its own
-        b = io.BytesIO(); torch.save(c, b); b.seek(0); assert torch.equal(torch.load(b, weights_only=False)(X), z)
-        f = add_scales(copy.deepcopy(m)); f.load_state_dict(c.state_dict()); assert torch.equal(f(X), z)
-        assert torch.equal(remove_scales(c)(X), m(X)) and list(c.state_dict())==list(m.state_dict()) and all(h==(0,0,0) for h in state_of(c)[2])
-    with pytest.raises(ValueError, match='blocks'): add_scales(m, [1.]*(n+1))
-    with pytest.raises(ValueError, match='nothing to remove'): remove_scales(m)
+        # a copy has scales of its own
+        c = copy.deepcopy(own)
+        add_scales(own, 1.0)
+        assert torch.equal(c(X), z) and torch.equal(own(X), m(X))
+        b = io.BytesIO()
+        torch.save(c, b)
+        b.seek(0)
+        assert torch.equal(torch.load(b, weights_only=False)(X), z)
+        f = add_scales(copy.deepcopy(m))
+        f.load_state_dict(c.state_dict())
+        assert torch.equal(f(X), z)
+        assert (
+            torch.equal(remove_scales(c)(X), m(X))
+            and list(c.state_dict()) == list(m.state_dict())
+            and all(h == (0, 0, 0) for h in state_of(c)[2])
+        )
+    with pytest.raises(ValueError, match='blocks'):
+        add_scales(m, [1.0] * (n + 1))
+    with pytest.raises(ValueError, match='nothing to remove'):
+        remove_scales(m)
+
 
 def test_own_scales_with_checkpointing():
-    m = build('vit'); own = add_scales(copy.deepcopy(m), .5); x = X.clone().requires_grad_(); g, = torch.autograd.grad(own(x).square().sum(), x)
-    own.model.set_grad_checkpointing(True); own.train(); g2, = torch.autograd.grad(own(x).square().sum(), x); assert close(g, g2, 1e-4)
+    m = build('vit')
+    own = add_scales(copy.deepcopy(m), 0.5)
+    x = X.clone().requires_grad_()
+    (g,) = torch.autograd.grad(own(x).square().sum(), x)
+    own.model.set_grad_checkpointing(True)
+    own.train()
+    (g2,) = torch.autograd.grad(own(x).square().sum(), x)
+    assert close(g, g2, 1e-4)
 
-# --- paper scale -----------------------------------------------------------------------------------------------------------------------------------
+
+# --- paper scale
+# -----------------------------------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name,size', [('vit_base_patch16_224',224), ('xcit_small_12_p8_224',224)])
+@pytest.mark.parametrize('name,size', [('vit_base_patch16_224', 224), ('xcit_small_12_p8_224', 224)])
 def test_paper_scale(name, size):
     "The paper's model with random weights: one ascent step, one attack step, one optimiser step, one evaluation batch"
-    m = Normalized(timm.create_model(name, num_classes=100)); x,y = torch.rand(1,3,size,size),torch.tensor([3]); A = AAS(PGD(8/255, steps=1), ascent=1)
-    x_adv = A(m, x, y); assert x_adv.shape==x.shape and robust_report(m, (x,predict(m, x)), [A], bs=1).rows[1]['n']==1
-    opt = torch.optim.SGD(m.parameters(), .1, momentum=.9); add_scales(m, A.but(per='batch').scales(m, x)); F.cross_entropy(m(x_adv), y).backward(); nn.utils.clip_grad_norm_(m.parameters(), 1.); opt.step(); assert m(x).isfinite().all()
+    m = Normalized(timm.create_model(name, num_classes=100))
+    x, y = torch.rand(1, 3, size, size), torch.tensor([3])
+    A = AAS(PGD(8 / 255, steps=1), ascent=1)
+    x_adv = A(m, x, y)
+    assert x_adv.shape == x.shape and robust_report(m, (x, predict(m, x)), [A], bs=1).rows[1]['n'] == 1
+    opt = torch.optim.SGD(m.parameters(), 0.1, momentum=0.9)
+    add_scales(m, A.but(per='batch').scales(m, x))
+    F.cross_entropy(m(x_adv), y).backward()
+    nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+    opt.step()
+    assert m(x).isfinite().all()
+
 
 def test_an_ensemble_goes_on_after_the_scaled_model_has_failed():
-    "An image that no longer fools the scaled model's judge may fool the model's: both columns are those of all members together"
-    x,y = planted_images(8); m = planted_vit(3); members = [PGD(.1, steps=1, alpha=1e-3, rand=False),PGD(.1, steps=20)]; A = Scaled(WorstCase(members), .3)
-    v = two_models(m, x, y, A); victim = A.scaled(m, x, y); ok = lambda f,o: predict(f, o)==y
-    xs = [Scaled(a, .3).craft(victim, x, y, 0) for a in members]
-    assert torch.equal(v['transferred'], ok(m,x)&ok(m,xs[0])&ok(m,xs[1])) and torch.equal(v['on_scaled'], ok(victim,x)&ok(victim,xs[0])&ok(victim,xs[1]))
-    only = two_models(m, x, y, Scaled(members[1], .3)); assert (v['transferred']<=only['transferred']).all()
-    same = two_models(m, x, y, Scaled(WorstCase(members[::-1]), .3)); assert all(torch.equal(v[k], same[k]) for k in v)      # the order of the members is nothing
-def test_twice_is_no_control_without_a_random_start():
-    t = scale_report(tv(), data(), Scaled(FGSM(.1), .5)).iloc[0]; assert t.twice==t.plain
+    """An image that no longer fools the scaled model's judge may fool the model's: both columns are those of all
+    members together"""
+    x, y = planted_images(8)
+    m = planted_vit(3)
+    members = [PGD(0.1, steps=1, alpha=1e-3, rand=False), PGD(0.1, steps=20)]
+    A = Scaled(WorstCase(members), 0.3)
+    v = two_models(m, x, y, A)
+    victim = A.scaled(m, x, y)
+    ok = lambda f, o: predict(f, o) == y
+    xs = [Scaled(a, 0.3).craft(victim, x, y, 0) for a in members]
+    assert torch.equal(v['transferred'], ok(m, x) & ok(m, xs[0]) & ok(m, xs[1])) and torch.equal(
+        v['on_scaled'], ok(victim, x) & ok(victim, xs[0]) & ok(victim, xs[1])
+    )
+    only = two_models(m, x, y, Scaled(members[1], 0.3))
+    assert (v['transferred'] <= only['transferred']).all()
+    # the order of the members is nothing
+    same = two_models(m, x, y, Scaled(WorstCase(members[::-1]), 0.3))
+    assert all(torch.equal(v[k], same[k]) for k in v)
 
-# --- one fit or many, second copies, held batches ---------------------------------------------------------------------------------------------------
+
+def test_twice_is_no_control_without_a_random_start():
+    t = scale_report(tv(), data(), Scaled(FGSM(0.1), 0.5)).iloc[0]
+    assert t.twice == t.plain
+
+
+# --- one fit or many, second copies, held batches
+# ---------------------------------------------------------------------------------------------------
+
 
 def life(fits):
     "A Learner that was trained in these calls of `fit`"
-    l = learner([AASTrain(period=2, aas=AAS(FGSM(), ascent=1))]); set_seed(0)
-    for kw in fits: l.fit(lr=1e-3, **kw)
+    l = learner([AASTrain(period=2, aas=AAS(FGSM(), ascent=1))])
+    set_seed(0)
+    for kw in fits:
+        l.fit(lr=1e-3, **kw)
     return l
+
+
 ONE = [dict(n_epoch=1)]
-@pytest.mark.parametrize('fits', [4*ONE, 2*[dict(n_epoch=2)], [dict(n_epoch=1), dict(n_epoch=4, start_epoch=1)]], ids=['1+1+1+1','2+2','1, and on with start_epoch'])
+
+
+@pytest.mark.parametrize(
+    'fits',
+    [4 * ONE, 2 * [dict(n_epoch=2)], [dict(n_epoch=1), dict(n_epoch=4, start_epoch=1)]],
+    ids=['1+1+1+1', '2+2', '1, and on with start_epoch'],
+)
 def test_the_period_counts_over_the_learners_life(fits):
-    a,b = life([dict(n_epoch=4)]),life(fits)
-    assert a.aas_train.df.epoch.tolist()==[2,4] and b.aas_train.df.equals(a.aas_train.df) and same(weights(a), weights(b))
+    a, b = life([dict(n_epoch=4)]), life(fits)
+    assert (
+        a.aas_train.df.epoch.tolist() == [2, 4]
+        and b.aas_train.df.equals(a.aas_train.df)
+        and same(weights(a), weights(b))
+    )
+
 
 def test_a_resumed_fit_counts_the_epochs_it_leaves_out():
-    l = learner([AASTrain(period=3, aas=AAS(FGSM(), ascent=1))]); l.fit(4, 1e-3, start_epoch=2); assert l.aas_train.df.epoch.tolist()==[3]
+    l = learner([AASTrain(period=3, aas=AAS(FGSM(), ascent=1))])
+    l.fit(4, 1e-3, start_epoch=2)
+    assert l.aas_train.df.epoch.tolist() == [3]
+
 
 def test_no_ascent_while_a_learning_rate_is_searched(tmp_path, monkeypatch):
     "Whatever epoch comes next"
-    l = learner([AASTrain(period=2, aas=AAS(FGSM(), ascent=1))], path=tmp_path); l.fit(1, 1e-3); seen = []
+    l = learner([AASTrain(period=2, aas=AAS(FGSM(), ascent=1))], path=tmp_path)
+    l.fit(1, 1e-3)
+    seen = []
     monkeypatch.setattr(AAS, 'scales', lambda self, m, *a, **k: seen.append(1) or scales_of(m))
-    with l.no_bar(): l.lr_find(num_it=4, show_plot=False)
-    assert not seen; l.fit(1, 1e-3); assert len(seen)==1
+    with l.no_bar():
+        l.lr_find(num_it=4, show_plot=False)
+    assert not seen
+    l.fit(1, 1e-3)
+    assert len(seen) == 1
+
 
 def test_a_second_copy_is_refused():
     for more in (AASTrain(period=3), type('Mine', (AASTrain,), {})()):
         l = learner([AASTrain(), more])
         for go in (lambda: l.fit(1), l.validate):
-            with pytest.raises(ValueError, match='two AASTrain callbacks'): go()
+            with pytest.raises(ValueError, match='two AASTrain callbacks'):
+                go()
+
 
 def test_held_batches_show_no_loss():
     "Nothing was trained on them: their loss is not the zero that a fit begins with, nor that of the batch before"
-    held,free = [learner([AdvTrain(P2), AASTrain(period=1, batches=1, hold=h)]) for h in (True,False)]; held.fit(1, 1e-3); free.fit(1, 1e-3)
-    assert len(held.recorder.losses)==1 and len(free.recorder.losses)==2 and min(l.recorder.values[0][0] for l in (held,free))>1
-    whole = learner([AASTrain(period=2, batches=None, hold=True, aas=AAS(FGSM(), ascent=1))]); whole.fit(3, 1e-3); v = [o[0] for o in whole.recorder.values]
-    assert math.isnan(v[1]) and v[0]>1 and v[2]>1 and len(whole.recorder.losses)==4 and all(math.isfinite(o[1]) for o in whole.recorder.values)
+    held, free = [learner([AdvTrain(P2), AASTrain(period=1, batches=1, hold=h)]) for h in (True, False)]
+    held.fit(1, 1e-3)
+    free.fit(1, 1e-3)
+    assert (
+        len(held.recorder.losses) == 1
+        and len(free.recorder.losses) == 2
+        and min(l.recorder.values[0][0] for l in (held, free)) > 1
+    )
+    whole = learner([AASTrain(period=2, batches=None, hold=True, aas=AAS(FGSM(), ascent=1))])
+    whole.fit(3, 1e-3)
+    v = [o[0] for o in whole.recorder.values]
+    assert (
+        math.isnan(v[1])
+        and v[0] > 1
+        and v[2] > 1
+        and len(whole.recorder.losses) == 4
+        and all(math.isfinite(o[1]) for o in whole.recorder.values)
+    )
 
-# --- a model that changes what it is given --------------------------------------------------------------------------------------------------------
+
+# --- a model that changes what it is given
+# --------------------------------------------------------------------------------------------------------
+
 
 class InPlace(Normalized):
     "Normalises the very tensor that it is called with"
-    def forward(self, x): return self.model(x.sub_(self.mean).div_(self.std))
-def in_place(m): return InPlace(m.model, m.mean, m.std).eval()
+
+    def forward(self, x):
+        return self.model(x.sub_(self.mean).div_(self.std))
+
+
+def in_place(m):
+    return InPlace(m.model, m.mean, m.std).eval()
+
 
 def test_every_attack_around_attacks_is_tried():
-    mine = {o for o in vars(aas_mod).values() if isinstance(o, type) and issubclass(o, aas_mod.Around) and o.__module__==aas_mod.__name__ and not o.__name__.startswith('_')}-{aas_mod.Around}
-    assert mine<={type(f()) for f in ATTACKS.values()}
+    mine = {
+        o
+        for o in vars(aas_mod).values()
+        if isinstance(o, type)
+        and issubclass(o, aas_mod.Around)
+        and o.__module__ == aas_mod.__name__
+        and not o.__name__.startswith('_')
+    } - {aas_mod.Around}
+    assert mine <= {type(f()) for f in ATTACKS.values()}
+
 
 @attacks
 def test_a_model_that_works_in_place(a):
-    m,A,x = build('vit'),ATTACKS[a](),X.clone(); want = A(m, x, Y)
+    m, A, x = build('vit'), ATTACKS[a](), X.clone()
+    want = A(m, x, Y)
     assert torch.equal(A(in_place(m), x, Y), want) and torch.equal(x, X)
 
-@pytest.mark.parametrize('see', [lambda m,x: AAS(PGD2).scales(m, x), lambda m,x: AAS(PGD2, guard=0., per='batch').scales(m, x), lambda m,x: AAS(PGD2, climb=ce, temperature=True).scales(m, x, Y), lambda m,x: torch.cat(attn_gaps(m, x), 1),
-    lambda m,x: torch.stack([*two_models(m, x, Y, AAS(WorstCase([FGSM(.05), PGD2]))).values()]), lambda m,x: torch.tensor(scale_report(m, (x,Y), [Scaled(PGD2, .5)]).values), lambda m,x: torch.tensor(AAS(PGD2).universal(m, (x,Y)).s)], ids=['scales','guard','labels','gaps','two models','report','universal'])
+
+@pytest.mark.parametrize(
+    'see',
+    [
+        lambda m, x: AAS(PGD2).scales(m, x),
+        lambda m, x: AAS(PGD2, guard=0.0, per='batch').scales(m, x),
+        lambda m, x: AAS(PGD2, climb=ce, temperature=True).scales(m, x, Y),
+        lambda m, x: torch.cat(attn_gaps(m, x), 1),
+        lambda m, x: torch.stack([*two_models(m, x, Y, AAS(WorstCase([FGSM(0.05), PGD2]))).values()]),
+        lambda m, x: torch.tensor(scale_report(m, (x, Y), [Scaled(PGD2, 0.5)]).values),
+        lambda m, x: torch.tensor(AAS(PGD2).universal(m, (x, Y)).s),
+    ],
+    ids=['scales', 'guard', 'labels', 'gaps', 'two models', 'report', 'universal'],
+)
 def test_what_looks_at_a_model_that_works_in_place(see):
-    m,x = build('vit'),X.clone(); want = see(m, x); assert torch.equal(see(in_place(m), x), want) and torch.equal(x, X)
+    m, x = build('vit'), X.clone()
+    want = see(m, x)
+    assert torch.equal(see(in_place(m), x), want) and torch.equal(x, X)
+
 
 def test_training_a_model_that_works_in_place():
-    def go(m): l = learner([AdvTrain(P2), AASTrain(period=1)], model=m); l.fit(1, 1e-3); return l
-    a,b = go(tiny_vit(num_classes=4)),go(in_place(tiny_vit(num_classes=4))); assert same(weights(a), weights(b)) and a.aas_train.df.equals(b.aas_train.df)
+    def go(m):
+        l = learner([AdvTrain(P2), AASTrain(period=1)], model=m)
+        l.fit(1, 1e-3)
+        return l
 
-# --- copies of a scaled model -----------------------------------------------------------------------------------------------------------------------
+    a, b = go(tiny_vit(num_classes=4)), go(in_place(tiny_vit(num_classes=4)))
+    assert same(weights(a), weights(b)) and a.aas_train.df.equals(b.aas_train.df)
+
+
+# --- copies of a scaled model
+# -----------------------------------------------------------------------------------------------------------------------
+
 
 def replica(m):
     "What `DataParallel` makes: a shallow copy of each module, with parameters and buffers of its own"
-    new = {o:o._replicate_for_data_parallel() for o in m.modules()}
-    for o,r in new.items():
-        r._modules = {k:new.get(c) for k,c in o._modules.items()}
-        r._parameters,r._buffers = [{k:None if v is None else v.clone() for k,v in d.items()} for d in (o._parameters,o._buffers)]
-        for k,v in r._parameters.items(): object.__setattr__(r, k, v) if k not in r._buffers else None
+    new = {o: o._replicate_for_data_parallel() for o in m.modules()}
+    for o, r in new.items():
+        r._modules = {k: new.get(c) for k, c in o._modules.items()}
+        r._parameters, r._buffers = [
+            {k: None if v is None else v.clone() for k, v in d.items()} for d in (o._parameters, o._buffers)
+        ]
+        for k, v in r._parameters.items():
+            object.__setattr__(r, k, v) if k not in r._buffers else None
     return new[m]
 
-@pytest.mark.parametrize('copied', [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), replica], ids=['deepcopy','pickle','replica'])
-@pytest.mark.parametrize('s', [.5, [.3,.6,.9], 1.], ids=['number','blocks','one'])
+
+@pytest.mark.parametrize(
+    'copied', [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), replica], ids=['deepcopy', 'pickle', 'replica']
+)
+@pytest.mark.parametrize('s', [0.5, [0.3, 0.6, 0.9], 1.0], ids=['number', 'blocks', 'one'])
 def test_a_copy_of_a_scaled_model_has_its_own_scales(copied, s):
-    m = build('vit'); a = ScaledModel(m, s); b = copied(a); z = a(X); assert torch.equal(b(X), z)
-    b.scales.mul_(.5); assert torch.equal(a(X), z) and close(b(X), ScaledModel(m, a.scales*.5)(X))
+    m = build('vit')
+    a = ScaledModel(m, s)
+    b = copied(a)
+    z = a(X)
+    assert torch.equal(b(X), z)
+    b.scales.mul_(0.5)
+    assert torch.equal(a(X), z) and close(b(X), ScaledModel(m, a.scales * 0.5)(X))
+
 
 def test_scales_that_were_loaded_or_swapped_count():
     "Also where the model began with a scale of 1, which is no scaling at all"
-    m = build('vit'); want = ScaledModel(m, .5)(X); one_ = ScaledModel(m, 1.)
-    assert torch.equal(torch.func.functional_call(one_, dict(scales=torch.tensor(.5)), (X,)), want)
-    one_.load_state_dict(ScaledModel(m, .5).state_dict()); assert torch.equal(one_(X), want)
+    m = build('vit')
+    want = ScaledModel(m, 0.5)(X)
+    one_ = ScaledModel(m, 1.0)
+    assert torch.equal(torch.func.functional_call(one_, dict(scales=torch.tensor(0.5)), (X,)), want)
+    one_.load_state_dict(ScaledModel(m, 0.5).state_dict())
+    assert torch.equal(one_(X), want)
 
-# --- what is the same, and what only prints alike -----------------------------------------------------------------------------------------------------
+
+# --- what is the same, and what only prints alike
+# -----------------------------------------------------------------------------------------------------
+
 
 def test_attacks_that_print_alike_are_not_one():
-    m = build('vit'); As = [AAS(PGD2, climb=lambda z,y: ce(z,y)), AAS(PGD2, climb=lambda z,y: -ce(z,y))]; assert repr(As[0])==repr(As[1])
-    with pytest.raises(ValueError, match='print as .*name them'): scale_report(m, (X,Y), As)
-    assert len(scale_report(m, (X,Y), [PGD_TWICE, PGD_TWICE], twice=False))==1
-PGD_TWICE = Scaled(PGD2, .5)
+    m = build('vit')
+    As = [AAS(PGD2, climb=lambda z, y: ce(z, y)), AAS(PGD2, climb=lambda z, y: -ce(z, y))]
+    assert repr(As[0]) == repr(As[1])
+    with pytest.raises(ValueError, match='print as .*name them'):
+        scale_report(m, (X, Y), As)
+    assert len(scale_report(m, (X, Y), [PGD_TWICE, PGD_TWICE], twice=False)) == 1
+
+
+PGD_TWICE = Scaled(PGD2, 0.5)
+
 
 @dataclass(frozen=True, repr=False)
 class ByRadius(AAS):
     "Scales that depend on the attack inside"
-    def scaled(self, model, x, y=None, *, target=None, seed=0): return ScaledModel(model, self.attack.eps)
+
+    def scaled(self, model, x, y=None, *, target=None, seed=0):
+        return ScaledModel(model, self.attack.eps)
+
 
 def test_scales_that_depend_on_the_attack_are_not_shared():
-    m = build('vit'); As = {str(e):ByRadius(PGD(e, steps=1)) for e in (.9,.01)}; t = scale_report(m, (X,Y), As, twice=False)
-    for k,a in As.items(): assert t.loc[k].equals(scale_report(m, (X,Y), {k:a}, twice=False).loc[k])
-    assert not close(ScaledModel(m, .9)(X), ScaledModel(m, .01)(X), 1e-3)
+    m = build('vit')
+    As = {str(e): ByRadius(PGD(e, steps=1)) for e in (0.9, 0.01)}
+    t = scale_report(m, (X, Y), As, twice=False)
+    for k, a in As.items():
+        assert t.loc[k].equals(scale_report(m, (X, Y), {k: a}, twice=False).loc[k])
+    assert not close(ScaledModel(m, 0.9)(X), ScaledModel(m, 0.01)(X), 1e-3)
 
-# --- another radius ---------------------------------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('wrap', [AAS, Float64, GapScaled, lambda a: Scaled(a, .5), lambda a: AAS(Float64(a))], ids=['aas','double','gap','scaled','nested'])
+# --- another radius
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'wrap',
+    [AAS, Float64, GapScaled, lambda a: Scaled(a, 0.5), lambda a: AAS(Float64(a))],
+    ids=['aas', 'double', 'gap', 'scaled', 'nested'],
+)
 def test_another_radius_scales_the_step_inside(wrap):
-    a = wrap(PGD(.1, steps=5, alpha=.04)); assert a.at_eps(.05)==wrap(PGD(.05, steps=5, alpha=.02)) and a.but(eps=.05)==wrap(PGD(.05, steps=5, alpha=.04)) and a.at_eps(0).eps==0
-    with pytest.raises(TypeError, match='no radius to change'): wrap(lambda model,x,y=None,*,seed=0,**kw: x).at_eps(.1)
+    a = wrap(PGD(0.1, steps=5, alpha=0.04))
+    assert (
+        a.at_eps(0.05) == wrap(PGD(0.05, steps=5, alpha=0.02))
+        and a.but(eps=0.05) == wrap(PGD(0.05, steps=5, alpha=0.04))
+        and a.at_eps(0).eps == 0
+    )
+    with pytest.raises(TypeError, match='no radius to change'):
+        wrap(lambda model, x, y=None, *, seed=0, **kw: x).at_eps(0.1)
+
 
 def test_a_climb_without_a_name_has_one():
     from functools import partial
-    assert AAS(PGD2, climb=partial(ce, smoothing=.1)).name=='aas_pgd2_climb'
+
+    assert AAS(PGD2, climb=partial(ce, smoothing=0.1)).name == 'aas_pgd2_climb'
 
 
-# --- data sorted by class ------------------------------------------------------------------------------------------------------------------------------------
+# --- data sorted by class
+# ------------------------------------------------------------------------------------------------------------------------------------
+
 
 def test_universal_scales_of_sorted_data_see_all_classes(monkeypatch):
-    seen,real = [],AAS.scales
+    seen, real = [], AAS.scales
     monkeypatch.setattr(AAS, 'scales', lambda self, m, x, y=None, **k: seen.append(y) or real(self, m, x, y, **k))
-    x = torch.rand(40, 3, 32, 32, generator=torch.Generator().manual_seed(0)); y = torch.arange(4).repeat_interleave(10); m = build('vit')
-    for data in ((x,y), torch.utils.data.DataLoader(list(zip(x,y)), batch_size=8)):
-        seen.clear(); AAS(PGD2, ascent=1).universal(m, data, n=1, bs=8); assert len(seen)==1 and len(seen[0])==8 and seen[0].unique().tolist()==[0,1,2,3]
-    i = torch.randperm(40, generator=torch.Generator().manual_seed(1)); seen.clear(); AAS(PGD2, ascent=1).universal(m, (x[i],y[i]), n=2, bs=8); assert torch.equal(torch.cat(seen), y[i][:16])      # as it comes, where that is fair
+    x = torch.rand(40, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(4).repeat_interleave(10)
+    m = build('vit')
+    for data in ((x, y), torch.utils.data.DataLoader(list(zip(x, y)), batch_size=8)):
+        seen.clear()
+        AAS(PGD2, ascent=1).universal(m, data, n=1, bs=8)
+        assert len(seen) == 1 and len(seen[0]) == 8 and seen[0].unique().tolist() == [0, 1, 2, 3]
+    # as it comes, where that is fair
+    i = torch.randperm(40, generator=torch.Generator().manual_seed(1))
+    seen.clear()
+    AAS(PGD2, ascent=1).universal(m, (x[i], y[i]), n=2, bs=8)
+    assert torch.equal(torch.cat(seen), y[i][:16])
+
 
 class Sorted(torch.utils.data.Dataset):
     "Sorted by class, and its labels cannot be read without its images"
-    def __init__(self): self.x,self.y = torch.rand(120, 3, 32, 32, generator=torch.Generator().manual_seed(0)),torch.arange(4).repeat_interleave(30)
-    def __len__(self): return len(self.y)
-    def __getitem__(self, i): return self.x[i],self.y[i]
-@pytest.mark.parametrize('measure', [lambda m, dl: AAS(PGD2, ascent=1).universal(m, dl, n=2), lambda m, dl: scale_report(m, dl, Scaled(FGSM(.01), .5), n=40), lambda m, dl: mask_accuracy(m, dl, masks=1, n=40)],
-    ids=['universal','scale_report','mask_accuracy'])
+
+    def __init__(self):
+        self.x, self.y = (
+            torch.rand(120, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
+            torch.arange(4).repeat_interleave(30),
+        )
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, i):
+        return self.x[i], self.y[i]
+
+
+@pytest.mark.parametrize(
+    'measure',
+    [
+        lambda m, dl: AAS(PGD2, ascent=1).universal(m, dl, n=2),
+        lambda m, dl: scale_report(m, dl, Scaled(FGSM(0.01), 0.5), n=40),
+        lambda m, dl: mask_accuracy(m, dl, masks=1, n=40),
+    ],
+    ids=['universal', 'scale_report', 'mask_accuracy'],
+)
 def test_images_of_few_of_the_classes_are_named(measure):
-    with pytest.warns(UserWarning, match='the 40 images are of 2 of '): measure(build('vit'), torch.utils.data.DataLoader(Sorted(), batch_size=20))
+    with pytest.warns(UserWarning, match='the 40 images are of 2 of '):
+        measure(build('vit'), torch.utils.data.DataLoader(Sorted(), batch_size=20))

@@ -1,6 +1,8 @@
-"""Every attack of the package against models that write where others still read: into their input, or into what they returned before.
+"""Every attack of the package against models that write where others still read: into their input, or into what they
+returned before.
 
 A new attack is found by itself. One that cannot be built from its defaults needs an entry in `ARGS`."""
+
 import inspect
 from contextlib import nullcontext
 import pytest, torch, warnings
@@ -15,95 +17,190 @@ from robust_nbdev.vit import attn_maps, block_outputs
 from robust_nbdev.robust_tokens import TokenAttack
 from robust_nbdev.test_utils import state_of, tiny_vit
 
-E = .1
-X,Y = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)),torch.tensor([0,1,2])
-BASES = {Value, Attack, PatchAttack, Around}                                                 # have no step of their own
+E = 0.1
+X, Y = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2])
+BASES = {Value, Attack, PatchAttack, Around}  # have no step of their own
 
-def vit(): return tiny_vit(size=16, patch=4, in_chans=3, num_classes=5).model
-def is_attack(c): return inspect.isclass(c) and issubclass(c, Value) and any('__call__' in vars(o) for o in c.__mro__) and c not in BASES
-CLASSES = [c for k,c in sorted(vars(everything).items()) if is_attack(c)]
+
+def vit():
+    return tiny_vit(size=16, patch=4, in_chans=3, num_classes=5).model
+
+
+def is_attack(c):
+    return (
+        inspect.isclass(c) and issubclass(c, Value) and any('__call__' in vars(o) for o in c.__mro__) and c not in BASES
+    )
+
+
+CLASSES = [c for k, c in sorted(vars(everything).items()) if is_attack(c)]
 
 pgd = PGD(E, steps=2)
-ARGS = {AAS:dict(attack=pgd, ascent=2), Scaled:dict(attack=pgd, s=.5), GapScaled:dict(attack=pgd), Float64:dict(attack=pgd), WorstCase:dict(attacks=[FGSM(E), PGD(E, steps=2, loss=kl)]),
-    Transfer:dict(surrogate=None, attack=pgd), AutoAttack:dict(eps=E, attacks=['apgd-ce', Square(E, queries=5)]), Square:dict(eps=E, queries=20), FAB:dict(eps=E, steps=3, targets=2),
-    APGDT:dict(eps=E, steps=3, targets=2), RandomOcclusion:dict(draws=3), GreedyOcclusion:dict(share=.2), TokenAttack:dict(eps=E, steps=3, bits='inside'), PatchFool:dict(steps=3)}
+ARGS = {
+    AAS: dict(attack=pgd, ascent=2),
+    Scaled: dict(attack=pgd, s=0.5),
+    GapScaled: dict(attack=pgd),
+    Float64: dict(attack=pgd),
+    WorstCase: dict(attacks=[FGSM(E), PGD(E, steps=2, loss=kl)]),
+    Transfer: dict(surrogate=None, attack=pgd),
+    AutoAttack: dict(eps=E, attacks=['apgd-ce', Square(E, queries=5)]),
+    Square: dict(eps=E, queries=20),
+    FAB: dict(eps=E, steps=3, targets=2),
+    APGDT: dict(eps=E, steps=3, targets=2),
+    RandomOcclusion: dict(draws=3),
+    GreedyOcclusion: dict(share=0.2),
+    TokenAttack: dict(eps=E, steps=3, bits='inside'),
+    PatchFool: dict(steps=3),
+}
+
+
 def made(cls, model):
     "An attack of this class, short"
     kw = {**ARGS.get(cls, {})}
-    if 'surrogate' in kw: kw['surrogate'] = model
-    if not kw: kw = {k:v for k,v in dict(eps=E, steps=3).items() if any(f.name==k and f.init for f in cls.__dataclass_fields__.values())}
+    if 'surrogate' in kw:
+        kw['surrogate'] = model
+    if not kw:
+        kw = {
+            k: v
+            for k, v in dict(eps=E, steps=3).items()
+            if any(f.name == k and f.init for f in cls.__dataclass_fields__.values())
+        }
     return cls(**kw)
 
-VARIANTS = {'kl':lambda m: PGD(E, steps=3, loss=kl), 'restarts':lambda m: PGD(E, steps=2, restarts=3), 'draws':lambda m: PGD(E, steps=2, draws=2), 'apgd kl':lambda m: APGD(E, steps=4, loss=kl, restarts=2),
-    'L2':lambda m: PGD(1., norm='L2', steps=3), 'square L2':lambda m: Square(1., norm='L2', queries=10), 'reference':lambda m: AutoAttack(E, attacks=['apgd-ce'], reference=True),
-    'transfer kl':lambda m: Transfer(m, PGD(E, steps=2, loss=kl)), 'fast':lambda m: Transfer(Fast(m, dtype=None, compile=False), pgd), 'counted':lambda m: Transfer(Counted(m), pgd)}
-ATTACKS = {**{c.__name__:lambda m, c=c: made(c, m) for c in CLASSES}, **VARIANTS}
+
+VARIANTS = {
+    'kl': lambda m: PGD(E, steps=3, loss=kl),
+    'restarts': lambda m: PGD(E, steps=2, restarts=3),
+    'draws': lambda m: PGD(E, steps=2, draws=2),
+    'apgd kl': lambda m: APGD(E, steps=4, loss=kl, restarts=2),
+    'L2': lambda m: PGD(1.0, norm='L2', steps=3),
+    'square L2': lambda m: Square(1.0, norm='L2', queries=10),
+    'reference': lambda m: AutoAttack(E, attacks=['apgd-ce'], reference=True),
+    'transfer kl': lambda m: Transfer(m, PGD(E, steps=2, loss=kl)),
+    'fast': lambda m: Transfer(Fast(m, dtype=None, compile=False), pgd),
+    'counted': lambda m: Transfer(Counted(m), pgd),
+}
+ATTACKS = {**{c.__name__: lambda m, c=c: made(c, m) for c in CLASSES}, **VARIANTS}
+
 
 class Pure(Wrapper):
     "Normalises its input, and leaves it alone"
-    def forward(self, x): return self.model((x-.5)/.5)
+
+    def forward(self, x):
+        return self.model((x - 0.5) / 0.5)
+
+
 class InPlace(Wrapper):
     "Normalises in place"
-    def forward(self, x): return self.model(x.sub_(.5).div_(.5))
+
+    def forward(self, x):
+        return self.model(x.sub_(0.5).div_(0.5))
+
+
 class Erases(Wrapper):
     "Leaves nothing of its input"
-    def forward(self, x): z = self.model((x-.5)/.5); x.detach().zero_(); return z
+
+    def forward(self, x):
+        z = self.model((x - 0.5) / 0.5)
+        x.detach().zero_()
+        return z
+
+
 class Reuses(Wrapper):
     "Answers in the same memory each time"
-    def __init__(self, model): super().__init__(model); self.out = {}
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.out = {}
+
     def forward(self, x):
-        z = self.model((x-.5)/.5)
+        z = self.model((x - 0.5) / 0.5)
         return self.out.setdefault(z.shape, torch.empty_like(z.detach())).detach().copy_(z)
 
-WIDER = {NFGSM}                                                                      # starts from noise around the ball, and is not projected
+
+# starts from noise around the ball, and is not projected
+WIDER = {NFGSM}
 WRITERS = [InPlace, Erases, Reuses]
+
 
 def adversarial(attack, model, x=X, y=Y):
     "What the attack makes, after a look at all that it must leave alone"
-    x,y = x.clone(),y.clone(); x0,y0,before = x.clone(),y.clone(),state_of(model)
+    x, y = x.clone(), y.clone()
+    x0, y0, before = x.clone(), y.clone(), state_of(model)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         x_adv = attack(model, x, y, seed=1)
-    assert torch.equal(x, x0) and torch.equal(y, y0) and state_of(model)==before and x_adv.dtype==x.dtype
-    d = (x_adv.float()-x.float()).flatten(1)
-    if attack.norm and type(attack) not in WIDER: assert (d.abs().amax(1) if attack.norm=='Linf' else d.norm(dim=1)).max()<=attack.eps+1e-6
-    assert 0<=x_adv.min() and x_adv.max()<=1
+    assert torch.equal(x, x0) and torch.equal(y, y0) and state_of(model) == before and x_adv.dtype == x.dtype
+    d = (x_adv.float() - x.float()).flatten(1)
+    if attack.norm and type(attack) not in WIDER:
+        assert (d.abs().amax(1) if attack.norm == 'Linf' else d.norm(dim=1)).max() <= attack.eps + 1e-6
+    assert 0 <= x_adv.min() and x_adv.max() <= 1
     return x_adv
+
 
 @pytest.mark.parametrize('writer', WRITERS)
 @pytest.mark.parametrize('k', ATTACKS)
 def test_models_that_write(k, writer):
-    m = vit(); pure,bad = Pure(m).eval(),writer(m).eval()
+    m = vit()
+    pure, bad = Pure(m).eval(), writer(m).eval()
     assert torch.equal(adversarial(ATTACKS[k](bad), bad), adversarial(ATTACKS[k](pure), pure))
 
-@pytest.mark.parametrize('how', ['amp','bfloat16','float64'])
+
+@pytest.mark.parametrize('how', ['amp', 'bfloat16', 'float64'])
 @pytest.mark.parametrize('k', ATTACKS)
 def test_models_that_write_in_other_precisions(k, how):
-    m = vit(); x = X
-    if how!='amp': dt = getattr(torch, how); m,x = m.to(dt),X.to(dt)
-    scope = torch.autocast('cpu', torch.bfloat16) if how=='amp' else nullcontext()
-    pure,bad = Pure(m).eval(),InPlace(m).eval()
-    with scope: assert torch.equal(adversarial(ATTACKS[k](bad), bad, x), adversarial(ATTACKS[k](pure), pure, x))
+    m = vit()
+    x = X
+    if how != 'amp':
+        dt = getattr(torch, how)
+        m, x = m.to(dt), X.to(dt)
+    scope = torch.autocast('cpu', torch.bfloat16) if how == 'amp' else nullcontext()
+    pure, bad = Pure(m).eval(), InPlace(m).eval()
+    with scope:
+        assert torch.equal(adversarial(ATTACKS[k](bad), bad, x), adversarial(ATTACKS[k](pure), pure, x))
 
-def writes_labels(z, y): v = margin(z, y.clone()); y.zero_(); return v
-def writes_reference(z, z0): v = kl(z, z0); z0.zero_(); return v
+
+def writes_labels(z, y):
+    v = margin(z, y.clone())
+    y.zero_()
+    return v
+
+
+def writes_reference(z, z0):
+    v = kl(z, z0)
+    z0.zero_()
+    return v
+
+
 writes_reference.clean = True
 
-@pytest.mark.parametrize('bad,good', [(writes_labels,margin), (writes_reference,kl)])
+
+@pytest.mark.parametrize('bad,good', [(writes_labels, margin), (writes_reference, kl)])
 @pytest.mark.parametrize('cls', [PGD, MIFGSM, APGD])
 def test_losses_that_write(cls, bad, good):
-    m = Pure(vit()).eval(); a = cls(E, steps=4, restarts=2, rand=True) if cls is MIFGSM else cls(E, steps=4, restarts=2)
+    m = Pure(vit()).eval()
+    a = cls(E, steps=4, restarts=2, rand=True) if cls is MIFGSM else cls(E, steps=4, restarts=2)
     assert torch.equal(adversarial(a.but(loss=bad), m), adversarial(a.but(loss=good), m))
 
-HELPERS = dict(targets=lambda m: choose_target(m, X, Y, 'likely'), outputs=lambda m: torch.stack(block_outputs(m, X)), maps=lambda m: torch.stack(attn_maps(m, X)),
-    patches=lambda m: torch.stack(patch_attention(m, X)), trace=lambda m: loss_trace(PGD(E, steps=3), m, X, Y, loss=lambda z,y: z[:,0]))
+
+HELPERS = dict(
+    targets=lambda m: choose_target(m, X, Y, 'likely'),
+    outputs=lambda m: torch.stack(block_outputs(m, X)),
+    maps=lambda m: torch.stack(attn_maps(m, X)),
+    patches=lambda m: torch.stack(patch_attention(m, X)),
+    trace=lambda m: loss_trace(PGD(E, steps=3), m, X, Y, loss=lambda z, y: z[:, 0]),
+)
+
+
 @pytest.mark.parametrize('writer', WRITERS)
 @pytest.mark.parametrize('k', HELPERS)
 def test_helpers_on_models_that_write(k, writer):
-    m,x0 = vit(),X.clone()
+    m, x0 = vit(), X.clone()
     assert torch.equal(HELPERS[k](writer(m).eval()), HELPERS[k](Pure(m).eval())) and torch.equal(X, x0)
 
+
 def test_passes_of_a_model_that_writes():
-    m = vit(); pure,bad = Counted(Pure(m)),Counted(InPlace(m))
-    for c in (pure, bad): APGD(E, steps=3)(c, X, Y)
-    assert (pure.forwards,pure.backwards)==(bad.forwards,bad.backwards)==(12,9)
+    m = vit()
+    pure, bad = Counted(Pure(m)), Counted(InPlace(m))
+    for c in (pure, bad):
+        APGD(E, steps=3)(c, X, Y)
+    assert (pure.forwards, pure.backwards) == (bad.forwards, bad.backwards) == (12, 9)

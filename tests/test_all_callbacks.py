@@ -1,140 +1,235 @@
-"""Every callback of the package, found by itself: a second copy is refused, several fits draw what one fit draws, and class
+"""Every callback of the package, found by itself: a second copy is refused, several fits draw what one fit draws, and
+class
 weights that are equal change nothing."""
+
 import pytest, torch
 from fastai.vision.all import Callback, CrossEntropyLossFlat, CutMix, MixUp, SaveModelCallback, SGD
 from robust_nbdev.all import *
 from robust_nbdev.test_utils import *
 
-for _n in [o for o in globals() if o.startswith('test')]: del globals()[_n]        # fastcore's, which pytest would collect
+# fastcore's, which pytest would collect
+for _n in [o for o in globals() if o.startswith('test')]:
+    del globals()[_n]
 
-PGD2,plain = PGD(.1, steps=2),torch.full((4,), 10.)
+PGD2, plain = PGD(0.1, steps=2), torch.full((4,), 10.0)
+
 
 def of_package(kind):
     "All public subclasses of a class that the package defines"
-    return {k:v for k,v in globals().items() if isinstance(v, type) and issubclass(v, kind) and v.__module__.startswith('robust_nbdev.')
-        and not v.__module__.endswith('test_utils') and not k.startswith('_')}
-ALL = {k:v for k,v in of_package(Callback).items() if v is not AdvCallback}
+    return {
+        k: v
+        for k, v in globals().items()
+        if isinstance(v, type)
+        and issubclass(v, kind)
+        and v.__module__.startswith('robust_nbdev.')
+        and not v.__module__.endswith('test_utils')
+        and not k.startswith('_')
+    }
+
+
+ALL = {k: v for k, v in of_package(Callback).items() if v is not AdvCallback}
 
 # How to make one; a new callback needs an entry here, and must refuse a second copy
-augment = xcit_recipe('n12', eps=.1).but(scale=(.5,1.), jitter=.4)
-MAKE = dict(AdvTrain=lambda: AdvTrain(PGD2), TRADES=lambda: TRADES(PGD2), MART=lambda: MART(PGD2), GAT=lambda: GAT(BernoulliFGSM(.1)),
-    FreeAT=lambda: FreeAT(FGSM(.1), replay=2), CatchOverfit=lambda: CatchOverfit(gap=2), AWP=lambda: AWP(.01), EMA=lambda: EMA(.9),
-    SaveEMA=lambda: SaveEMA(monitor='valid_loss', fname='ema'), SaveRun=lambda: SaveRun(),
-    Augment=lambda: Augment(augment), MixOrCut=lambda: MixOrCut(), CleanPass=lambda: CleanPass(),
-    KeepBest=lambda: KeepBest(FGSM(.1), None), AttackEffect=lambda: AttackEffect(.1, steps=(1,), many=2, n=8),
-    AdvValid=lambda: AdvValid(FGSM(.1)), CorruptValid=lambda: CorruptValid('gaussian_noise', 3), NoDecay=lambda: NoDecay(),
-    RobustTokens=lambda: RobustTokens(PGD2.but(loss=feat_cos)), TORA=lambda: TORA(PGD2), AFAT=lambda: AFAT(occlude=.25, lam=.1),
-    AASTrain=lambda: AASTrain(period=1))
-WATCHED = dict(CatchOverfit=[lambda: AdvTrain(PGD2)], SaveEMA=[lambda: EMA(.9)])          # what a callback cannot do without
+augment = xcit_recipe('n12', eps=0.1).but(scale=(0.5, 1.0), jitter=0.4)
+MAKE = dict(
+    AdvTrain=lambda: AdvTrain(PGD2),
+    TRADES=lambda: TRADES(PGD2),
+    MART=lambda: MART(PGD2),
+    GAT=lambda: GAT(BernoulliFGSM(0.1)),
+    FreeAT=lambda: FreeAT(FGSM(0.1), replay=2),
+    CatchOverfit=lambda: CatchOverfit(gap=2),
+    AWP=lambda: AWP(0.01),
+    EMA=lambda: EMA(0.9),
+    SaveEMA=lambda: SaveEMA(monitor='valid_loss', fname='ema'),
+    SaveRun=lambda: SaveRun(),
+    Augment=lambda: Augment(augment),
+    MixOrCut=lambda: MixOrCut(),
+    CleanPass=lambda: CleanPass(),
+    KeepBest=lambda: KeepBest(FGSM(0.1), None),
+    AttackEffect=lambda: AttackEffect(0.1, steps=(1,), many=2, n=8),
+    AdvValid=lambda: AdvValid(FGSM(0.1)),
+    CorruptValid=lambda: CorruptValid('gaussian_noise', 3),
+    NoDecay=lambda: NoDecay(),
+    RobustTokens=lambda: RobustTokens(PGD2.but(loss=feat_cos)),
+    TORA=lambda: TORA(PGD2),
+    AFAT=lambda: AFAT(occlude=0.25, lam=0.1),
+    AASTrain=lambda: AASTrain(period=1),
+)
+# what a callback cannot do without
+WATCHED = dict(CatchOverfit=[lambda: AdvTrain(PGD2)], SaveEMA=[lambda: EMA(0.9)])
+
 
 def tora_model():
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1); return tora_vit(tiny_vit(num_classes=4), d=2)
+        torch.manual_seed(1)
+        return tora_vit(tiny_vit(num_classes=4), d=2)
+
+
 def token_model():
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1); return add_tokens(tiny_vit(num_classes=4), 2, 'cls_patch')
+        torch.manual_seed(1)
+        return add_tokens(tiny_vit(num_classes=4), 2, 'cls_patch')
+
+
 MODELS = dict(TORA=tora_model, RobustTokens=token_model)
+
 
 def learner(name, cbs=(), tmp=None, **kw):
     "A Learner on which this callback can work; the order of the images is fixed"
-    dls = synth_dls(32); dls.loaders[0] = dls.train.new(shuffle=False)
-    if name=='RobustTokens': kw = {**dict(loss_func=FeatCos(), splitter=token_splitter, train_bn=False), **kw}
-    if name=='TORA': kw = {**dict(splitter=tora_splitter, train_bn=False), **kw}
+    dls = synth_dls(32)
+    dls.loaders[0] = dls.train.new(shuffle=False)
+    if name == 'RobustTokens':
+        kw = {**dict(loss_func=FeatCos(), splitter=token_splitter, train_bn=False), **kw}
+    if name == 'TORA':
+        kw = {**dict(splitter=tora_splitter, train_bn=False), **kw}
     model = MODELS.get(name, lambda: tiny_vit(num_classes=4))()
     l = synth_learner(dls=dls, model=model, cbs=list(cbs), opt_func=SGD, path=tmp, **kw)
-    if name in MODELS: l.freeze()
+    if name in MODELS:
+        l.freeze()
     return l
 
-def test_every_callback_is_in_the_table():
-    assert set(MAKE)==set(ALL), f'a callback without an entry: {set(MAKE)^set(ALL)}'
 
-LATER = {'NoDecay':pytest.mark.xfail(strict=False, reason='does not refuse a second copy yet')}
-@pytest.mark.parametrize('run', ['fit','validate'])
+def test_every_callback_is_in_the_table():
+    assert set(MAKE) == set(ALL), f'a callback without an entry: {set(MAKE) ^ set(ALL)}'
+
+
+LATER = {'NoDecay': pytest.mark.xfail(strict=False, reason='does not refuse a second copy yet')}
+
+
+@pytest.mark.parametrize('run', ['fit', 'validate'])
 @pytest.mark.parametrize('name', [pytest.param(k, marks=LATER.get(k, ())) for k in ALL])
 def test_a_second_copy_is_refused(name, run, tmp_path):
     "And the Learner works again when one of the two is removed"
-    if (name,run)==('SaveEMA','validate'): pytest.skip("fastai's SaveModelCallback is for fits alone")
+    if (name, run) == ('SaveEMA', 'validate'):
+        pytest.skip("fastai's SaveModelCallback is for fits alone")
     two = [MAKE[name]() for _ in range(2)]
     l = learner(name, [*[f() for f in WATCHED.get(name, [])], *two], tmp_path)
-    go = (lambda: l.fit(1, 0.)) if run=='fit' else l.validate
-    with pytest.raises(ValueError, match='two |same file'): go()
-    l.remove_cb(two[1]); l.fit(1, 0.)
+    go = (lambda: l.fit(1, 0.0)) if run == 'fit' else l.validate
+    with pytest.raises(ValueError, match='two |same file'):
+        go()
+    l.remove_cb(two[1])
+    l.fit(1, 0.0)
 
-@pytest.mark.parametrize('a,b', [('AdvTrain','TRADES'), ('MART','GAT'), ('FreeAT','AdvTrain')])
-@pytest.mark.parametrize('run', ['fit','validate'])
+
+@pytest.mark.parametrize('a,b', [('AdvTrain', 'TRADES'), ('MART', 'GAT'), ('FreeAT', 'AdvTrain')])
+@pytest.mark.parametrize('run', ['fit', 'validate'])
 def test_two_of_a_family_are_refused(a, b, run):
     l = learner(a, [MAKE[a](), MAKE[b]()])
-    with pytest.raises(ValueError, match='two AdvTrain callbacks'): l.fit(1, 0.) if run=='fit' else l.validate()
+    with pytest.raises(ValueError, match='two AdvTrain callbacks'):
+        l.fit(1, 0.0) if run == 'fit' else l.validate()
+
 
 @pytest.mark.parametrize('mixer', [MixUp, CutMix])
 def test_two_mixers_are_refused(mixer):
-    with pytest.raises(ValueError, match='two MixHandler'): learner('MixOrCut', [mixer(), MixOrCut()]).fit(1, 0.)
+    with pytest.raises(ValueError, match='two MixHandler'):
+        learner('MixOrCut', [mixer(), MixOrCut()]).fit(1, 0.0)
+
 
 def test_files_of_two_savers_are_their_own(tmp_path):
     "Another file is another matter"
-    l = learner('SaveEMA', [EMA(.9), SaveEMA(fname='a'), SaveEMA(fname='b')], tmp_path); l.fit(1, 0.)
-    with pytest.raises(ValueError, match='same file'): l.fit(1, 0., cbs=SaveModelCallback(fname='a'))
-    assert {f.stem for f in (tmp_path/'models').iterdir()}=={'a','b'}
+    l = learner('SaveEMA', [EMA(0.9), SaveEMA(fname='a'), SaveEMA(fname='b')], tmp_path)
+    l.fit(1, 0.0)
+    with pytest.raises(ValueError, match='same file'):
+        l.fit(1, 0.0, cbs=SaveModelCallback(fname='a'))
+    assert {f.stem for f in (tmp_path / 'models').iterdir()} == {'a', 'b'}
 
-# --- several fits are one fit ---------------------------------------------------------------------------------------------------
+
+# --- several fits are one fit
+# ---------------------------------------------------------------------------------------------------
+
 
 class Look(Callback):
     "The images that the model is trained on, and its loss, in each epoch"
+
     order = 100
-    def __init__(self): self.x,self.losses = [],[]
+
+    def __init__(self):
+        self.x, self.losses = [], []
+
     def before_batch(self):
-        if self.training: self.x.append(self.learn.x.as_subclass(torch.Tensor).detach().clone())
+        if self.training:
+            self.x.append(self.learn.x.as_subclass(torch.Tensor).detach().clone())
+
     def after_loss(self):
-        if self.training: self.losses.append(self.learn.loss.item())
+        if self.training:
+            self.losses.append(self.learn.loss.item())
+
 
 def trained(name, fits, cbs=None, tmp=None, **kw):
     "What the model sees in fits of these many epochs, with weights that stand still"
     own = cbs() if cbs else [*[f() for f in WATCHED.get(name, [])], MAKE[name]()]
     l = learner(name, [*own, look := Look()], tmp)
-    for n in fits: l.fit(n, 0., wd=0., **kw)
+    for n in fits:
+        l.fit(n, 0.0, wd=0.0, **kw)
     return look
 
-DRAWS = {k:None for k in ALL if k not in ('AdvValid','CorruptValid','NoDecay','SaveEMA','SaveRun','KeepBest','AttackEffect','CleanPass')}
-VARIANTS = dict(some_clean=lambda: [AdvTrain(PGD2, clean_images=.5)], noise=lambda: [AdvTrain(NFGSM(.1))], trades_awp=lambda: [TRADES(PGD2), AWP(.01)],
-    drops=lambda: [AdvTrain(ARDPRM(.1, steps=2, ard=.5, prm=.5))], near=lambda: [TRADES(NearPGD(.1, steps=1))], fgsm_rs=lambda: [AdvTrain(FGSM_RS(.1))])
+
+DRAWS = {
+    k: None
+    for k in ALL
+    if k not in ('AdvValid', 'CorruptValid', 'NoDecay', 'SaveEMA', 'SaveRun', 'KeepBest', 'AttackEffect', 'CleanPass')
+}
+VARIANTS = dict(
+    some_clean=lambda: [AdvTrain(PGD2, clean_images=0.5)],
+    noise=lambda: [AdvTrain(NFGSM(0.1))],
+    trades_awp=lambda: [TRADES(PGD2), AWP(0.01)],
+    drops=lambda: [AdvTrain(ARDPRM(0.1, steps=2, ard=0.5, prm=0.5))],
+    near=lambda: [TRADES(NearPGD(0.1, steps=1))],
+    fgsm_rs=lambda: [AdvTrain(FGSM_RS(0.1))],
+)
 CASES = {**DRAWS, **VARIANTS}
+
 
 @pytest.mark.parametrize('name', CASES)
 def test_four_fits_draw_what_one_fit_draws(name, tmp_path):
-    a,b = [trained(name, fits, CASES[name], tmp_path) for fits in ([4], [1,1,1,1])]
-    assert len(a.x)==len(b.x) and all(torch.equal(u, v) for u,v in zip(a.x, b.x)) and a.losses==b.losses
+    a, b = [trained(name, fits, CASES[name], tmp_path) for fits in ([4], [1, 1, 1, 1])]
+    assert len(a.x) == len(b.x) and all(torch.equal(u, v) for u, v in zip(a.x, b.x)) and a.losses == b.losses
 
-# what draws from torch's own numbers, or not at all; and AFAT and AASTrain, whose draws depend on what they have trained
-LIVES = [k for k in CASES if k not in ('Augment','MixOrCut','AWP','EMA','CatchOverfit','AFAT','AASTrain')]
+
+# what draws from torch's own numbers, or not at all; and AFAT and AASTrain, whose draws depend on what they have
+# trained
+LIVES = [k for k in CASES if k not in ('Augment', 'MixOrCut', 'AWP', 'EMA', 'CatchOverfit', 'AFAT', 'AASTrain')]
+
+
 @pytest.mark.parametrize('name', LIVES)
 def test_a_resumed_fit_draws_what_one_fit_draws(name, tmp_path):
     a = trained(name, [4], CASES[name], tmp_path)
     b = trained(name, [4], CASES[name], tmp_path, start_epoch=2)
-    n = len(a.x)//2
-    assert len(b.x)==n and all(torch.equal(u, v) for u,v in zip(a.x[n:], b.x))
+    n = len(a.x) // 2
+    assert len(b.x) == n and all(torch.equal(u, v) for u, v in zip(a.x[n:], b.x))
+
 
 def test_every_image_is_attacked_in_some_epoch():
     "With half of the images clean in each of several fits"
-    l = synth_learner(cbs=[AdvTrain(PGD2, clean_images=.5), look := Look()]); l.dls.loaders[0] = l.dls.train.new(shuffle=False)
+    l = synth_learner(cbs=[AdvTrain(PGD2, clean_images=0.5), look := Look()])
+    l.dls.loaders[0] = l.dls.train.new(shuffle=False)
     clean = torch.stack([o[0].as_subclass(torch.Tensor) for o in l.dls.train_ds])
-    for _ in range(8): l.fit(1, 0.)
-    moved = (torch.stack(look.x).view(8, *clean.shape)-clean).abs().flatten(2).amax(2)>0
-    assert moved.any(0).all() and .3<moved.float().mean()<.7
+    for _ in range(8):
+        l.fit(1, 0.0)
+    moved = (torch.stack(look.x).view(8, *clean.shape) - clean).abs().flatten(2).amax(2) > 0
+    assert moved.any(0).all() and 0.3 < moved.float().mean() < 0.7
+
 
 def test_the_epochs_of_a_fit_differ():
-    look = trained('AdvTrain', [1,1])
+    look = trained('AdvTrain', [1, 1])
     assert not torch.equal(look.x[0], look.x[2])
 
-# --- equal weights of the classes ------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('name', [k for k in of_package(AdvTrain) if k!='RobustTokens']+['AFAT','AWP'])      # tokens are trained on features
+# --- equal weights of the classes
+# ------------------------------------------------------------------------------------------------------
+
+
+# tokens are trained on features
+@pytest.mark.parametrize('name', [k for k in of_package(AdvTrain) if k != 'RobustTokens'] + ['AFAT', 'AWP'])
 def test_equal_class_weights_change_nothing(name):
     "The same trained loss and the same weights afterwards"
     ends = []
     for weight in (None, plain):
-        cbs = [AdvTrain(PGD2)] if name=='AWP' else []
+        cbs = [AdvTrain(PGD2)] if name == 'AWP' else []
         l = learner(name, [*cbs, MAKE[name](), look := Look()], loss_func=CrossEntropyLossFlat(weight=weight))
-        if name=='TORA': l.tora.phase = 'gate'
-        l.fit(2, 1e-2); ends.append((look.losses, torch.cat([p.detach().flatten() for p in l.model.parameters()])))
-    (a,v),(b,w) = ends
-    assert a==pytest.approx(b, rel=1e-4) and torch.allclose(v, w, atol=1e-5)
+        if name == 'TORA':
+            l.tora.phase = 'gate'
+        l.fit(2, 1e-2)
+        ends.append((look.losses, torch.cat([p.detach().flatten() for p in l.model.parameters()])))
+    (a, v), (b, w) = ends
+    assert a == pytest.approx(b, rel=1e-4) and torch.allclose(v, w, atol=1e-5)

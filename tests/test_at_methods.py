@@ -1,11 +1,38 @@
-"Every training method with everything that fastai offers: losses by hand, costs counted, weights to the bit, nothing left behind (R17-R21, R24; F08, F10)."
+"""Every training method with everything that fastai offers: losses by hand, costs counted, weights to the bit, nothing
+left behind (R17-R21, R24; F08, F10)."""
+
 import copy, itertools, math, warnings
 from functools import partial
 import pytest, torch, torch.nn.functional as F
 from fastai.optimizer import SGD
 from torch import nn
-from fastai.vision.all import (BCEWithLogitsLossFlat, Callback, CancelBatchException, CancelEpochException, CancelFitException, CancelTrainException, ChannelsLast, CrossEntropyLossFlat, CutMix, DataLoaders, DiceLoss,
-    EarlyStoppingCallback, GradientAccumulation, GradientClip, LabelSmoothingCrossEntropyFlat, Learner, L, MixUp, OptimWrapper, SaveModelCallback, accuracy, default_split, set_seed, noop, AccumMetric)
+from fastai.vision.all import (
+    BCEWithLogitsLossFlat,
+    Callback,
+    CancelBatchException,
+    CancelEpochException,
+    CancelFitException,
+    CancelTrainException,
+    ChannelsLast,
+    CrossEntropyLossFlat,
+    CutMix,
+    DataLoaders,
+    DiceLoss,
+    EarlyStoppingCallback,
+    GradientAccumulation,
+    GradientClip,
+    LabelSmoothingCrossEntropyFlat,
+    Learner,
+    L,
+    MixUp,
+    OptimWrapper,
+    SaveModelCallback,
+    accuracy,
+    default_split,
+    set_seed,
+    noop,
+    AccumMetric,
+)
 from fastai.callback.schedule import *
 from fastai.callback.training import *
 from robust_nbdev.core import *
@@ -17,873 +44,1856 @@ from robust_nbdev.datasets import fashion_mnist
 from robust_nbdev.evaluate import *
 from robust_nbdev.test_utils import *
 
-PGD2 = PGD(.1, steps=2)
-METHODS = dict(at=lambda: [AdvTrain(PGD2)], some=lambda: [AdvTrain(PGD2, clean_images=.5)], half=lambda: [AdvTrain(PGD2, clean_loss=.5)], rs=lambda: [AdvTrain(FGSM_RS(.1))], n=lambda: [AdvTrain(NFGSM(.1))],
-    mo=lambda: [AdvTrain(ARDPRM(.1, steps=2), ard=warmup(1, pct=.5), prm=warmup(1, pct=.5))], free=lambda: [FreeAT(FGSM(.1), replay=2)], trades=lambda: [TRADES(PGD2, eps=warmup(.1, pct=.5))],
-    mart=lambda: [MART(PGD2)], gat=lambda: [GAT(BernoulliFGSM(.1))], awp=lambda: [AWP(.01), AdvTrain(PGD2)], trades_awp=lambda: [TRADES(PGD2), AWP(.01)], all=lambda: [MART(PGD2), AWP(.01), EMA(.9), CatchOverfit(gap=2)])
+PGD2 = PGD(0.1, steps=2)
+METHODS = dict(
+    at=lambda: [AdvTrain(PGD2)],
+    some=lambda: [AdvTrain(PGD2, clean_images=0.5)],
+    half=lambda: [AdvTrain(PGD2, clean_loss=0.5)],
+    rs=lambda: [AdvTrain(FGSM_RS(0.1))],
+    n=lambda: [AdvTrain(NFGSM(0.1))],
+    mo=lambda: [AdvTrain(ARDPRM(0.1, steps=2), ard=warmup(1, pct=0.5), prm=warmup(1, pct=0.5))],
+    free=lambda: [FreeAT(FGSM(0.1), replay=2)],
+    trades=lambda: [TRADES(PGD2, eps=warmup(0.1, pct=0.5))],
+    mart=lambda: [MART(PGD2)],
+    gat=lambda: [GAT(BernoulliFGSM(0.1))],
+    awp=lambda: [AWP(0.01), AdvTrain(PGD2)],
+    trades_awp=lambda: [TRADES(PGD2), AWP(0.01)],
+    all=lambda: [MART(PGD2), AWP(0.01), EMA(0.9), CatchOverfit(gap=2)],
+)
 methods = pytest.mark.parametrize('method', METHODS)
-PAIRS = dict(trades=TRADES(PGD2), mart=MART(PGD2), gat=GAT(BernoulliFGSM(.1)), half=AdvTrain(PGD2, clean_loss=.3))
+PAIRS = dict(trades=TRADES(PGD2), mart=MART(PGD2), gat=GAT(BernoulliFGSM(0.1)), half=AdvTrain(PGD2, clean_loss=0.3))
 
-def small_dls(n=32, bs=16): return synth_dls(n, bs=bs)
+
+def small_dls(n=32, bs=16):
+    return synth_dls(n, bs=bs)
+
+
 def learner(cbs=None, model=None, **kw):
     l = synth_learner(cbs=cbs, dls=kw.pop('dls', None) or small_dls(), **kw)
-    if model is not None: l.model = model
+    if model is not None:
+        l.model = model
     return l
-def noisy_vit(): return tiny_vit(num_classes=4, proj_drop_rate=.2, attn_drop_rate=.2, drop_path_rate=.3)
-def weights(l): return [p.detach().clone() for p in l.model.parameters()]
-def same(a, b): return len(a)==len(b) and all(torch.equal(o,p) for o,p in zip(a,b))
-def close(a, b, rtol=1e-5): return all((o-p).norm()<=rtol*p.norm()+1e-7 for o,p in zip(a,b))
-def plain(x): return x.as_subclass(torch.Tensor)
-def flat(ps): return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in ps])
+
+
+def noisy_vit():
+    return tiny_vit(num_classes=4, proj_drop_rate=0.2, attn_drop_rate=0.2, drop_path_rate=0.3)
+
+
+def weights(l):
+    return [p.detach().clone() for p in l.model.parameters()]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(o, p) for o, p in zip(a, b))
+
+
+def close(a, b, rtol=1e-5):
+    return all((o - p).norm() <= rtol * p.norm() + 1e-7 for o, p in zip(a, b))
+
+
+def plain(x):
+    return x.as_subclass(torch.Tensor)
+
+
+def flat(ps):
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in ps])
+
 
 def check_clean(l, lf, flags=None):
     "What every fit must leave: the loss, modes, flags, hooks, scopes; and callbacks without tensors"
-    assert l.loss_func is lf and getattr(lf,'reduction','mean')=='mean' and not torch.is_autocast_enabled('cpu') and torch.is_grad_enabled()
-    assert all(h==(0,0,0) for h in state_of(l.model)[2])
-    assert [p.requires_grad for p in l.model.parameters()]==(flags or [True]*len(list(l.model.parameters())))
+    assert (
+        l.loss_func is lf
+        and getattr(lf, 'reduction', 'mean') == 'mean'
+        and not torch.is_autocast_enabled('cpu')
+        and torch.is_grad_enabled()
+    )
+    assert all(h == (0, 0, 0) for h in state_of(l.model)[2])
+    assert [p.requires_grad for p in l.model.parameters()] == (flags or [True] * len(list(l.model.parameters())))
     assert all(p.isfinite().all() for p in l.model.parameters())
     for c in l.cbs:
-        if isinstance(c, AdvCallback): assert not any(isinstance(v, (torch.Tensor,nn.Module)) for k,v in c.__getstate__().items() if k!='learn'), c
+        if isinstance(c, AdvCallback):
+            assert not any(
+                isinstance(v, (torch.Tensor, nn.Module)) for k, v in c.__getstate__().items() if k != 'learn'
+            ), c
 
-# --- schedules ------------------------------------------------------------------------------------------------------------
+
+# --- schedules
+# ------------------------------------------------------------------------------------------------------------
+
 
 def steps_of(cb, epochs=2):
     "(eps, step) in each batch"
     seen = []
-    learner([cb, Callback(before_batch=lambda self: seen.append((cb.current().eps, cb.current().step_size)) if self.training else None)]).fit(epochs, 0.)
+    learner(
+        [
+            cb,
+            Callback(
+                before_batch=lambda self: (
+                    seen.append((cb.current().eps, cb.current().step_size)) if self.training else None
+                )
+            ),
+        ]
+    ).fit(epochs, 0.0)
     return torch.tensor(seen)
-@pytest.mark.parametrize('attack', [PGD(.2, steps=2, alpha=.05), FGSM_RS(.2, alpha=.25), NFGSM(.2, alpha=.1), BernoulliFGSM(.2, alpha=.1), ARDPRM(.2, steps=2, alpha=.05), NearPGD(.2, steps=2, alpha=.05)], ids=repr)
+
+
+@pytest.mark.parametrize(
+    'attack',
+    [
+        PGD(0.2, steps=2, alpha=0.05),
+        FGSM_RS(0.2, alpha=0.25),
+        NFGSM(0.2, alpha=0.1),
+        BernoulliFGSM(0.2, alpha=0.1),
+        ARDPRM(0.2, steps=2, alpha=0.05),
+        NearPGD(0.2, steps=2, alpha=0.05),
+    ],
+    ids=repr,
+)
 @pytest.mark.parametrize('method', [AdvTrain, TRADES, MART])
 def test_a_step_given_for_one_radius_is_scaled_with_it(method, attack):
-    s = steps_of(method(attack, eps=warmup(.2, pct=1.)))
-    assert s[:,0].tolist()==pytest.approx([0,.05,.1,.15]) and torch.allclose(s[:,1], s[:,0]*attack.alpha/.2)
+    s = steps_of(method(attack, eps=warmup(0.2, pct=1.0)))
+    assert s[:, 0].tolist() == pytest.approx([0, 0.05, 0.1, 0.15]) and torch.allclose(
+        s[:, 1], s[:, 0] * attack.alpha / 0.2
+    )
+
+
 def test_a_step_given_to_the_callback_stays():
-    s = steps_of(AdvTrain(PGD(.2, steps=2, alpha=.05), eps=warmup(.2, pct=1.), alpha=.07))
-    assert s[:,1].tolist()==pytest.approx([.07]*4)
+    s = steps_of(AdvTrain(PGD(0.2, steps=2, alpha=0.05), eps=warmup(0.2, pct=1.0), alpha=0.07))
+    assert s[:, 1].tolist() == pytest.approx([0.07] * 4)
+
 
 def test_warmup_once_per_epoch_in_a_fit():
     seen = []
-    cb = AdvTrain(FGSM(.2), eps=warmup(.2, pct=.5, epochs=4))
-    l = learner([cb, Callback(before_batch=lambda self: seen.append(cb.scheduled().eps) if self.training else None)]); l.fit(4, 1e-3)
-    assert seen==pytest.approx([0,0,.1,.1,.2,.2,.2,.2])
-    for n in (3,7,10,29,30,100): assert [round(warmup(1., pct=1, epochs=n)(e/n)*n) for e in range(n)]==list(range(n))
-    with pytest.raises(ValueError, match='epochs'): warmup(.1, epochs=0)
-    assert repr(warmup(8/255, epochs=10))=='warmup(8/255, pct=0.1, epochs=10)'
+    cb = AdvTrain(FGSM(0.2), eps=warmup(0.2, pct=0.5, epochs=4))
+    l = learner([cb, Callback(before_batch=lambda self: seen.append(cb.scheduled().eps) if self.training else None)])
+    l.fit(4, 1e-3)
+    assert seen == pytest.approx([0, 0, 0.1, 0.1, 0.2, 0.2, 0.2, 0.2])
+    for n in (3, 7, 10, 29, 30, 100):
+        assert [round(warmup(1.0, pct=1, epochs=n)(e / n) * n) for e in range(n)] == list(range(n))
+    with pytest.raises(ValueError, match='epochs'):
+        warmup(0.1, epochs=0)
+    assert repr(warmup(8 / 255, epochs=10)) == 'warmup(8/255, pct=0.1, epochs=10)'
+
 
 def test_switch():
-    s = switch(40, pct=.85, before=10)
-    assert [s(p) for p in (0,.84,.85,1)]==[10,10,40,40] and repr(s)=='switch(40, pct=0.85, before=10)'
-    with pytest.raises(ValueError, match='between 0 and 1'): switch(1, pct=2)
+    s = switch(40, pct=0.85, before=10)
+    assert [s(p) for p in (0, 0.84, 0.85, 1)] == [10, 10, 40, 40] and repr(s) == 'switch(40, pct=0.85, before=10)'
+    with pytest.raises(ValueError, match='between 0 and 1'):
+        switch(1, pct=2)
+
 
 def test_any_field_of_the_attack_follows_a_schedule():
     seen = []
-    cb = AdvTrain(PGD(.1), steps=switch(3, pct=.5, before=1), alpha=.01)
-    l = learner([cb, Callback(before_batch=lambda self: seen.append((cb.current().steps, cb.current().alpha)) if self.training else None)]); l.fit(2, 1e-3)
-    assert seen==[(1,.01)]*2+[(3,.01)]*2
-    with pytest.raises(TypeError, match='foo'): AdvTrain(PGD(.1), foo=1)
-    with pytest.raises(TypeError, match='alpha= needs an attack'): AdvTrain(lambda m,x,y,seed=0: x, alpha=1.)
+    cb = AdvTrain(PGD(0.1), steps=switch(3, pct=0.5, before=1), alpha=0.01)
+    l = learner(
+        [
+            cb,
+            Callback(
+                before_batch=lambda self: (
+                    seen.append((cb.current().steps, cb.current().alpha)) if self.training else None
+                )
+            ),
+        ]
+    )
+    l.fit(2, 1e-3)
+    assert seen == [(1, 0.01)] * 2 + [(3, 0.01)] * 2
+    with pytest.raises(TypeError, match='foo'):
+        AdvTrain(PGD(0.1), foo=1)
+    with pytest.raises(TypeError, match='alpha= needs an attack'):
+        AdvTrain(lambda m, x, y, seed=0: x, alpha=1.0)
 
-@pytest.mark.parametrize('cb,words', [(TRADES(PGD2, eps=warmup(.1)), 'TRADES(PGD(0.1, steps=2), beta=6, eps=warmup(0.1, pct=0.1))'), (AdvTrain(PGD2, clean_loss=.5), 'AdvTrain(PGD(0.1, steps=2), clean_loss=0.5)'),
-    (AdvTrain(PGD2, clean_images=.25), 'AdvTrain(PGD(0.1, steps=2), clean_images=0.25)'), (GAT(BernoulliFGSM(8/255), beta=switch(40,.85,10)), 'GAT(BernoulliFGSM(8/255), beta=switch(40, pct=0.85, before=10))'),
-    (FreeAT(FGSM(.1)), 'FreeAT(FGSM(0.1))'), (AWP(.005), 'AWP(0.005)'), (AWP(switch(.005,.05)), 'AWP(switch(0.005, pct=0.05, before=0))'), (EMA(.99), 'EMA(0.99)'), (CatchOverfit(then=PGD2), 'CatchOverfit(PGD(8/255, steps=5), gap=0.2, then=PGD(0.1, steps=2))'), (AdvTrain(PGD2, alpha=2/255), 'AdvTrain(PGD(0.1, steps=2), alpha=2/255)')])
-def test_repr(cb, words): assert repr(cb)==words
 
-@pytest.mark.parametrize('make,words', [(lambda: TRADES(FGSM(.1)), 'compares with the clean output'), (lambda: GAT(FGSM(.1)), 'compares with the clean output'), (lambda: AdvTrain(PGD2, clean_images=2), 'clean_images is a share'),
-    (lambda: FreeAT(FGSM(.1), replay=0), 'whole number'), (lambda: AWP(-1), '>= 0'), (lambda: ARDPRM(.1, ard=2.), 'ard is a share')])
+@pytest.mark.parametrize(
+    'cb,words',
+    [
+        (TRADES(PGD2, eps=warmup(0.1)), 'TRADES(PGD(0.1, steps=2), beta=6, eps=warmup(0.1, pct=0.1))'),
+        (AdvTrain(PGD2, clean_loss=0.5), 'AdvTrain(PGD(0.1, steps=2), clean_loss=0.5)'),
+        (AdvTrain(PGD2, clean_images=0.25), 'AdvTrain(PGD(0.1, steps=2), clean_images=0.25)'),
+        (
+            GAT(BernoulliFGSM(8 / 255), beta=switch(40, 0.85, 10)),
+            'GAT(BernoulliFGSM(8/255), beta=switch(40, pct=0.85, before=10))',
+        ),
+        (FreeAT(FGSM(0.1)), 'FreeAT(FGSM(0.1))'),
+        (AWP(0.005), 'AWP(0.005)'),
+        (AWP(switch(0.005, 0.05)), 'AWP(switch(0.005, pct=0.05, before=0))'),
+        (EMA(0.99), 'EMA(0.99)'),
+        (CatchOverfit(then=PGD2), 'CatchOverfit(PGD(8/255, steps=5), gap=0.2, then=PGD(0.1, steps=2))'),
+        (AdvTrain(PGD2, alpha=2 / 255), 'AdvTrain(PGD(0.1, steps=2), alpha=2/255)'),
+    ],
+)
+def test_repr(cb, words):
+    assert repr(cb) == words
+
+
+@pytest.mark.parametrize(
+    'make,words',
+    [
+        (lambda: TRADES(FGSM(0.1)), 'compares with the clean output'),
+        (lambda: GAT(FGSM(0.1)), 'compares with the clean output'),
+        (lambda: AdvTrain(PGD2, clean_images=2), 'clean_images is a share'),
+        (lambda: FreeAT(FGSM(0.1), replay=0), 'whole number'),
+        (lambda: AWP(-1), '>= 0'),
+        (lambda: ARDPRM(0.1, ard=2.0), 'ard is a share'),
+    ],
+)
 def test_refused_values(make, words):
-    with pytest.raises(ValueError, match=words): make()
-@pytest.mark.parametrize('make,words', [(lambda: FreeAT(APGD(.1)), 'FreeAT climbs'), (lambda: FreeAT(FGSM(.1, loss=margin)), 'FreeAT climbs'), (lambda: TRADES(.1), 'expected an attack'), (lambda: CatchOverfit(then=3), 'expected an attack')])
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    'make,words',
+    [
+        (lambda: FreeAT(APGD(0.1)), 'FreeAT climbs'),
+        (lambda: FreeAT(FGSM(0.1, loss=margin)), 'FreeAT climbs'),
+        (lambda: TRADES(0.1), 'expected an attack'),
+        (lambda: CatchOverfit(then=3), 'expected an attack'),
+    ],
+)
 def test_refused_types(make, words):
-    with pytest.raises(TypeError, match=words): make()
+    with pytest.raises(TypeError, match=words):
+        make()
+
 
 def test_two_methods_are_refused():
-    with pytest.raises(ValueError, match=r'two AdvTrain callbacks, .*remove_cb\((AdvTrain|TRADES)\)'): learner([AdvTrain(PGD2), TRADES(PGD2)]).fit(1)
+    with pytest.raises(ValueError, match=r'two AdvTrain callbacks, .*remove_cb\((AdvTrain|TRADES)\)'):
+        learner([AdvTrain(PGD2), TRADES(PGD2)]).fit(1)
 
-# --- losses and gradients by hand -----------------------------------------------------------------------------------------------
+
+# --- losses and gradients by hand
+# -----------------------------------------------------------------------------------------------
+
 
 class Grab(Callback):
     "The first step: the model, the joint batch, labels, loss; then stop"
-    order = 9
-    def before_fit(self): self.m = None
-    def before_batch(self):
-        if self.m is None: self.m,self.x,self.y = copy.deepcopy(self.model),self.learn.x.as_subclass(torch.Tensor).clone(),self.learn.y.as_subclass(torch.Tensor).clone()
-    def before_step(self): self.g,self.value = flat(self.model.parameters()),self.learn.loss.item(); raise CancelFitException()
 
-def kl_(z_adv, z): return F.kl_div(z_adv.log_softmax(1), z.softmax(1), reduction='batchmean')
+    order = 9
+
+    def before_fit(self):
+        self.m = None
+
+    def before_batch(self):
+        if self.m is None:
+            self.m, self.x, self.y = (
+                copy.deepcopy(self.model),
+                self.learn.x.as_subclass(torch.Tensor).clone(),
+                self.learn.y.as_subclass(torch.Tensor).clone(),
+            )
+
+    def before_step(self):
+        self.g, self.value = flat(self.model.parameters()), self.learn.loss.item()
+        raise CancelFitException()
+
+
+def kl_(z_adv, z):
+    return F.kl_div(z_adv.log_softmax(1), z.softmax(1), reduction='batchmean')
+
+
 def mart_(z, z_adv, y):
-    p,q = z.softmax(1),z_adv.softmax(1)
-    top = q.argsort(1)[:,-2:]; wrong = torch.where(top[:,-1]==y, top[:,-2], top[:,-1])
-    robust = (F.kl_div((q+1e-12).log(), p, reduction='none').sum(1)*(1.0000001-p.gather(1, y[:,None])[:,0])).mean()
-    return F.cross_entropy(z_adv, y)+F.nll_loss((1.0001-q+1e-12).log(), wrong)+5*robust
-BY_HAND = dict(trades=lambda z,z_adv,y: F.cross_entropy(z, y)+6*kl_(z_adv, z), mart=mart_, gat=lambda z,z_adv,y: F.cross_entropy(z, y)+10*(z.softmax(1)-z_adv.softmax(1)).pow(2).sum(1).mean(),
-    half=lambda z,z_adv,y: .3*F.cross_entropy(z, y)+.7*F.cross_entropy(z_adv, y))
+    p, q = z.softmax(1), z_adv.softmax(1)
+    top = q.argsort(1)[:, -2:]
+    wrong = torch.where(top[:, -1] == y, top[:, -2], top[:, -1])
+    robust = (
+        F.kl_div((q + 1e-12).log(), p, reduction='none').sum(1) * (1.0000001 - p.gather(1, y[:, None])[:, 0])
+    ).mean()
+    return F.cross_entropy(z_adv, y) + F.nll_loss((1.0001 - q + 1e-12).log(), wrong) + 5 * robust
+
+
+BY_HAND = dict(
+    trades=lambda z, z_adv, y: F.cross_entropy(z, y) + 6 * kl_(z_adv, z),
+    mart=mart_,
+    gat=lambda z, z_adv, y: F.cross_entropy(z, y) + 10 * (z.softmax(1) - z_adv.softmax(1)).pow(2).sum(1).mean(),
+    half=lambda z, z_adv, y: 0.3 * F.cross_entropy(z, y) + 0.7 * F.cross_entropy(z_adv, y),
+)
+
+
 @pytest.mark.parametrize('k', BY_HAND)
 def test_loss_and_gradient_by_hand(k):
     "As the authors write it: two forwards, no shared code; and the attack is the one stated"
-    l = learner([PAIRS[k], Grab()]); seed = torch.initial_seed()%2**62; l.fit(1, 1e-3); g = l.grab
-    x,x_adv = g.x.chunk(2); m = g.m
-    attack = {'trades':PGD2.but(loss=kl), 'mart':PGD2, 'half':PGD2, 'gat':BernoulliFGSM(.1)}[k]
-    assert torch.equal(attack(m, x, None if k=='trades' else g.y, seed=seed), x_adv) and .05<(x_adv-x).abs().max()<=.1+1e-6
-    m.zero_grad(); v = BY_HAND[k](m(x), m(x_adv), g.y); v.backward()
-    assert g.value==pytest.approx(v.item(), abs=1e-5) and torch.allclose(g.g, flat(m.parameters()), atol=1e-6)
+    l = learner([PAIRS[k], Grab()])
+    seed = torch.initial_seed() % 2**62
+    l.fit(1, 1e-3)
+    g = l.grab
+    x, x_adv = g.x.chunk(2)
+    m = g.m
+    attack = {'trades': PGD2.but(loss=kl), 'mart': PGD2, 'half': PGD2, 'gat': BernoulliFGSM(0.1)}[k]
+    assert (
+        torch.equal(attack(m, x, None if k == 'trades' else g.y, seed=seed), x_adv)
+        and 0.05 < (x_adv - x).abs().max() <= 0.1 + 1e-6
+    )
+    m.zero_grad()
+    v = BY_HAND[k](m(x), m(x_adv), g.y)
+    v.backward()
+    assert g.value == pytest.approx(v.item(), abs=1e-5) and torch.allclose(g.g, flat(m.parameters()), atol=1e-6)
+
 
 class Trained(Callback):
     "What the first joint batch was trained on, its gradient to the model's output, and both by hand"
-    order = AdvTrain.order+.1
-    def __init__(self, objective): self.objective,self.got = objective,None
+
+    order = AdvTrain.order + 0.1
+
+    def __init__(self, objective):
+        self.objective, self.got = objective, None
+
     def after_loss(self):
-        if not self.training or self.got: return
-        z,L = self.look.z,lambda o: self.learn.loss_func(o, *self.yb)
+        if not self.training or self.got:
+            return
+        z, L = self.look.z, lambda o: self.learn.loss_func(o, *self.yb)
         want = self.objective(L, *z.chunk(2), plain(self.y))
         grads = [torch.autograd.grad(v, z, retain_graph=True)[0] for v in (self.learn.loss_grad, want)]
-        self.got = self.learn.loss.item(),want.item(),*grads
-class Look(Callback):
-    order = AdvTrain.order-.1
-    def after_pred(self): self.z = self.learn.pred
+        self.got = self.learn.loss.item(), want.item(), *grads
 
-def kl_each(z_adv, z): return F.kl_div(z_adv.log_softmax(1), z.softmax(1), reduction='none').sum(1)
+
+class Look(Callback):
+    order = AdvTrain.order - 0.1
+
+    def after_pred(self):
+        self.z = self.learn.pred
+
+
+def kl_each(z_adv, z):
+    return F.kl_div(z_adv.log_softmax(1), z.softmax(1), reduction='none').sum(1)
+
+
 def mart_each(z, z_adv, y):
-    p,q = z.softmax(1),z_adv.softmax(1)
-    wrong = q.scatter(1, y[:,None], 0).amax(1)
-    return -(1.0001-wrong).log()+5*kl_each(z_adv, z)*(1.0000001-p.gather(1, y[:,None])[:,0])
+    p, q = z.softmax(1), z_adv.softmax(1)
+    wrong = q.scatter(1, y[:, None], 0).amax(1)
+    return -(1.0001 - wrong).log() + 5 * kl_each(z_adv, z) * (1.0000001 - p.gather(1, y[:, None])[:, 0])
+
+
 # method -> its callback, L of which output, and what is added per image; `left_out` images count in what needs no label
-OBJECTIVES = dict(half=(lambda: AdvTrain(PGD2, clean_loss=.3), lambda L,z,a: .3*L(z)+.7*L(a), lambda z,a,y: 0*z[:,0]),
-    trades=(lambda: TRADES(PGD2), lambda L,z,a: L(z), lambda z,a,y: 6*kl_each(a, z)),
-    gat=(lambda: GAT(BernoulliFGSM(.1)), lambda L,z,a: L(z), lambda z,a,y: 10*(z.softmax(1)-a.softmax(1)).pow(2).sum(1)),
-    mart=(lambda: MART(PGD2), lambda L,z,a: L(a), mart_each))
-few = torch.tensor([1.,2.,3.,.5])
-LOSSES = dict(plain={}, equal_weights=dict(weight=torch.full((4,), 10.)), weights=dict(weight=few), summed=dict(reduction='sum'), weights_summed=dict(weight=few, reduction='sum'),
-    a_class_without_weight=dict(weight=torch.tensor([1.,0,2,3])), ignored=dict(ignore_index=2), smoothed=dict(label_smoothing=.1), all=dict(weight=few, ignore_index=3, label_smoothing=.1, reduction='sum'))
+OBJECTIVES = dict(
+    half=(lambda: AdvTrain(PGD2, clean_loss=0.3), lambda L, z, a: 0.3 * L(z) + 0.7 * L(a), lambda z, a, y: 0 * z[:, 0]),
+    trades=(lambda: TRADES(PGD2), lambda L, z, a: L(z), lambda z, a, y: 6 * kl_each(a, z)),
+    gat=(
+        lambda: GAT(BernoulliFGSM(0.1)),
+        lambda L, z, a: L(z),
+        lambda z, a, y: 10 * (z.softmax(1) - a.softmax(1)).pow(2).sum(1),
+    ),
+    mart=(lambda: MART(PGD2), lambda L, z, a: L(a), mart_each),
+)
+few = torch.tensor([1.0, 2.0, 3.0, 0.5])
+LOSSES = dict(
+    plain={},
+    equal_weights=dict(weight=torch.full((4,), 10.0)),
+    weights=dict(weight=few),
+    summed=dict(reduction='sum'),
+    weights_summed=dict(weight=few, reduction='sum'),
+    a_class_without_weight=dict(weight=torch.tensor([1.0, 0, 2, 3])),
+    ignored=dict(ignore_index=2),
+    smoothed=dict(label_smoothing=0.1),
+    all=dict(weight=few, ignore_index=3, label_smoothing=0.1, reduction='sum'),
+)
+
 
 @pytest.mark.parametrize('loss', LOSSES)
 @pytest.mark.parametrize('method', OBJECTIVES)
 def test_the_learners_own_loss_is_in_the_objective(method, loss):
     "Its value, and its gradient to the output"
-    make,whole,each = OBJECTIVES[method]; kw = LOSSES[loss]
-    if method=='mart' and 'label_smoothing' in kw: pytest.skip('by hand for hard labels alone')
+    make, whole, each = OBJECTIVES[method]
+    kw = LOSSES[loss]
+    if method == 'mart' and 'label_smoothing' in kw:
+        pytest.skip('by hand for hard labels alone')
+
     def objective(L, z, a, y):
         kept = torch.ones_like(y, dtype=torch.bool)
-        if method=='mart': kept = (y!=kw.get('ignore_index',-100)) & (kw['weight'][y]>0 if 'weight' in kw else True)
+        if method == 'mart':
+            kept = (y != kw.get('ignore_index', -100)) & (kw['weight'][y] > 0 if 'weight' in kw else True)
         v = each(z, a, y)[kept]
-        return whole(L, z, a)+(v.sum() if kw.get('reduction')=='sum' else v.mean())
-    l = learner([make(), Look(), t := Trained(objective)], loss_func=CrossEntropyLossFlat(**kw)); l.fit(1, 0.)
-    value,want,g,want_g = t.got
-    assert value==pytest.approx(want, rel=1e-5) and torch.allclose(g, want_g, atol=1e-5*want_g.abs().max())
+        return whole(L, z, a) + (v.sum() if kw.get('reduction') == 'sum' else v.mean())
 
-@pytest.mark.parametrize('loss', ['plain','weights','summed'])
+    l = learner([make(), Look(), t := Trained(objective)], loss_func=CrossEntropyLossFlat(**kw))
+    l.fit(1, 0.0)
+    value, want, g, want_g = t.got
+    assert value == pytest.approx(want, rel=1e-5) and torch.allclose(g, want_g, atol=1e-5 * want_g.abs().max())
+
+
+@pytest.mark.parametrize('loss', ['plain', 'weights', 'summed'])
 @pytest.mark.parametrize('mix', [MixUp, CutMix])
-@pytest.mark.parametrize('method', ['half','trades','gat'])
+@pytest.mark.parametrize('method', ['half', 'trades', 'gat'])
 def test_the_learners_mixed_loss_is_in_the_objective(method, mix, loss):
-    make,whole,each = OBJECTIVES[method]; kw = LOSSES[loss]
-    def objective(L, z, a, y): v = each(z, a, y); return whole(L, z, a)+(v.sum() if 'reduction' in kw else v.mean())
-    l = learner([make(), mix(1.), Look(), t := Trained(objective)], loss_func=CrossEntropyLossFlat(**kw)); l.fit(1, 0.)
-    value,want,g,want_g = t.got
-    assert value==pytest.approx(want, rel=1e-5) and torch.allclose(g, want_g, atol=1e-5*want_g.abs().max())
+    make, whole, each = OBJECTIVES[method]
+    kw = LOSSES[loss]
+
+    def objective(L, z, a, y):
+        v = each(z, a, y)
+        return whole(L, z, a) + (v.sum() if 'reduction' in kw else v.mean())
+
+    l = learner([make(), mix(1.0), Look(), t := Trained(objective)], loss_func=CrossEntropyLossFlat(**kw))
+    l.fit(1, 0.0)
+    value, want, g, want_g = t.got
+    assert value == pytest.approx(want, rel=1e-5) and torch.allclose(g, want_g, atol=1e-5 * want_g.abs().max())
+
 
 def test_a_loss_without_reduction_and_two_outputs():
     "A model with two heads, and a function as loss: the mixture is that of the function's numbers"
+
     class Two(nn.Module):
-        def __init__(self): super().__init__(); self.a,self.b = [nn.Sequential(nn.Flatten(), nn.Linear(784,4)) for _ in range(2)]
-        def forward(self, x): return self.a(x),self.b(x)
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = [nn.Sequential(nn.Flatten(), nn.Linear(784, 4)) for _ in range(2)]
+
+        def forward(self, x):
+            return self.a(x), self.b(x)
+
     weighted = nn.CrossEntropyLoss(weight=few)
-    def loss(z, y): return weighted(z[0], y)+.5*F.cross_entropy(z[1], y)
+
+    def loss(z, y):
+        return weighted(z[0], y) + 0.5 * F.cross_entropy(z[1], y)
+
     seen = []
+
     class Keep(Callback):
-        order = AdvTrain.order-.1
-        def after_pred(self): self.z = self.learn.pred
+        order = AdvTrain.order - 0.1
+
+        def after_pred(self):
+            self.z = self.learn.pred
+
     class After(Callback):
-        order = AdvTrain.order+.1
+        order = AdvTrain.order + 0.1
+
         def after_loss(self):
-            if self.training: seen.append((self.learn.loss.item(), [loss([plain(o.chunk(2)[i]) for o in self.keep.z], plain(self.y)).item() for i in (0,1)]))
-    learner([AdvTrain(PGD2, clean_loss=.3), Keep(), After()], model=Two(), loss_func=loss).fit(1, 0.)
-    assert len(seen)==2 and all(v==pytest.approx(.3*a+.7*b, rel=1e-5) for v,(a,b) in seen)
+            if self.training:
+                seen.append(
+                    (
+                        self.learn.loss.item(),
+                        [loss([plain(o.chunk(2)[i]) for o in self.keep.z], plain(self.y)).item() for i in (0, 1)],
+                    )
+                )
+
+    learner([AdvTrain(PGD2, clean_loss=0.3), Keep(), After()], model=Two(), loss_func=loss).fit(1, 0.0)
+    assert len(seen) == 2 and all(v == pytest.approx(0.3 * a + 0.7 * b, rel=1e-5) for v, (a, b) in seen)
+
 
 @pytest.mark.parametrize('loss', LOSSES)
 def test_values_per_image_add_up_to_the_learners_loss(loss):
     "What a method of one's own gets from `learn_loss`: its mean, or sum, is the Learner's number"
     got = []
+
     class Check(AdvTrain):
         joint = True
+
         def terms(self, z, z_adv):
-            v = self.learn_loss(z); got.append((self.reduced(v).item(), self.whole_loss(z).item(), v.shape))
-            return z_adv,0*v
-    learner([Check(PGD2, clean_loss=.5)], loss_func=CrossEntropyLossFlat(**LOSSES[loss])).fit(1, 0.)
-    assert len(got)==2 and all(a==pytest.approx(b, rel=1e-5) and s==(16,) for a,b,s in got)
+            v = self.learn_loss(z)
+            got.append((self.reduced(v).item(), self.whole_loss(z).item(), v.shape))
+            return z_adv, 0 * v
+
+    learner([Check(PGD2, clean_loss=0.5)], loss_func=CrossEntropyLossFlat(**LOSSES[loss])).fit(1, 0.0)
+    assert len(got) == 2 and all(a == pytest.approx(b, rel=1e-5) and s == (16,) for a, b, s in got)
+
 
 def test_class_weights_do_not_turn_training_round():
     "With heavy weights for all classes the adversarial loss still falls"
     ends = []
-    for weight in (None, torch.full((4,), 10.)):
-        l = synth_learner(cbs=AdvTrain(PGD2, clean_loss=.5), loss_func=CrossEntropyLossFlat(weight=weight), metrics=RobustAccuracy(PGD(.1, steps=5)), model=linear(), lr=3e-3)
-        l.fit(4); ends.append(l.recorder.values[-1][2])
-    assert ends[0]==pytest.approx(ends[1], abs=.1) and ends[1]>.6
+    for weight in (None, torch.full((4,), 10.0)):
+        l = synth_learner(
+            cbs=AdvTrain(PGD2, clean_loss=0.5),
+            loss_func=CrossEntropyLossFlat(weight=weight),
+            metrics=RobustAccuracy(PGD(0.1, steps=5)),
+            model=linear(),
+            lr=3e-3,
+        )
+        l.fit(4)
+        ends.append(l.recorder.values[-1][2])
+    assert ends[0] == pytest.approx(ends[1], abs=0.1) and ends[1] > 0.6
+
 
 def test_left_out_images_are_not_moved_by_the_learners_loss():
     "They keep their random start; TRADES, which needs no label, attacks them"
     moved = {}
-    for k,cb in dict(at=AdvTrain(PGD(.1, steps=3, rand=False)), trades=TRADES(NearPGD(.1, steps=3))).items():
+    for k, cb in dict(at=AdvTrain(PGD(0.1, steps=3, rand=False)), trades=TRADES(NearPGD(0.1, steps=3))).items():
+
         class Save(Callback):
-            order = AdvTrain.order+1
+            order = AdvTrain.order + 1
+
             def before_batch(self):
-                if self.training: x = self.x.chunk(2)[1] if k=='trades' else self.x; moved.setdefault(k, []).append(((plain(x)-self.keep_clean.seen[-1]).abs().flatten(1).amax(1), plain(self.y)))
-        learner([KeepClean(), cb, Save()], loss_func=CrossEntropyLossFlat(ignore_index=2)).fit(1, 0.)
-    d,y = [torch.cat(o) for o in zip(*moved['at'])]; assert (d[y==2]==0).all() and (d[y!=2]>.05).all() and (y==2).any()
-    d,y = [torch.cat(o) for o in zip(*moved['trades'])]; assert (d>.02).all()
+                if self.training:
+                    x = self.x.chunk(2)[1] if k == 'trades' else self.x
+                    moved.setdefault(k, []).append(
+                        ((plain(x) - self.keep_clean.seen[-1]).abs().flatten(1).amax(1), plain(self.y))
+                    )
+
+        learner([KeepClean(), cb, Save()], loss_func=CrossEntropyLossFlat(ignore_index=2)).fit(1, 0.0)
+    d, y = [torch.cat(o) for o in zip(*moved['at'])]
+    assert (d[y == 2] == 0).all() and (d[y != 2] > 0.05).all() and (y == 2).any()
+    d, y = [torch.cat(o) for o in zip(*moved['trades'])]
+    assert (d > 0.02).all()
+
 
 def test_trades_climbs_the_kl_from_the_clean_output():
     rises = []
-    class Check(Callback):
-        order = AdvTrain.order+.5
-        def before_batch(self):
-            if not self.training: return
-            x,x_adv = self.x.chunk(2); m = copy.deepcopy(self.model).eval()
-            with torch.no_grad(): rises.append(kl(m(plain(x_adv)), m(plain(x))).min().item())
-    learner([TRADES(PGD(.1, steps=3)), Check()]).fit(1, 1e-3)
-    assert len(rises)==2 and min(rises)>0
 
-@pytest.mark.parametrize('loss', [LabelSmoothingCrossEntropyFlat(), CrossEntropyLossFlat(label_smoothing=.1)], ids=['fastai','torch'])
-@pytest.mark.parametrize('method', ['some','half','free','trades','mart','gat','all'])
+    class Check(Callback):
+        order = AdvTrain.order + 0.5
+
+        def before_batch(self):
+            if not self.training:
+                return
+            x, x_adv = self.x.chunk(2)
+            m = copy.deepcopy(self.model).eval()
+            with torch.no_grad():
+                rises.append(kl(m(plain(x_adv)), m(plain(x))).min().item())
+
+    learner([TRADES(PGD(0.1, steps=3)), Check()]).fit(1, 1e-3)
+    assert len(rises) == 2 and min(rises) > 0
+
+
+@pytest.mark.parametrize(
+    'loss', [LabelSmoothingCrossEntropyFlat(), CrossEntropyLossFlat(label_smoothing=0.1)], ids=['fastai', 'torch']
+)
+@pytest.mark.parametrize('method', ['some', 'half', 'free', 'trades', 'mart', 'gat', 'all'])
 def test_label_smoothing(method, loss):
-    l = learner(METHODS[method](), loss_func=loss); l.fit(1, 1e-3); check_clean(l, loss)
+    l = learner(METHODS[method](), loss_func=loss)
+    l.fit(1, 1e-3)
+    check_clean(l, loss)
+
 
 def labels_of(loss, cbs=()):
     got = []
+
     class Look(Callback):
         order = 5
-        def after_pred(self): got.append((self.mart.soft_labels(self.pred), plain(self.y), self.learn.mix.ys if hasattr(self.learn,'mix') else None)); raise CancelFitException()
-    l = learner([MART(PGD2), Look(), *cbs], loss_func=loss); l.fit(1)
-    return got[0],l
+
+        def after_pred(self):
+            got.append(
+                (
+                    self.mart.soft_labels(self.pred),
+                    plain(self.y),
+                    self.learn.mix.ys if hasattr(self.learn, 'mix') else None,
+                )
+            )
+            raise CancelFitException()
+
+    l = learner([MART(PGD2), Look(), *cbs], loss_func=loss)
+    l.fit(1)
+    return got[0], l
+
+
 def test_soft_labels():
-    (t,y,_),_ = labels_of(CrossEntropyLossFlat()); assert torch.allclose(t, F.one_hot(y, 4).float(), atol=1e-6)
-    (t,y,_),_ = labels_of(CrossEntropyLossFlat(label_smoothing=.2)); assert torch.allclose(t, .8*F.one_hot(y, 4)+.05, atol=1e-6)
-    (t,y,_),_ = labels_of(nn.CrossEntropyLoss()); assert torch.allclose(t, F.one_hot(y, 4).float(), atol=1e-6)
-    (t,y,_),_ = labels_of(lambda z,y: F.cross_entropy(z, y)); assert torch.allclose(t, F.one_hot(y, 4).float(), atol=1e-6)
-    for mix in (MixUp(1.), CutMix(1.)):
-        (t,y,_),l = labels_of(CrossEntropyLossFlat(), [mix])
-        assert torch.allclose(t.sum(1), torch.ones(len(t)), atol=1e-5) and ((t>1e-4).sum(1)<=2).all() and ((t>1e-4).sum(1)==2).any()
-@pytest.mark.parametrize('kw', [dict(weight=torch.full((4,), 10.)), dict(weight=few), dict(weight=few, label_smoothing=.2), dict(reduction='sum'), dict(ignore_index=1)], ids=str)
+    (t, y, _), _ = labels_of(CrossEntropyLossFlat())
+    assert torch.allclose(t, F.one_hot(y, 4).float(), atol=1e-6)
+    (t, y, _), _ = labels_of(CrossEntropyLossFlat(label_smoothing=0.2))
+    assert torch.allclose(t, 0.8 * F.one_hot(y, 4) + 0.05, atol=1e-6)
+    (t, y, _), _ = labels_of(nn.CrossEntropyLoss())
+    assert torch.allclose(t, F.one_hot(y, 4).float(), atol=1e-6)
+    (t, y, _), _ = labels_of(lambda z, y: F.cross_entropy(z, y))
+    assert torch.allclose(t, F.one_hot(y, 4).float(), atol=1e-6)
+    for mix in (MixUp(1.0), CutMix(1.0)):
+        (t, y, _), l = labels_of(CrossEntropyLossFlat(), [mix])
+        assert (
+            torch.allclose(t.sum(1), torch.ones(len(t)), atol=1e-5)
+            and ((t > 1e-4).sum(1) <= 2).all()
+            and ((t > 1e-4).sum(1) == 2).any()
+        )
+
+
+@pytest.mark.parametrize(
+    'kw',
+    [
+        dict(weight=torch.full((4,), 10.0)),
+        dict(weight=few),
+        dict(weight=few, label_smoothing=0.2),
+        dict(reduction='sum'),
+        dict(ignore_index=1),
+    ],
+    ids=str,
+)
 def test_soft_labels_without_their_weights(kw):
-    (t,y,_),_ = labels_of(CrossEntropyLossFlat(**kw)); hot = F.one_hot(y, 4).float(); w = kw.get('weight', torch.ones(4))
-    want = hot if 'label_smoothing' not in kw else (.8*hot*w+.2*w/4)/((.8*hot*w+.2*w/4).sum(1, keepdim=True))
-    want = want*(y!=kw.get('ignore_index',-100))[:,None]
+    (t, y, _), _ = labels_of(CrossEntropyLossFlat(**kw))
+    hot = F.one_hot(y, 4).float()
+    w = kw.get('weight', torch.ones(4))
+    want = (
+        hot
+        if 'label_smoothing' not in kw
+        else (0.8 * hot * w + 0.2 * w / 4) / ((0.8 * hot * w + 0.2 * w / 4).sum(1, keepdim=True))
+    )
+    want = want * (y != kw.get('ignore_index', -100))[:, None]
     assert torch.allclose(t, want, atol=1e-4)
+
+
 def test_mart_needs_a_cross_entropy():
     class Hot(Callback):
         order = -5
-        def before_batch(self): self.learn.yb = (F.one_hot(plain(self.y), 4).float(),)
-    with pytest.raises(ValueError, match='cross-entropy'): learner([MART(PGD2), Hot()], loss_func=BCEWithLogitsLossFlat()).fit(1)
+
+        def before_batch(self):
+            self.learn.yb = (F.one_hot(plain(self.y), 4).float(),)
+
+    with pytest.raises(ValueError, match='cross-entropy'):
+        learner([MART(PGD2), Hot()], loss_func=BCEWithLogitsLossFlat()).fit(1)
+
 
 def test_a_sum_reduced_loss_gets_a_summed_term():
     gs = []
-    for red in ('mean','sum'):
-        l = learner([TRADES(PGD2), Grab()], loss_func=CrossEntropyLossFlat(reduction=red)); l.fit(1); gs.append(l.grab.g)
-    assert torch.allclose(gs[1], 16*gs[0], rtol=1e-4, atol=1e-5)
+    for red in ('mean', 'sum'):
+        l = learner([TRADES(PGD2), Grab()], loss_func=CrossEntropyLossFlat(reduction=red))
+        l.fit(1)
+        gs.append(l.grab.g)
+    assert torch.allclose(gs[1], 16 * gs[0], rtol=1e-4, atol=1e-5)
+
 
 def test_the_table_shows_the_whole_objective():
     values = []
-    l = learner([TRADES(PGD2), Callback(after_batch=lambda self: values.append(self.learn.loss.item()) if self.training else None)]); l.fit(1, 0.)
-    ref = learner([AdvTrain(PGD(0)), Grab()]); ref.fit(1)
-    assert values[0]>ref.grab.value and l.recorder.values[0][0]<10
+    l = learner(
+        [
+            TRADES(PGD2),
+            Callback(after_batch=lambda self: values.append(self.learn.loss.item()) if self.training else None),
+        ]
+    )
+    l.fit(1, 0.0)
+    ref = learner([AdvTrain(PGD(0)), Grab()])
+    ref.fit(1)
+    assert values[0] > ref.grab.value and l.recorder.values[0][0] < 10
 
-# --- costs ------------------------------------------------------------------------------------------------------------------------
+
+# --- costs
+# ------------------------------------------------------------------------------------------------------------------------
 
 K = 3
-COSTS = dict(at=(AdvTrain(PGD(.1, steps=K)), K+1, K), rs=(AdvTrain(FGSM_RS(.1)), 2, 1), n=(AdvTrain(NFGSM(.1)), 2, 1), trades=(TRADES(PGD(.1, steps=K)), K+1+2, K), mart=(MART(PGD(.1, steps=K)), K+2, K),
-    gat=(GAT(BernoulliFGSM(.1)), 1+.5+2, 1), half=(AdvTrain(PGD(.1, steps=K), clean_loss=.5), K+2, K), free=(FreeAT(FGSM(.1), replay=4), 4, 4), mo=(AdvTrain(ARDPRM(.1, steps=K, ard=.5, prm=.5)), K+1, K),
-    eps0=(AdvTrain(PGD(0, steps=K)), 1, 0))
+COSTS = dict(
+    at=(AdvTrain(PGD(0.1, steps=K)), K + 1, K),
+    rs=(AdvTrain(FGSM_RS(0.1)), 2, 1),
+    n=(AdvTrain(NFGSM(0.1)), 2, 1),
+    trades=(TRADES(PGD(0.1, steps=K)), K + 1 + 2, K),
+    mart=(MART(PGD(0.1, steps=K)), K + 2, K),
+    gat=(GAT(BernoulliFGSM(0.1)), 1 + 0.5 + 2, 1),
+    half=(AdvTrain(PGD(0.1, steps=K), clean_loss=0.5), K + 2, K),
+    free=(FreeAT(FGSM(0.1), replay=4), 4, 4),
+    mo=(AdvTrain(ARDPRM(0.1, steps=K, ard=0.5, prm=0.5)), K + 1, K),
+    eps0=(AdvTrain(PGD(0, steps=K)), 1, 0),
+)
+
+
 @pytest.mark.parametrize('k', COSTS)
 @pytest.mark.parametrize('awp', [False, True])
 def test_passes_per_image(k, awp):
-    cb,fwd,bwd = COSTS[k]; m = Counted(tiny_vit(num_classes=4)); got = []
+    cb, fwd, bwd = COSTS[k]
+    m = Counted(tiny_vit(num_classes=4))
+    got = []
+
     class Stop(Callback):
-        def before_validate(self): got.append((m.forwards/32, m.backwards/32)); raise CancelFitException()
-    learner([cb, Stop()]+[AWP(.01)]*awp, model=m).fit(1, 1e-3)
-    more = {'trades':2,'mart':2,'gat':2,'half':2,'free':4}.get(k, 1) if awp else 0
-    assert got[0]==(fwd+more, bwd), got
+        def before_validate(self):
+            got.append((m.forwards / 32, m.backwards / 32))
+            raise CancelFitException()
+
+    learner([cb, Stop()] + [AWP(0.01)] * awp, model=m).fit(1, 1e-3)
+    more = {'trades': 2, 'mart': 2, 'gat': 2, 'half': 2, 'free': 4}.get(k, 1) if awp else 0
+    assert got[0] == (fwd + more, bwd), got
+
 
 def test_clean_images_spare_the_attack():
-    m = Counted(tiny_vit(num_classes=4)); l = learner([AdvTrain(PGD(.1, steps=4), clean_images=.5), Callback(before_validate=lambda self: (_ for _ in ()).throw(CancelFitException()))], model=m, dls=synth_dls(64)); l.fit(1)
-    assert 64*4*.3<m.backwards<64*4*.7 and m.forwards==m.backwards+64
+    m = Counted(tiny_vit(num_classes=4))
+    l = learner(
+        [
+            AdvTrain(PGD(0.1, steps=4), clean_images=0.5),
+            Callback(before_validate=lambda self: (_ for _ in ()).throw(CancelFitException())),
+        ],
+        model=m,
+        dls=synth_dls(64),
+    )
+    l.fit(1)
+    assert 64 * 4 * 0.3 < m.backwards < 64 * 4 * 0.7 and m.forwards == m.backwards + 64
 
-@pytest.mark.parametrize('cb', [AdvTrain(PGD2, clean_images=1.), AdvTrain(PGD2, clean_images=.5, eps=0), AdvTrain(NFGSM(0)), AdvTrain(BernoulliFGSM(0)), AWP(0), AWP(switch(0., pct=.5))], ids=repr)
+
+@pytest.mark.parametrize(
+    'cb',
+    [
+        AdvTrain(PGD2, clean_images=1.0),
+        AdvTrain(PGD2, clean_images=0.5, eps=0),
+        AdvTrain(NFGSM(0)),
+        AdvTrain(BernoulliFGSM(0)),
+        AWP(0),
+        AWP(switch(0.0, pct=0.5)),
+    ],
+    ids=repr,
+)
 def test_nothing_to_do_is_plain_training_exactly(cb):
     ws = []
-    for cbs in (None, [cb]): l = learner(cbs, model=noisy_vit()); l.fit(2, 1e-3); ws.append(weights(l))
+    for cbs in (None, [cb]):
+        l = learner(cbs, model=noisy_vit())
+        l.fit(2, 1e-3)
+        ws.append(weights(l))
     assert same(*ws)
+
 
 def test_no_weight_gradients_in_the_inner_attacks():
     "Gradients of the weights are there only after backward"
+
     class Look(Callback):
         order = 100
-        def before_batch(self): assert not self.training or all(p.grad is None or not p.grad.any() for p in self.model.parameters())
-    for cbs in METHODS.values(): learner([*cbs(), Look()]).fit(1, 1e-3)
 
-# --- together with fastai -------------------------------------------------------------------------------------------------------------
+        def before_batch(self):
+            assert not self.training or all(p.grad is None or not p.grad.any() for p in self.model.parameters())
+
+    for cbs in METHODS.values():
+        learner([*cbs(), Look()]).fit(1, 1e-3)
+
+
+# --- together with fastai
+# -------------------------------------------------------------------------------------------------------------
+
 
 def compositions():
     "name -> (callbacks, model, keywords)"
-    yield 'mixup', lambda: dict(cbs=[MixUp(.4)])
-    yield 'cutmix', lambda: dict(cbs=[CutMix(1.)])
+    yield 'mixup', lambda: dict(cbs=[MixUp(0.4)])
+    yield 'cutmix', lambda: dict(cbs=[CutMix(1.0)])
     yield 'accumulation', lambda: dict(cbs=[GradientAccumulation(16)], dls=small_dls(bs=8))
-    yield 'clip', lambda: dict(cbs=[GradientClip(.5)])
+    yield 'clip', lambda: dict(cbs=[GradientClip(0.5)])
     yield 'bf16', lambda: dict(cbs=[HalfPrecision(torch.bfloat16)])
     yield 'fp16', lambda: dict(cbs=[HalfPrecision(torch.float16)])
     yield 'channels_last', lambda: dict(cbs=[ChannelsLast()])
-    yield 'everything', lambda: dict(cbs=[HalfPrecision(torch.float16), GradientAccumulation(16), MixUp(.4), GradientClip(1.)], dls=small_dls(bs=8), model=noisy_vit())
+    yield (
+        'everything',
+        lambda: dict(
+            cbs=[HalfPrecision(torch.float16), GradientAccumulation(16), MixUp(0.4), GradientClip(1.0)],
+            dls=small_dls(bs=8),
+            model=noisy_vit(),
+        ),
+    )
     yield 'dropout', lambda: dict(model=noisy_vit())
     yield 'checkpointing', lambda: dict(model=checkpointed())
     yield 'compile', lambda: dict(model=torch.compile(tiny_vit(num_classes=4), backend='eager'))
-def checkpointed(): m = tiny_vit(num_classes=4); m.model.set_grad_checkpointing(True); return m
+
+
+def checkpointed():
+    m = tiny_vit(num_classes=4)
+    m.model.set_grad_checkpointing(True)
+    return m
+
+
 COMPOSITIONS = dict(compositions())
+
 
 @pytest.mark.parametrize('comp', COMPOSITIONS)
 @methods
 @pytest.mark.filterwarnings('ignore:.*lr_scheduler')
 def test_one_epoch_of(method, comp):
-    kw = COMPOSITIONS[comp](); cbs = kw.pop('cbs', [])
-    l = learner([*METHODS[method](), *cbs], **kw); lf,w = l.loss_func,weights(l)
+    kw = COMPOSITIONS[comp]()
+    cbs = kw.pop('cbs', [])
+    l = learner([*METHODS[method](), *cbs], **kw)
+    lf, w = l.loss_func, weights(l)
     l.fit(1, 1e-3)
     check_clean(l, lf)
-    assert not same(w, weights(l)) and l.recorder.values[0][0]<15
+    assert not same(w, weights(l)) and l.recorder.values[0][0] < 15
+
 
 @methods
-@pytest.mark.parametrize('how', ['checkpointing','compile','channels_last'])
+@pytest.mark.parametrize('how', ['checkpointing', 'compile', 'channels_last'])
 def test_what_must_not_matter_does_not(method, how):
     "The same weights as without it; by SGD, since Adam makes a step of the rounding of a gradient that is nearly zero"
-    ref = learner(METHODS[method](), opt_func=SGD); start = weights(ref); ref.fit(1, .05)
-    kw = COMPOSITIONS[how](); l = learner([*METHODS[method](), *kw.pop('cbs', [])], opt_func=SGD, **kw); l.fit(1, .05)
+    ref = learner(METHODS[method](), opt_func=SGD)
+    start = weights(ref)
+    ref.fit(1, 0.05)
+    kw = COMPOSITIONS[how]()
+    l = learner([*METHODS[method](), *kw.pop('cbs', [])], opt_func=SGD, **kw)
+    l.fit(1, 0.05)
     assert close(weights(l), weights(ref), 1e-4) and not close(start, weights(ref), 1e-2)
+
 
 @methods
 def test_freezing_and_discriminative_rates(method):
-    l = learner(METHODS[method](), splitter=vit_splitter, train_bn=False); lf = l.loss_func
-    l.freeze(); flags,w = [p.requires_grad for p in l.model.parameters()],weights(l)
-    l.fit(1, 1e-2); check_clean(l, lf, flags)
-    assert [not torch.equal(a,b) for a,b in zip(w, weights(l))]==flags and any(flags) and not all(flags)
-    l.unfreeze(); w = weights(l); l.fit_adv(1, slice(1e-5,1e-3)); check_clean(l, lf)
-    d = [(a-b).abs().mean().item() for a,b in zip(w, weights(l))]
-    assert max(d[-2:])>3*max(d[:-2])>0                                            # the head is last
+    l = learner(METHODS[method](), splitter=vit_splitter, train_bn=False)
+    lf = l.loss_func
+    l.freeze()
+    flags, w = [p.requires_grad for p in l.model.parameters()], weights(l)
+    l.fit(1, 1e-2)
+    check_clean(l, lf, flags)
+    assert [not torch.equal(a, b) for a, b in zip(w, weights(l))] == flags and any(flags) and not all(flags)
+    l.unfreeze()
+    w = weights(l)
+    l.fit_adv(1, slice(1e-5, 1e-3))
+    check_clean(l, lf)
+    d = [(a - b).abs().mean().item() for a, b in zip(w, weights(l))]
+    assert max(d[-2:]) > 3 * max(d[:-2]) > 0  # the head is last
 
-FULL = [k for k in METHODS if k not in ('free','awp','trades_awp','all')]
-@pytest.mark.parametrize('method', FULL+['trades_awp','awp'])
+
+FULL = [k for k in METHODS if k not in ('free', 'awp', 'trades_awp', 'all')]
+
+
+@pytest.mark.parametrize('method', FULL + ['trades_awp', 'awp'])
 def test_accumulated_gradients(method):
     "Equal to the full batch; with AWP, to the mean over the small batches"
-    got,micro = {},[]
-    for bs,cbs in ((32,[]), (8,[GradientAccumulation(32)])):
-        dls = synth_dls(32, bs=bs); dls.train = dls.train.new(shuffle=False); l = learner([*same_in_every_batch(method), *cbs, Stop4()], dls=dls); l.fit(1, 0.); got[bs] = l.stop4.g
+    got, micro = {}, []
+    for bs, cbs in ((32, []), (8, [GradientAccumulation(32)])):
+        dls = synth_dls(32, bs=bs)
+        dls.train = dls.train.new(shuffle=False)
+        l = learner([*same_in_every_batch(method), *cbs, Stop4()], dls=dls)
+        l.fit(1, 0.0)
+        got[bs] = l.stop4.g
     if 'awp' in method:
-        dls = synth_dls(32, bs=8); dls.train = dls.train.new(shuffle=False); l = learner([*METHODS[method](), GetGrads()], dls=dls)
-        l.fit(1, 0.); got[32] = torch.stack(l.get_grads.grads).mean(0)
-    assert torch.allclose(got[8], got[32], atol=1e-5*got[32].abs().max()) and got[32].abs().max()>0
+        dls = synth_dls(32, bs=8)
+        dls.train = dls.train.new(shuffle=False)
+        l = learner([*METHODS[method](), GetGrads()], dls=dls)
+        l.fit(1, 0.0)
+        got[32] = torch.stack(l.get_grads.grads).mean(0)
+    assert torch.allclose(got[8], got[32], atol=1e-5 * got[32].abs().max()) and got[32].abs().max() > 0
+
+
 def same_in_every_batch(method):
     "Without schedules, which go on from one small batch to the next"
-    return {'trades':[TRADES(PGD2)], 'mo':[AdvTrain(ARDPRM(.1, steps=2, ard=.5, prm=.5))]}.get(method) or METHODS[method]()
-class Stop4(Callback):
-    order = GradientAccumulation.order+1
-    def before_step(self): self.g = flat(self.model.parameters()); raise CancelFitException()
+    return {'trades': [TRADES(PGD2)], 'mo': [AdvTrain(ARDPRM(0.1, steps=2, ard=0.5, prm=0.5))]}.get(method) or METHODS[
+        method
+    ]()
 
-@pytest.mark.parametrize('method', ['trades_awp','all','free'])
+
+class Stop4(Callback):
+    order = GradientAccumulation.order + 1
+
+    def before_step(self):
+        self.g = flat(self.model.parameters())
+        raise CancelFitException()
+
+
+@pytest.mark.parametrize('method', ['trades_awp', 'all', 'free'])
 def test_callbacks_in_any_order_give_the_same_weights(method):
     ref = None
-    for perm in list(itertools.permutations(range(4)))[::7]+[(3,2,1,0)]:
-        cbs = [METHODS[method](), [MixUp(.4)], [GradientClip(1.)], [GradientAccumulation(16)]]
-        l = learner([c for i in perm for c in (cbs[i] if sum(perm[:1])%2 else cbs[i][::-1])], dls=small_dls(bs=8)); l.fit(1, 1e-3)
+    for perm in list(itertools.permutations(range(4)))[::7] + [(3, 2, 1, 0)]:
+        cbs = [METHODS[method](), [MixUp(0.4)], [GradientClip(1.0)], [GradientAccumulation(16)]]
+        l = learner([c for i in perm for c in (cbs[i] if sum(perm[:1]) % 2 else cbs[i][::-1])], dls=small_dls(bs=8))
+        l.fit(1, 1e-3)
         ref = ref or weights(l)
         assert same(weights(l), ref)
 
-@pytest.mark.parametrize('method', ['trades','mart','gat','trades_awp','free','half'])
+
+@pytest.mark.parametrize('method', ['trades', 'mart', 'gat', 'trades_awp', 'free', 'half'])
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_half_precision_with_accumulation_and_clip_logs_the_same_loss(method, dtype):
     "R20: the loss in the table, and the gradient that is clipped, are of the scale of float32"
-    vals,norms = [],[]
+    vals, norms = [], []
     for amp in ([], [HalfPrecision(dtype)]):
-        l = learner([*METHODS[method](), GradientAccumulation(16), GradientClip(1e9), *amp, (n:=Norms())], dls=small_dls(bs=8)); l.fit(1, 1e-4)
-        vals.append(l.recorder.values[0][0]); norms.append(n.seen)
-    assert vals[1]==pytest.approx(vals[0], rel=.03) and norms[1]==pytest.approx(norms[0], rel=.2)
+        l = learner(
+            [*METHODS[method](), GradientAccumulation(16), GradientClip(1e9), *amp, (n := Norms())], dls=small_dls(bs=8)
+        )
+        l.fit(1, 1e-4)
+        vals.append(l.recorder.values[0][0])
+        norms.append(n.seen)
+    assert vals[1] == pytest.approx(vals[0], rel=0.03) and norms[1] == pytest.approx(norms[0], rel=0.2)
+
+
 class Norms(Callback):
-    order = GradientClip.order+1
-    def before_fit(self): self.seen = []
-    def before_step(self): self.seen.append(flat(self.model.parameters()).norm().item())
+    order = GradientClip.order + 1
+
+    def before_fit(self):
+        self.seen = []
+
+    def before_step(self):
+        self.seen.append(flat(self.model.parameters()).norm().item())
+
 
 def test_overflow_skips_the_step_and_nothing_else():
-    l = learner([TRADES(PGD2), AWP(.01), EMA(.9), HalfPrecision(torch.float16, scale=2.**60)]); w = weights(l)
+    l = learner([TRADES(PGD2), AWP(0.01), EMA(0.9), HalfPrecision(torch.float16, scale=2.0**60)])
+    w = weights(l)
     l.fit(1, 1e-2)
-    assert same(w, weights(l)) and l.ema.n==0 and all(torch.equal(a,b) for a,b in zip(l.ema.avg.module.parameters(), w))
+    assert (
+        same(w, weights(l))
+        and l.ema.n == 0
+        and all(torch.equal(a, b) for a, b in zip(l.ema.avg.module.parameters(), w))
+    )
 
-@pytest.mark.parametrize('how', ['to_bf16','to_fp16'])
+
+@pytest.mark.parametrize('how', ['to_bf16', 'to_fp16'])
 @pytest.mark.filterwarnings('ignore')
 def test_what_users_type(how):
     "The contract's line"
-    pgd = PGD(4/255, steps=2)
-    l = getattr(learner([TRADES(pgd, beta=6, eps=warmup(4/255, pct=.1)), AWP(.005), MixUp()], metrics=[accuracy, RobustAccuracy(pgd)]), how)(); lf = l.loss_func
-    l.fit_one_cycle(1, 1e-3); check_clean(l, lf); l.validate()
+    pgd = PGD(4 / 255, steps=2)
+    l = getattr(
+        learner(
+            [TRADES(pgd, beta=6, eps=warmup(4 / 255, pct=0.1)), AWP(0.005), MixUp()],
+            metrics=[accuracy, RobustAccuracy(pgd)],
+        ),
+        how,
+    )()
+    lf = l.loss_func
+    l.fit_one_cycle(1, 1e-3)
+    check_clean(l, lf)
+    l.validate()
+
 
 def test_lr_find_leaves_weights_and_average(tmp_path):
-    l = learner([TRADES(PGD2), AWP(.01), EMA(.9)], path=tmp_path); l.fit(1, 1e-3); w,avg = weights(l),[p.clone() for p in l.ema.avg.parameters()]
+    l = learner([TRADES(PGD2), AWP(0.01), EMA(0.9)], path=tmp_path)
+    l.fit(1, 1e-3)
+    w, avg = weights(l), [p.clone() for p in l.ema.avg.parameters()]
     l.lr_find(num_it=6, show_plot=False)
-    assert same(w, weights(l)) and all(torch.equal(a,b) for a,b in zip(avg, l.ema.avg.parameters()))
+    assert same(w, weights(l)) and all(torch.equal(a, b) for a, b in zip(avg, l.ema.avg.parameters()))
     l.fit(1, 1e-3)
 
-def test_metrics_on_training_batches():
-    l = learner(TRADES(PGD2), metrics=accuracy); l.recorder.train_metrics = True; l.fit(1, 1e-3)
-    assert 0<=l.recorder.values[0][1]<=1
 
-# --- files and interrupts ----------------------------------------------------------------------------------------------------------------
+def test_metrics_on_training_batches():
+    l = learner(TRADES(PGD2), metrics=accuracy)
+    l.recorder.train_metrics = True
+    l.fit(1, 1e-3)
+    assert 0 <= l.recorder.values[0][1] <= 1
+
+
+# --- files and interrupts
+# ----------------------------------------------------------------------------------------------------------------
+
 
 def test_callbacks_add_nothing_to_the_export(tmp_path):
     sizes = {}
-    for k,cbs in dict(none=lambda: None, **METHODS).items():
-        l = learner(cbs(), dls=fashion_mnist(32, 20, bs=16), model=tiny_vit(num_classes=10), path=tmp_path); l.fit(1, 1e-3); l.export('x.pkl'); sizes[k] = (tmp_path/'x.pkl').stat().st_size
-    assert max(v-sizes['none'] for v in sizes.values())<4000, sizes
+    for k, cbs in dict(none=lambda: None, **METHODS).items():
+        l = learner(cbs(), dls=fashion_mnist(32, 20, bs=16), model=tiny_vit(num_classes=10), path=tmp_path)
+        l.fit(1, 1e-3)
+        l.export('x.pkl')
+        sizes[k] = (tmp_path / 'x.pkl').stat().st_size
+    assert max(v - sizes['none'] for v in sizes.values()) < 4000, sizes
+
 
 @methods
 def test_export_and_load(method, tmp_path):
     from fastai.learner import load_learner
-    l = learner(METHODS[method](), dls=fashion_mnist(32, 20, bs=16), model=tiny_vit(num_classes=10), path=tmp_path); l.fit(1, 1e-3); l.export('x.pkl')
-    n = load_learner(tmp_path/'x.pkl'); assert same(weights(n), weights(l))
-    n.dls = l.dls; n.logger = noop; n.fit(1, 1e-3); check_clean(n, n.loss_func)
+
+    l = learner(METHODS[method](), dls=fashion_mnist(32, 20, bs=16), model=tiny_vit(num_classes=10), path=tmp_path)
+    l.fit(1, 1e-3)
+    l.export('x.pkl')
+    n = load_learner(tmp_path / 'x.pkl')
+    assert same(weights(n), weights(l))
+    n.dls = l.dls
+    n.logger = noop
+    n.fit(1, 1e-3)
+    check_clean(n, n.loss_func)
+
 
 class Stop(Callback):
     order = 20
-    def __init__(self, err, event): self.err,self.armed = err,True; setattr(self, event, self.fire)
+
+    def __init__(self, err, event):
+        self.err, self.armed = err, True
+        setattr(self, event, self.fire)
+
     def fire(self):
-        if self.armed and self.training and self.train_iter==1: self.armed = False; raise self.err('stop')
+        if self.armed and self.training and self.train_iter == 1:
+            self.armed = False
+            raise self.err('stop')
+
+
 CANCELS = (CancelFitException, CancelBatchException, CancelTrainException, CancelEpochException)
-@pytest.mark.parametrize('method', ['half','free','trades','mart','gat','trades_awp','all'])
-@pytest.mark.parametrize('err,event', [(KeyboardInterrupt,'after_pred'), (ValueError,'before_backward'), (KeyboardInterrupt,'after_backward'), *[(e,'after_loss') for e in CANCELS], (CancelBatchException,'before_backward'), (CancelFitException,'before_step')], ids=lambda o: getattr(o,'__name__',o))
+
+
+@pytest.mark.parametrize('method', ['half', 'free', 'trades', 'mart', 'gat', 'trades_awp', 'all'])
+@pytest.mark.parametrize(
+    'err,event',
+    [
+        (KeyboardInterrupt, 'after_pred'),
+        (ValueError, 'before_backward'),
+        (KeyboardInterrupt, 'after_backward'),
+        *[(e, 'after_loss') for e in CANCELS],
+        (CancelBatchException, 'before_backward'),
+        (CancelFitException, 'before_step'),
+    ],
+    ids=lambda o: getattr(o, '__name__', o),
+)
 def test_interrupted_and_fitted_again(method, err, event):
     "The next fit is as from a fresh Learner with the same weights"
-    l = learner([*METHODS[method](), Stop(err, event)], model=noisy_vit()); lf = l.loss_func
-    if err in CANCELS: l.fit(1, 1e-3)
+    l = learner([*METHODS[method](), Stop(err, event)], model=noisy_vit())
+    lf = l.loss_func
+    if err in CANCELS:
+        l.fit(1, 1e-3)
     else:
-        with pytest.raises(err): l.fit(1, 1e-3)
+        with pytest.raises(err):
+            l.fit(1, 1e-3)
     check_clean(l, lf)
-    w = copy.deepcopy(l.model.state_dict()); ref = learner(METHODS[method](), model=noisy_vit()); ref.model.load_state_dict(w)
-    for o in (l, ref): o.opt,o.epochs_lived = None,Epochs(); set_seed(3, True); o.dls.train.rng.seed(3); o.model.zero_grad(); o.fit(1, 1e-3)
+    w = copy.deepcopy(l.model.state_dict())
+    ref = learner(METHODS[method](), model=noisy_vit())
+    ref.model.load_state_dict(w)
+    for o in (l, ref):
+        o.opt, o.epochs_lived = None, Epochs()
+        set_seed(3, True)
+        o.dls.train.rng.seed(3)
+        o.model.zero_grad()
+        o.fit(1, 1e-3)
     assert same(weights(l), weights(ref))
 
-# --- AWP ---------------------------------------------------------------------------------------------------------------------------------
+
+# --- AWP
+# ---------------------------------------------------------------------------------------------------------------------------------
+
 
 class Fails(nn.Module):
     "A model whose `n`-th call fails"
-    def __init__(self, n, err): super().__init__(); self.net,self.n,self.err = tiny_vit(num_classes=4),n,err
+
+    def __init__(self, n, err):
+        super().__init__()
+        self.net, self.n, self.err = tiny_vit(num_classes=4), n, err
+
     def forward(self, x):
         self.n -= 1
-        if self.n==0: raise self.err('stop')
+        if self.n == 0:
+            raise self.err('stop')
         return self.net(x)
+
+
 @pytest.mark.parametrize('err', [KeyboardInterrupt, RuntimeError, *CANCELS])
 @pytest.mark.parametrize('amp', [False, True])
 def test_awp_fails_at_the_moved_weights(err, amp):
-    m = Fails(3+1+1, err); l = learner([TRADES(PGD2), AWP(.05), GradientAccumulation(64)]+[HalfPrecision()]*amp, model=m); w = weights(l)
-    if err in CANCELS: l.fit(1, 1e-2)
+    m = Fails(3 + 1 + 1, err)
+    l = learner([TRADES(PGD2), AWP(0.05), GradientAccumulation(64)] + [HalfPrecision()] * amp, model=m)
+    w = weights(l)
+    if err in CANCELS:
+        l.fit(1, 1e-2)
     else:
-        with pytest.raises(err): l.fit(1, 1e-2)
-    if err is not CancelBatchException: assert same(w, weights(l))
-    assert not torch.is_autocast_enabled('cpu'); m.n = -1; l.fit(1, 1e-3)
+        with pytest.raises(err):
+            l.fit(1, 1e-2)
+    if err is not CancelBatchException:
+        assert same(w, weights(l))
+    assert not torch.is_autocast_enabled('cpu')
+    m.n = -1
+    l.fit(1, 1e-3)
+
 
 @methods
 @pytest.mark.parametrize('amp', [None, torch.bfloat16, torch.float16])
 def test_awp_leaves_weights_to_the_bit(method, amp):
     "With a learning rate of zero, at the end of every batch"
-    if 'awp' in method or method=='all': pytest.skip('has one')
-    l = learner([*METHODS[method](), AWP(.1), GradientAccumulation(16), MixUp(.4)]+([HalfPrecision(amp)] if amp else []), dls=small_dls(bs=8)); w = weights(l); ok = []
-    l.add_cb(Callback(after_backward=lambda self: ok.append(same(w, weights(l))), before_step=lambda self: ok.append(same(w, weights(l)))))
-    l.fit(1, 0., wd=0.)
-    assert len(ok)>=8 and all(ok) and same(w, weights(l))
+    if 'awp' in method or method == 'all':
+        pytest.skip('has one')
+    l = learner(
+        [*METHODS[method](), AWP(0.1), GradientAccumulation(16), MixUp(0.4)] + ([HalfPrecision(amp)] if amp else []),
+        dls=small_dls(bs=8),
+    )
+    w = weights(l)
+    ok = []
+    l.add_cb(
+        Callback(
+            after_backward=lambda self: ok.append(same(w, weights(l))),
+            before_step=lambda self: ok.append(same(w, weights(l))),
+        )
+    )
+    l.fit(1, 0.0, wd=0.0)
+    assert len(ok) >= 8 and all(ok) and same(w, weights(l))
 
-@pytest.mark.parametrize('k', ['at','trades','mart'])
+
+@pytest.mark.parametrize('k', ['at', 'trades', 'mart'])
 def test_awp_gradient_by_hand(k):
-    "The authors' steps with a copy of the model: ascend, move each weight matrix by gamma*|w| along the difference, take the gradient there"
-    cb = {'at':AdvTrain(PGD2), 'trades':PAIRS['trades'], 'mart':PAIRS['mart']}[k]; loss = {'at':lambda z,z_adv,y: F.cross_entropy(z_adv, y), **BY_HAND}[k]
-    l = learner([cb, AWP(.02), Grab()]); l.fit(1, 1e-3); g = l.grab
-    x,x_adv = (g.x,g.x) if k=='at' else g.x.chunk(2)
-    m = g.m; proxy = copy.deepcopy(m); opt = torch.optim.SGD(proxy.parameters(), lr=.01); opt.zero_grad(); (-loss(proxy(x), proxy(x_adv), g.y)).backward(); opt.step()
+    """The authors' steps with a copy of the model: ascend, move each weight matrix by gamma*|w| along the difference,
+    take the gradient there"""
+    cb = {'at': AdvTrain(PGD2), 'trades': PAIRS['trades'], 'mart': PAIRS['mart']}[k]
+    loss = {'at': lambda z, z_adv, y: F.cross_entropy(z_adv, y), **BY_HAND}[k]
+    l = learner([cb, AWP(0.02), Grab()])
+    l.fit(1, 1e-3)
+    g = l.grab
+    x, x_adv = (g.x, g.x) if k == 'at' else g.x.chunk(2)
+    m = g.m
+    proxy = copy.deepcopy(m)
+    opt = torch.optim.SGD(proxy.parameters(), lr=0.01)
+    opt.zero_grad()
+    (-loss(proxy(x), proxy(x_adv), g.y)).backward()
+    opt.step()
     moved = 0
     with torch.no_grad():
-        for (n,p),q in zip(m.named_parameters(), proxy.parameters()):
-            d = q-p
-            if p.ndim>1 and 'weight' in n: p.add_(.02*p.norm()/(d.norm()+1e-20)*d); moved += 1
-    m.zero_grad(); loss(m(x), m(x_adv), g.y).backward()
+        for (n, p), q in zip(m.named_parameters(), proxy.parameters()):
+            d = q - p
+            if p.ndim > 1 and 'weight' in n:
+                p.add_(0.02 * p.norm() / (d.norm() + 1e-20) * d)
+                moved += 1
+    m.zero_grad()
+    loss(m(x), m(x_adv), g.y).backward()
     want = flat(m.parameters())
-    assert moved==1+4*2+1 and (g.g-want).norm()<2e-3*want.norm()
+    assert moved == 1 + 4 * 2 + 1 and (g.g - want).norm() < 2e-3 * want.norm()
+
 
 def test_awp_moves_what_it_says():
-    l = learner([AdvTrain(PGD2), AWP(.1)]); seen = {}
-    was = {n:p.detach().clone() for n,p in l.model.named_parameters()}
+    l = learner([AdvTrain(PGD2), AWP(0.1)])
+    seen = {}
+    was = {n: p.detach().clone() for n, p in l.model.named_parameters()}
+
     class Look(nn.Module):
-        def __init__(self, net): super().__init__(); self.net = net
+        def __init__(self, net):
+            super().__init__()
+            self.net = net
+
         def forward(self, x):
-            for n,p in self.net.named_parameters(): seen[n] = max(seen.get(n, 0), ((p.detach()-was[n]).norm()/was[n].norm().clamp(min=1e-9)).item())
+            for n, p in self.net.named_parameters():
+                seen[n] = max(seen.get(n, 0), ((p.detach() - was[n]).norm() / was[n].norm().clamp(min=1e-9)).item())
             return self.net(x)
-    l.model = Look(l.model); l.fit(1, 0., wd=0.)
-    for n,p in was.items(): assert seen[n]==pytest.approx(.1 if p.ndim>1 and 'weight' in n else 0., abs=1e-5), n
-    assert not any('cls_token' in n or 'pos_embed' in n or 'norm' in n for n,v in seen.items() if v>0)
+
+    l.model = Look(l.model)
+    l.fit(1, 0.0, wd=0.0)
+    for n, p in was.items():
+        assert seen[n] == pytest.approx(0.1 if p.ndim > 1 and 'weight' in n else 0.0, abs=1e-5), n
+    assert not any('cls_token' in n or 'pos_embed' in n or 'norm' in n for n, v in seen.items() if v > 0)
+
 
 def test_awp_leaves_batchnorm_and_frozen_weights():
-    m = nn.Sequential(nn.Conv2d(1,4,3,2), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4*13*13,4)); m[0].requires_grad_(False); w = m[0].weight.clone()
-    l = learner([AdvTrain(PGD2), AWP(.1)], model=m); ref = copy.deepcopy(m); l.fit(1, 0., wd=0.)
-    assert m[1].num_batches_tracked.item()==2 and torch.equal(w, m[0].weight)
-    r = learner([AdvTrain(PGD2)], model=ref); r.fit(1, 0., wd=0.); assert torch.equal(ref[1].running_mean, m[1].running_mean)
+    m = nn.Sequential(nn.Conv2d(1, 4, 3, 2), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 13 * 13, 4))
+    m[0].requires_grad_(False)
+    w = m[0].weight.clone()
+    l = learner([AdvTrain(PGD2), AWP(0.1)], model=m)
+    ref = copy.deepcopy(m)
+    l.fit(1, 0.0, wd=0.0)
+    assert m[1].num_batches_tracked.item() == 2 and torch.equal(w, m[0].weight)
+    r = learner([AdvTrain(PGD2)], model=ref)
+    r.fit(1, 0.0, wd=0.0)
+    assert torch.equal(ref[1].running_mean, m[1].running_mean)
+
 
 def test_awp_without_a_matrix_to_move():
     "Only the class token trains"
     gs = []
-    for cbs in ([], [AWP(.1)]):
-        m = tiny_vit(num_classes=4); m.requires_grad_(False); m.model.cls_token.requires_grad_(True)
-        l = learner([TRADES(PGD2), *cbs, Grab()], model=m, train_bn=False); l.fit(1, 1e-3); gs.append(l.grab.g)
+    for cbs in ([], [AWP(0.1)]):
+        m = tiny_vit(num_classes=4)
+        m.requires_grad_(False)
+        m.model.cls_token.requires_grad_(True)
+        l = learner([TRADES(PGD2), *cbs, Grab()], model=m, train_bn=False)
+        l.fit(1, 1e-3)
+        gs.append(l.grab.g)
     assert torch.allclose(*gs) and gs[0].any()
+
 
 def test_awp_sees_every_term():
     "A penalty added by a callback of one's own is climbed too"
+
     class Penalty(AdvCallback):
-        def after_loss(self): self.learn.loss_grad = self.loss_grad+50*self.model.model.head.weight.pow(2).sum()
+        def after_loss(self):
+            self.learn.loss_grad = self.loss_grad + 50 * self.model.model.head.weight.pow(2).sum()
+
     gs = []
     for cbs in ([], [Penalty()]):
-        l = learner([AdvTrain(PGD2), AWP(.3), *cbs, Grab()]); l.fit(1, 0.); gs.append((l.grab.g, l.model.model.head.weight.detach().clone()))
-    n = gs[0][1].numel()+4; head = lambda g: g[-n:-4].view(4,-1)
-    assert (head(gs[1][0])-head(gs[0][0])-100*gs[1][1]).norm()>.2*(100*gs[1][1]).norm()        # 2*50*w, taken at the moved head
+        l = learner([AdvTrain(PGD2), AWP(0.3), *cbs, Grab()])
+        l.fit(1, 0.0)
+        gs.append((l.grab.g, l.model.model.head.weight.detach().clone()))
+    n = gs[0][1].numel() + 4
+    head = lambda g: g[-n:-4].view(4, -1)
+    # 2*50*w, taken at the moved head
+    assert (head(gs[1][0]) - head(gs[0][0]) - 100 * gs[1][1]).norm() > 0.2 * (100 * gs[1][1]).norm()
+
 
 def test_awp_and_a_wrapped_model():
     "Distributed wrapper: one reduction per step, the same weights"
     import torch.distributed as dist, tempfile
-    if not dist.is_available(): pytest.skip('no torch.distributed')
+
+    if not dist.is_available():
+        pytest.skip('no torch.distributed')
     dist.init_process_group('gloo', init_method=f'file://{tempfile.mktemp()}', rank=0, world_size=1)
     try:
-        for method in ('trades_awp','free','gat','all'):
-            ref = learner(METHODS[method]()); ref.fit(1, 1e-3)
-            l = learner(METHODS[method]()); ddp = nn.parallel.DistributedDataParallel(l.model)
+        for method in ('trades_awp', 'free', 'gat', 'all'):
+            ref = learner(METHODS[method]())
+            ref.fit(1, 1e-3)
+            l = learner(METHODS[method]())
+            ddp = nn.parallel.DistributedDataParallel(l.model)
+
             class Wrap(Callback):
                 order = 11
-                def before_fit(self): self.learn.model = ddp
-                def after_fit(self): self.learn.model = ddp.module
+
+                def before_fit(self):
+                    self.learn.model = ddp
+
+                def after_fit(self):
+                    self.learn.model = ddp.module
+
             l.fit(1, 1e-3, cbs=Wrap())
             assert close(weights(l), weights(ref), 1e-5), method
-    finally: dist.destroy_process_group()
+    finally:
+        dist.destroy_process_group()
 
-@pytest.mark.parametrize('make', [lambda: TRADES(PGD2), lambda: MART(PGD2), lambda: AdvTrain(PGD2, clean_loss=.5)], ids=['trades','mart','half'])
+
+@pytest.mark.parametrize(
+    'make',
+    [lambda: TRADES(PGD2), lambda: MART(PGD2), lambda: AdvTrain(PGD2, clean_loss=0.5)],
+    ids=['trades', 'mart', 'half'],
+)
 def test_batch_norm_sees_the_joint_batch_once_a_step(make):
     "As 01a says: statistics of the mixture, one update a step, none from the attack"
     seen = []
+
     class Look(Callback):
         order = 5
+
         def before_batch(self):
-            if self.training: seen.append(plain(self.x).clone())
-    bn = nn.BatchNorm2d(1, momentum=1.); l = learner([make(), Look()], model=nn.Sequential(bn, nn.Flatten(), nn.Linear(784,4))); l.fit(1, 1e-3)
-    assert bn.num_batches_tracked==len(seen)==2 and len(seen[-1])==32
-    assert torch.allclose(bn.running_mean, seen[-1].mean().view(1), atol=1e-6) and torch.allclose(bn.running_var, seen[-1].var().view(1), atol=1e-5)
+            if self.training:
+                seen.append(plain(self.x).clone())
 
-# --- attacks for training -----------------------------------------------------------------------------------------------------------------
+    bn = nn.BatchNorm2d(1, momentum=1.0)
+    l = learner([make(), Look()], model=nn.Sequential(bn, nn.Flatten(), nn.Linear(784, 4)))
+    l.fit(1, 1e-3)
+    assert bn.num_batches_tracked == len(seen) == 2 and len(seen[-1]) == 32
+    assert torch.allclose(bn.running_mean, seen[-1].mean().view(1), atol=1e-6) and torch.allclose(
+        bn.running_var, seen[-1].var().view(1), atol=1e-5
+    )
 
-X,Y = [plain(o) for o in synth_dls().train.one_batch()]
-@pytest.mark.parametrize('attack', [NFGSM(.1), BernoulliFGSM(.1), NearPGD(.1, steps=2), ARDPRM(.1, steps=3, ard=.5, prm=.5), ARDPRM(1., norm='L2', steps=3, prm=.5), BernoulliFGSM(1., norm='L2'), NFGSM(1., norm='L2')], ids=repr)
+
+# --- attacks for training
+# -----------------------------------------------------------------------------------------------------------------
+
+X, Y = [plain(o) for o in synth_dls().train.one_batch()]
+
+
+@pytest.mark.parametrize(
+    'attack',
+    [
+        NFGSM(0.1),
+        BernoulliFGSM(0.1),
+        NearPGD(0.1, steps=2),
+        ARDPRM(0.1, steps=3, ard=0.5, prm=0.5),
+        ARDPRM(1.0, norm='L2', steps=3, prm=0.5),
+        BernoulliFGSM(1.0, norm='L2'),
+        NFGSM(1.0, norm='L2'),
+    ],
+    ids=repr,
+)
 def test_training_attacks(attack):
     "Inside [0,1] and the ball (N-FGSM: three balls), the same in any batch, without a trace"
-    m = tiny_vit(num_classes=4); was = state_of(m); a = attack(m, X, Y, seed=5)
-    assert 0<=a.min() and a.max()<=1 and attack.ball.size(a-X).max()<=attack.eps*(3 if isinstance(attack, NFGSM) else 1)+1e-5 and attack.ball.size(a-X).min()>0
-    assert torch.allclose(attack(m, X[5:9], Y[5:9], seed=5), a[5:9], atol=1e-6) and state_of(m)==was and not torch.equal(a, attack(m, X, Y, seed=6))
-    assert eval(repr(attack))==attack and attack.but(eps=0.)(m, X, Y).equal(X)
+    m = tiny_vit(num_classes=4)
+    was = state_of(m)
+    a = attack(m, X, Y, seed=5)
+    assert (
+        0 <= a.min()
+        and a.max() <= 1
+        and attack.ball.size(a - X).max() <= attack.eps * (3 if isinstance(attack, NFGSM) else 1) + 1e-5
+        and attack.ball.size(a - X).min() > 0
+    )
+    assert (
+        torch.allclose(attack(m, X[5:9], Y[5:9], seed=5), a[5:9], atol=1e-6)
+        and state_of(m) == was
+        and not torch.equal(a, attack(m, X, Y, seed=6))
+    )
+    assert eval(repr(attack)) == attack and attack.but(eps=0.0)(m, X, Y).equal(X)
 
-def test_ardprm_at_one_is_pgd(): assert torch.equal(ARDPRM(.1, steps=3)(tiny_vit(num_classes=4), X, Y), PGD(.1, steps=3)(tiny_vit(num_classes=4), X, Y))
+
+def test_ardprm_at_one_is_pgd():
+    assert torch.equal(
+        ARDPRM(0.1, steps=3)(tiny_vit(num_classes=4), X, Y), PGD(0.1, steps=3)(tiny_vit(num_classes=4), X, Y)
+    )
+
 
 def test_prm_clears_a_share_of_the_patches():
     "Before each step: with alpha=0 what is left is the start, less the masked patches of two draws"
-    m = tiny_vit(num_classes=4); a = ARDPRM(.1, steps=1, alpha=0., prm=.25)
-    x = X*.2+.4; d = (a(m, x, Y)-x).unfold(2,7,7).unfold(3,7,7).abs().amax((1,4,5)).flatten(1)
-    assert ((d>0).sum(1)==4).all()                                                # a quarter of 16
-    assert len({tuple(r) for r in (d>0).int().tolist()})>1
+    m = tiny_vit(num_classes=4)
+    a = ARDPRM(0.1, steps=1, alpha=0.0, prm=0.25)
+    x = X * 0.2 + 0.4
+    d = (a(m, x, Y) - x).unfold(2, 7, 7).unfold(3, 7, 7).abs().amax((1, 4, 5)).flatten(1)
+    assert ((d > 0).sum(1) == 4).all()  # a quarter of 16
+    assert len({tuple(r) for r in (d > 0).int().tolist()}) > 1
 
-@pytest.mark.parametrize('name,kw', [('xcit_nano_12_p8_224', dict(img_size=32, depth=2, embed_dim=32, num_heads=2)), ('cait_xxs24_224', dict(img_size=32, patch_size=8, depth=2, embed_dim=32, num_heads=2)),
-    ('swin_tiny_patch4_window7_224', dict(img_size=32, window_size=4, embed_dim=16, depths=(1,1), num_heads=(1,2)))])
+
+@pytest.mark.parametrize(
+    'name,kw',
+    [
+        ('xcit_nano_12_p8_224', dict(img_size=32, depth=2, embed_dim=32, num_heads=2)),
+        ('cait_xxs24_224', dict(img_size=32, patch_size=8, depth=2, embed_dim=32, num_heads=2)),
+        (
+            'swin_tiny_patch4_window7_224',
+            dict(img_size=32, window_size=4, embed_dim=16, depths=(1, 1), num_heads=(1, 2)),
+        ),
+    ],
+)
 def test_ard_on_other_families(name, kw):
     import timm
-    m = timm.create_model(name, num_classes=4, **kw).eval(); x,y = torch.rand(3,3,32,32),torch.tensor([0,1,2])
-    a = ARDPRM(.1, steps=2, ard=.5, prm=.5); was = state_of(m); out = a(m, x, y)
-    assert (out-x).abs().max()>.01 and state_of(m)==was
-    assert torch.equal(ARDPRM(.1, steps=2, ard=1., prm=1.)(m, x, y), PGD(.1, steps=2)(m, x, y))
+
+    m = timm.create_model(name, num_classes=4, **kw).eval()
+    x, y = torch.rand(3, 3, 32, 32), torch.tensor([0, 1, 2])
+    a = ARDPRM(0.1, steps=2, ard=0.5, prm=0.5)
+    was = state_of(m)
+    out = a(m, x, y)
+    assert (out - x).abs().max() > 0.01 and state_of(m) == was
+    assert torch.equal(ARDPRM(0.1, steps=2, ard=1.0, prm=1.0)(m, x, y), PGD(0.1, steps=2)(m, x, y))
+
 
 def test_ard_is_the_gradient_without_the_silent_branches():
     "By hand: detach the attention of block 1 for image 0, of block 0 for image 1"
-    m = tiny_vit(num_classes=4); x = X[:2].clone().requires_grad_(); keep = torch.tensor([[1,0],[0,1]])
-    with hush_attn(m, keep): z = m(x)
-    g, = torch.autograd.grad(F.cross_entropy(z, Y[:2], reduction='sum'), x)
-    for i,b in ((0,1),(1,0)):
-        h = m.model.blocks[b].attn.register_forward_hook(lambda mod,a,o: o.detach()); xi = X[i:i+1].clone().requires_grad_()
-        gi, = torch.autograd.grad(F.cross_entropy(m(xi), Y[i:i+1]), xi); h.remove()
-        assert torch.allclose(g[i], gi[0], atol=1e-6) and gi.abs().max()>0
+    m = tiny_vit(num_classes=4)
+    x = X[:2].clone().requires_grad_()
+    keep = torch.tensor([[1, 0], [0, 1]])
+    with hush_attn(m, keep):
+        z = m(x)
+    (g,) = torch.autograd.grad(F.cross_entropy(z, Y[:2], reduction='sum'), x)
+    for i, b in ((0, 1), (1, 0)):
+        h = m.model.blocks[b].attn.register_forward_hook(lambda mod, a, o: o.detach())
+        xi = X[i : i + 1].clone().requires_grad_()
+        (gi,) = torch.autograd.grad(F.cross_entropy(m(xi), Y[i : i + 1]), xi)
+        h.remove()
+        assert torch.allclose(g[i], gi[0], atol=1e-6) and gi.abs().max() > 0
     assert torch.allclose(z, m(X[:2]))
+
 
 def test_hush_attn_goes_away_when_something_fails():
     m = tiny_vit(num_classes=4)
     with pytest.raises(RuntimeError, match='boom'):
-        with hush_attn(m, torch.ones(2,2)): raise RuntimeError('boom')
-    assert all(h==(0,0,0) for h in state_of(m)[2])
-    with pytest.raises(TypeError, match='not a supported transformer'): ARDPRM(.1, ard=.5)(nn.Sequential(nn.Flatten(), nn.Linear(784,4)), X, Y)
+        with hush_attn(m, torch.ones(2, 2)):
+            raise RuntimeError('boom')
+    assert all(h == (0, 0, 0) for h in state_of(m)[2])
+    with pytest.raises(TypeError, match='not a supported transformer'):
+        ARDPRM(0.1, ard=0.5)(nn.Sequential(nn.Flatten(), nn.Linear(784, 4)), X, Y)
 
-# --- GAT, FreeAT --------------------------------------------------------------------------------------------------------------------------
+
+# --- GAT, FreeAT
+# --------------------------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize('acc', [False, True])
 def test_gat_alternates_per_optimiser_step(acc):
     seen = []
-    cb = GAT(BernoulliFGSM(.1)); look = Callback(before_batch=lambda self: seen.append(cb.inner.__name__) if self.training else None)
-    l = learner([cb, look]+[GradientAccumulation(16)]*acc, dls=small_dls(64, bs=8 if acc else 16)); l.fit(1, 1e-3); l.fit(1, 1e-3)
-    each = ['learn_loss','guided']*2
-    assert seen==[o for e in each for o in [e]*(2 if acc else 1)]*2
+    cb = GAT(BernoulliFGSM(0.1))
+    look = Callback(before_batch=lambda self: seen.append(cb.inner.__name__) if self.training else None)
+    l = learner([cb, look] + [GradientAccumulation(16)] * acc, dls=small_dls(64, bs=8 if acc else 16))
+    l.fit(1, 1e-3)
+    l.fit(1, 1e-3)
+    each = ['learn_loss', 'guided'] * 2
+    assert seen == [o for e in each for o in [e] * (2 if acc else 1)] * 2
+
 
 def test_gat_guides_the_second_attack():
     "By hand, on a frozen model: one step of eps from the noise along the gradient of loss + beta*||p-p0||^2"
     xs = []
+
     class Look(Callback):
         order = 5
+
         def before_batch(self):
-            if self.training: xs.append((plain(self.x).chunk(2), plain(self.y)))
-    l = learner([GAT(BernoulliFGSM(.1), beta=3.), Look()]); seed = torch.initial_seed()%2**62; m = l.model; l.fit(1, 0., wd=0.)
-    for i,((x,x_adv),y) in enumerate(xs):
-        a = BernoulliFGSM(.1); z0 = m(x).detach()
-        s = a.but(alpha=0.)(m, x, y, seed=seed).requires_grad_(); z = m(s)
-        g, = torch.autograd.grad((F.cross_entropy(z, y, reduction='none')+i*3.*(z.softmax(1)-z0.softmax(1)).pow(2).sum(1)).sum(), s)
-        assert torch.allclose(a.ball.project(x, s.detach()-x+.1*g.sign())+x, x_adv, atol=1e-6)
+            if self.training:
+                xs.append((plain(self.x).chunk(2), plain(self.y)))
+
+    l = learner([GAT(BernoulliFGSM(0.1), beta=3.0), Look()])
+    seed = torch.initial_seed() % 2**62
+    m = l.model
+    l.fit(1, 0.0, wd=0.0)
+    for i, ((x, x_adv), y) in enumerate(xs):
+        a = BernoulliFGSM(0.1)
+        z0 = m(x).detach()
+        s = a.but(alpha=0.0)(m, x, y, seed=seed).requires_grad_()
+        z = m(s)
+        (g,) = torch.autograd.grad(
+            (F.cross_entropy(z, y, reduction='none') + i * 3.0 * (z.softmax(1) - z0.softmax(1)).pow(2).sum(1)).sum(), s
+        )
+        assert torch.allclose(a.ball.project(x, s.detach() - x + 0.1 * g.sign()) + x, x_adv, atol=1e-6)
+
 
 def test_free_at_by_hand():
-    "A linear model, two replays: train on x, move x by eps*sign of the same gradient, train on that; the move is carried to the next batch"
+    """A linear model, two replays: train on x, move x by eps*sign of the same gradient, train on that; the move is
+    carried to the next batch"""
     seen = []
+
     class Look(Callback):
         order = 5
+
         def before_batch(self):
-            if self.training: seen.append((plain(self.x).detach().clone(), copy.deepcopy(self.model), plain(self.y)))
-    l = learner([KeepClean(), FreeAT(FGSM(.1), replay=2), Look()], model=nn.Sequential(nn.Flatten(), nn.Linear(784,4))); l.fit(1, 1e-3)
-    xs,d = l.keep_clean.seen,torch.zeros(16,1,28,28)
-    assert len(seen)==4 and torch.equal(xs[0], xs[1]) and not torch.equal(xs[1], xs[2])
-    for (x_adv,m,y),x in zip(seen, xs):
-        d = Linf(.1).project(x, d)
-        assert torch.allclose(x_adv, x+d, atol=1e-6)
-        p = x_adv.clone().requires_grad_(); g, = torch.autograd.grad(F.cross_entropy(m(p), y), p)
-        d = Linf(.1).project(x, x_adv-x+.1*g.sign())
+            if self.training:
+                seen.append((plain(self.x).detach().clone(), copy.deepcopy(self.model), plain(self.y)))
+
+    l = learner(
+        [KeepClean(), FreeAT(FGSM(0.1), replay=2), Look()], model=nn.Sequential(nn.Flatten(), nn.Linear(784, 4))
+    )
+    l.fit(1, 1e-3)
+    xs, d = l.keep_clean.seen, torch.zeros(16, 1, 28, 28)
+    assert len(seen) == 4 and torch.equal(xs[0], xs[1]) and not torch.equal(xs[1], xs[2])
+    for (x_adv, m, y), x in zip(seen, xs):
+        d = Linf(0.1).project(x, d)
+        assert torch.allclose(x_adv, x + d, atol=1e-6)
+        p = x_adv.clone().requires_grad_()
+        (g,) = torch.autograd.grad(F.cross_entropy(m(p), y), p)
+        d = Linf(0.1).project(x, x_adv - x + 0.1 * g.sign())
+
+
 class KeepClean(Callback):
-    order = AdvTrain.order-.5
-    def before_fit(self): self.seen = []
+    order = AdvTrain.order - 0.5
+
+    def before_fit(self):
+        self.seen = []
+
     def before_batch(self):
-        if self.training: self.seen.append(plain(self.x).clone())
+        if self.training:
+            self.seen.append(plain(self.x).clone())
+
 
 def test_free_at_counts_progress_right():
     pcts = []
-    l = learner([FreeAT(FGSM(.1), replay=3, eps=warmup(.1, pct=.5)), Callback(before_batch=lambda self: pcts.append(self.pct_train) if self.training else None)]); l.fit_one_cycle(2, 1e-3)
-    assert len(pcts)==2*2*3 and pcts==pytest.approx([i/12 for i in range(12)]) and len(l.recorder.lrs)==12
-    l.validate(); l.fit(1, 1e-3)
+    l = learner(
+        [
+            FreeAT(FGSM(0.1), replay=3, eps=warmup(0.1, pct=0.5)),
+            Callback(before_batch=lambda self: pcts.append(self.pct_train) if self.training else None),
+        ]
+    )
+    l.fit_one_cycle(2, 1e-3)
+    assert len(pcts) == 2 * 2 * 3 and pcts == pytest.approx([i / 12 for i in range(12)]) and len(l.recorder.lrs) == 12
+    l.validate()
+    l.fit(1, 1e-3)
+
 
 def test_free_at_with_a_shorter_last_batch():
-    dls = synth_dls(40, bs=16); dls.train = dls.train.new(drop_last=False); l = learner(FreeAT(FGSM(.1), replay=2), dls=dls); l.fit(2, 1e-3); check_clean(l, l.loss_func)
+    dls = synth_dls(40, bs=16)
+    dls.train = dls.train.new(drop_last=False)
+    l = learner(FreeAT(FGSM(0.1), replay=2), dls=dls)
+    l.fit(2, 1e-3)
+    check_clean(l, l.loss_func)
 
-# --- catastrophic overfitting (R18) ----------------------------------------------------------------------------------------------------------
 
-WEAK = PGD(.1, steps=0, rand=False)
-def linear(): set_seed(0); return nn.Sequential(nn.Flatten(), nn.Linear(784,4))
-def watched(catch, attack=WEAK, **kw): return synth_learner(model=linear(), cbs=[AdvTrain(attack, **kw), catch], lr=3e-3)
+# --- catastrophic overfitting (R18)
+# ----------------------------------------------------------------------------------------------------------
+
+WEAK = PGD(0.1, steps=0, rand=False)
+
+
+def linear():
+    set_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 4))
+
+
+def watched(catch, attack=WEAK, **kw):
+    return synth_learner(model=linear(), cbs=[AdvTrain(attack, **kw), catch], lr=3e-3)
+
+
 def test_catch_warns_with_the_epoch():
-    l = watched(c:=CatchOverfit())
-    with pytest.warns(UserWarning, match=r'^epoch 0: 100% right under PGD\(0.1, steps=0, rand=False\), the training attack, but \d+% under pgd5: catastrophic overfitting'): l.fit(2)
-    assert len(c.df)==2 and (c.df.attack==repr(WEAK)).all() and l.adv_train.instead is None
+    l = watched(c := CatchOverfit())
+    with pytest.warns(
+        UserWarning,
+        match=(
+            r'^epoch 0: 100% right under PGD\(0.1, steps=0, rand=False\), the training attack, but \d+% under pgd5:'
+            r' catastrophic overfitting'
+        ),
+    ):
+        l.fit(2)
+    assert len(c.df) == 2 and (c.df.attack == repr(WEAK)).all() and l.adv_train.instead is None
+
+
 def test_catch_goes_on_with_another_attack_and_only_for_this_fit():
-    l = watched(c:=CatchOverfit(then=PGD(8/255, steps=2)), eps=.1)
-    with pytest.warns(UserWarning, match='epoch 0'): l.fit(3)
-    assert c.df.attack.tolist()==[repr(WEAK)]+['PGD(0.1, steps=2)']*2 and c.df.strong.iloc[-1]>c.df.strong.iloc[0]
-    with warnings.catch_warnings(): warnings.simplefilter('ignore'); l.fit(1)
-    assert c.df.attack.tolist()==[repr(WEAK)]
+    l = watched(c := CatchOverfit(then=PGD(8 / 255, steps=2)), eps=0.1)
+    with pytest.warns(UserWarning, match='epoch 0'):
+        l.fit(3)
+    assert (
+        c.df.attack.tolist() == [repr(WEAK)] + ['PGD(0.1, steps=2)'] * 2 and c.df.strong.iloc[-1] > c.df.strong.iloc[0]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        l.fit(1)
+    assert c.df.attack.tolist() == [repr(WEAK)]
+
+
 @pytest.mark.slow
 def test_catastrophic_overfitting_for_real():
-    "FGSM without a random start, a small convolutional network, eps rising to 0.3: PGD-10 accuracy collapses, the epoch is named, and two steps rescue it"
+    """FGSM without a random start, a small convolutional network, eps rising to 0.3: PGD-10 accuracy collapses, the
+    epoch is named, and two steps rescue it"""
     got = {}
     for then in (None, PGD(steps=2)):
-        set_seed(0); layers = [nn.Conv2d(1,16,4,2,1), nn.ReLU(), nn.Conv2d(16,32,4,2,1), nn.ReLU(), nn.Flatten(), nn.Linear(32*49,128), nn.ReLU(), nn.Linear(128,10)]
-        c = CatchOverfit(PGD(steps=10), then=then); l = Learner(fashion_mnist(2000, 200, bs=64), Normalized(nn.Sequential(*layers), [.286], [.353]), metrics=[RobustAccuracy(FGSM(.3)), RobustAccuracy(PGD(.3))], cbs=[AdvTrain(FGSM(.3), eps=warmup(.3, pct=.5)), c])
-        with l.no_bar(), l.no_logging(), pytest.warns(UserWarning, match=r'^epoch [2-7]: .* catastrophic overfitting'): l.fit(12, 3e-3)
-        got[then] = l.recorder.values[-1][2:],c.df
-    (weak,strong),df = got[None]; assert weak>.4 and strong<.2 and df.strong.iloc[5:].min()<.1 and df.strong[0]>.5
-    assert got[PGD(steps=2)][0][1]>strong+.15
+        set_seed(0)
+        layers = [
+            nn.Conv2d(1, 16, 4, 2, 1),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 4, 2, 1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(32 * 49, 128),
+            nn.ReLU(),
+            nn.Linear(128, 10),
+        ]
+        c = CatchOverfit(PGD(steps=10), then=then)
+        l = Learner(
+            fashion_mnist(2000, 200, bs=64),
+            Normalized(nn.Sequential(*layers), [0.286], [0.353]),
+            metrics=[RobustAccuracy(FGSM(0.3)), RobustAccuracy(PGD(0.3))],
+            cbs=[AdvTrain(FGSM(0.3), eps=warmup(0.3, pct=0.5)), c],
+        )
+        with l.no_bar(), l.no_logging(), pytest.warns(UserWarning, match=r'^epoch [2-7]: .* catastrophic overfitting'):
+            l.fit(12, 3e-3)
+        got[then] = l.recorder.values[-1][2:], c.df
+    (weak, strong), df = got[None]
+    assert weak > 0.4 and strong < 0.2 and df.strong.iloc[5:].min() < 0.1 and df.strong[0] > 0.5
+    assert got[PGD(steps=2)][0][1] > strong + 0.15
+
+
 def test_catch_stops():
-    l = watched(c:=CatchOverfit(then='stop'))
-    with pytest.warns(UserWarning, match='epoch 0'): l.fit(5)
-    assert len(c.df)==1 and len(l.recorder.values)==0
-@pytest.mark.parametrize('attack,kw', [(PGD(.1, steps=3), {}), (FGSM_RS(.1), {}), (WEAK, dict(eps=0)), (PGD(.1, steps=3), dict(eps=warmup(.3, pct=1.)))])
+    l = watched(c := CatchOverfit(then='stop'))
+    with pytest.warns(UserWarning, match='epoch 0'):
+        l.fit(5)
+    assert len(c.df) == 1 and len(l.recorder.values) == 0
+
+
+@pytest.mark.parametrize(
+    'attack,kw',
+    [
+        (PGD(0.1, steps=3), {}),
+        (FGSM_RS(0.1), {}),
+        (WEAK, dict(eps=0)),
+        (PGD(0.1, steps=3), dict(eps=warmup(0.3, pct=1.0))),
+    ],
+)
 def test_catch_is_silent_without_reason(attack, kw):
-    with warnings.catch_warnings(): warnings.simplefilter('error', UserWarning); l = watched(CatchOverfit(), attack, **kw); l.add_cb(MixUp(.4)); l.fit(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        l = watched(CatchOverfit(), attack, **kw)
+        l.add_cb(MixUp(0.4))
+        l.fit(3)
+
+
 @pytest.mark.parametrize('cbs', [[], [AdvTrain(lambda model, x, y, seed=0: x)]])
 def test_catch_needs_an_attack_with_eps(cbs):
-    with pytest.raises(TypeError, match='none here that has an eps'): learner([CatchOverfit(), *cbs]).fit(1)
+    with pytest.raises(TypeError, match='none here that has an eps'):
+        learner([CatchOverfit(), *cbs]).fit(1)
+
+
 def test_catch_sees_unmixed_images_and_labels():
     got = []
-    l = synth_learner(model=linear(), cbs=[AdvTrain(PGD2), c:=CatchOverfit(gap=2), CutMix(1.), Callback(after_loss=lambda self: got.append(c.batch))]); xs = [plain(o[0]) for o in l.dls.train_ds]
-    l.fit(1); x,y = got[0]
-    assert all(any(torch.equal(plain(o), p) for p in xs) for o in x) and y.dtype==torch.long
+    l = synth_learner(
+        model=linear(),
+        cbs=[
+            AdvTrain(PGD2),
+            c := CatchOverfit(gap=2),
+            CutMix(1.0),
+            Callback(after_loss=lambda self: got.append(c.batch)),
+        ],
+    )
+    xs = [plain(o[0]) for o in l.dls.train_ds]
+    l.fit(1)
+    x, y = got[0]
+    assert all(any(torch.equal(plain(o), p) for p in xs) for o in x) and y.dtype == torch.long
+
 
 def test_catch_scales_the_step_of_the_strong_attack():
     used = []
+
     class Spy(PGD):
-        def start(self, obj, x, seed): used.append((self.eps, self.step_size)); return super().start(obj, x, seed)
-    l = watched(CatchOverfit(Spy(.2, steps=2, alpha=.1), gap=2), PGD(.1, steps=1)); l.fit(1)
-    assert used and all(o==pytest.approx((.1,.05)) for o in used)
-    with pytest.raises(ValueError, match='another norm'): watched(CatchOverfit(PGD(.2, alpha=.1, norm='L2'), gap=2), PGD(.1)).fit(1)
+        def start(self, obj, x, seed):
+            used.append((self.eps, self.step_size))
+            return super().start(obj, x, seed)
+
+    l = watched(CatchOverfit(Spy(0.2, steps=2, alpha=0.1), gap=2), PGD(0.1, steps=1))
+    l.fit(1)
+    assert used and all(o == pytest.approx((0.1, 0.05)) for o in used)
+    with pytest.raises(ValueError, match='another norm'):
+        watched(CatchOverfit(PGD(0.2, alpha=0.1, norm='L2'), gap=2), PGD(0.1)).fit(1)
+
+
 def test_catch_counts_what_was_right_before():
     "An attack that repairs every image does not make the model better"
+
     class Repair(PGD):
-        def __call__(self, model, x, y=None, seed=0, **kw): return learn.cheat(x, y)
-    learn = watched(c:=CatchOverfit(gap=2), Repair(.1)); learn.cheat = lambda x,y: x if y is None else sorted_images(learn, y)
-    def sorted_images(l, y): return torch.stack([first_of[int(o)] for o in y])
-    first_of = {int(y):plain(x) for x,y in learn.dls.train_ds}
-    nn.init.zeros_(learn.model[1].weight); learn.fit(1, 0.)
-    assert c.df.weak[0]<=.5
+        def __call__(self, model, x, y=None, seed=0, **kw):
+            return learn.cheat(x, y)
+
+    learn = watched(c := CatchOverfit(gap=2), Repair(0.1))
+    learn.cheat = lambda x, y: x if y is None else sorted_images(learn, y)
+
+    def sorted_images(l, y):
+        return torch.stack([first_of[int(o)] for o in y])
+
+    first_of = {int(y): plain(x) for x, y in learn.dls.train_ds}
+    nn.init.zeros_(learn.model[1].weight)
+    learn.fit(1, 0.0)
+    assert c.df.weak[0] <= 0.5
+
+
 def test_catch_keeps_two_classes_of_sorted_images():
-    dls = synth_dls(64); items = sorted(dls.train_ds, key=lambda o: int(o[1])); dls = DataLoaders.from_dsets(items, items[:16], bs=8, device='cpu'); dls.loaders[0] = dls.train.new(shuffle=False)
+    dls = synth_dls(64)
+    items = sorted(dls.train_ds, key=lambda o: int(o[1]))
+    dls = DataLoaders.from_dsets(items, items[:16], bs=8, device='cpu')
+    dls.loaders[0] = dls.train.new(shuffle=False)
     got = []
-    l = synth_learner(model=linear(), dls=dls, cbs=[AdvTrain(PGD2), c:=CatchOverfit(gap=2), Callback(after_batch=lambda self: got.append(c.batch[1]) if self.training else None)])
-    l.dls.c = 4; l.fit(1); assert len(got[0].unique())==1 and len(got[-1].unique())==2
+    l = synth_learner(
+        model=linear(),
+        dls=dls,
+        cbs=[
+            AdvTrain(PGD2),
+            c := CatchOverfit(gap=2),
+            Callback(after_batch=lambda self: got.append(c.batch[1]) if self.training else None),
+        ],
+    )
+    l.dls.c = 4
+    l.fit(1)
+    assert len(got[0].unique()) == 1 and len(got[-1].unique()) == 2
+
+
 def test_catch_leaves_out_ignored_images():
     class Ignore(Callback):
-        order = CatchOverfit.order-1
-        def before_batch(self): self.learn.yb = (torch.where(plain(self.y)==1, -100, plain(self.y)),)
-    l = watched(c:=CatchOverfit(gap=2), PGD2); l.dls.loaders[1] = l.dls.train; l.add_cb(Ignore()); l.fit(1)
-    assert len(c.df)==1 and 0<=c.df.weak[0]<=1
+        order = CatchOverfit.order - 1
 
-# --- averages, checkpoints (R19) ---------------------------------------------------------------------------------------------------------------
+        def before_batch(self):
+            self.learn.yb = (torch.where(plain(self.y) == 1, -100, plain(self.y)),)
+
+    l = watched(c := CatchOverfit(gap=2), PGD2)
+    l.dls.loaders[1] = l.dls.train
+    l.add_cb(Ignore())
+    l.fit(1)
+    assert len(c.df) == 1 and 0 <= c.df.weak[0] <= 1
+
+
+# --- averages, checkpoints (R19)
+# ---------------------------------------------------------------------------------------------------------------
+
 
 def test_ema_by_hand():
     ws = []
-    l = learner([AdvTrain(PGD2), EMA(.8, use_warmup=False)]); w0 = weights(l)
-    l.add_cb(Callback(after_step=lambda self: ws.append(weights(l)))); l.fit(2, 1e-2)
-    avg = ws[0]                                                                # timm copies the first
-    for w in ws[1:]: avg = [.8*a+.2*b for a,b in zip(avg, w)]
+    l = learner([AdvTrain(PGD2), EMA(0.8, use_warmup=False)])
+    w0 = weights(l)
+    l.add_cb(Callback(after_step=lambda self: ws.append(weights(l))))
+    l.fit(2, 1e-2)
+    avg = ws[0]  # timm copies the first
+    for w in ws[1:]:
+        avg = [0.8 * a + 0.2 * b for a, b in zip(avg, w)]
     assert close(list(l.ema.avg.module.parameters()), avg) and not close(avg, w0, 1e-3)
 
+
 def resumed(tmp, cbs=(), fits=1, seed=0):
-    set_seed(seed, reproducible=True); l = synth_learner(seed=seed, cbs=[AdvTrain(PGD2), MixUp(.4), EMA(.9)], path=tmp, model=noisy_vit(), dls=small_dls())
-    l.fit(4, 1e-3, start_epoch=l.resume(about='mine'), cbs=[SaveRun(about='mine'), *cbs]); return l
+    set_seed(seed, reproducible=True)
+    l = synth_learner(
+        seed=seed, cbs=[AdvTrain(PGD2), MixUp(0.4), EMA(0.9)], path=tmp, model=noisy_vit(), dls=small_dls()
+    )
+    l.fit(4, 1e-3, start_epoch=l.resume(about='mine'), cbs=[SaveRun(about='mine'), *cbs])
+    return l
+
+
 class Kill(Callback):
     order = 90
+
     def before_epoch(self):
-        if self.epoch==2: raise KeyboardInterrupt
+        if self.epoch == 2:
+            raise KeyboardInterrupt
+
+
 def test_an_interrupted_fit_goes_on_with_weights_average_and_numbers(tmp_path):
     "To the bit, shuffled, with dropout and MixUp"
-    with pytest.raises(KeyboardInterrupt): resumed(tmp_path/'a', [Kill()])
-    a,b = resumed(tmp_path/'a'),resumed(tmp_path/'b')
-    assert a.ema.n==b.ema.n==8 and same(weights(a), weights(b)) and same(list(a.ema.avg.parameters()), list(b.ema.avg.parameters()))
+    with pytest.raises(KeyboardInterrupt):
+        resumed(tmp_path / 'a', [Kill()])
+    a, b = resumed(tmp_path / 'a'), resumed(tmp_path / 'b')
+    assert (
+        a.ema.n == b.ema.n == 8
+        and same(weights(a), weights(b))
+        and same(list(a.ema.avg.parameters()), list(b.ema.avg.parameters()))
+    )
+
+
 def test_a_run_of_something_else_is_passed_over(tmp_path):
     l = resumed(tmp_path)
-    assert l.resume(about='mine')==4 and l.resume(about='other')==0 and l.resume('run2')==0
-    (tmp_path/'models'/'average_run_3.pth').unlink(); assert l.resume(about='mine')==3           # killed while it was written
+    assert l.resume(about='mine') == 4 and l.resume(about='other') == 0 and l.resume('run2') == 0
+    # killed while it was written
+    (tmp_path / 'models' / 'average_run_3.pth').unlink()
+    assert l.resume(about='mine') == 3
+
+
 def test_state_of_an_average():
-    l = learner([AdvTrain(PGD2), EMA(.9)]); l.fit(2, 1e-2); s = copy.deepcopy(l.ema.state_dict())
-    n = learner([AdvTrain(PGD2), EMA(.9)]); n.ema.load_state_dict(s)
-    assert n.ema.n==4 and same(list(n.ema.avg.parameters()), list(l.ema.avg.parameters()))
-    n.fit(3, 1e-3, start_epoch=2); assert n.ema.n==6
-    with pytest.raises(ValueError, match='fit first'): learner(EMA()).ema.state_dict()
+    l = learner([AdvTrain(PGD2), EMA(0.9)])
+    l.fit(2, 1e-2)
+    s = copy.deepcopy(l.ema.state_dict())
+    n = learner([AdvTrain(PGD2), EMA(0.9)])
+    n.ema.load_state_dict(s)
+    assert n.ema.n == 4 and same(list(n.ema.avg.parameters()), list(l.ema.avg.parameters()))
+    n.fit(3, 1e-3, start_epoch=2)
+    assert n.ema.n == 6
+    with pytest.raises(ValueError, match='fit first'):
+        learner(EMA()).ema.state_dict()
+
+
 def test_a_later_start_without_an_average_is_said():
-    with pytest.warns(UserWarning, match='no average to go on with'): learner([AdvTrain(PGD2), EMA(.9)]).fit(3, 1e-3, start_epoch=2)
+    with pytest.warns(UserWarning, match='no average to go on with'):
+        learner([AdvTrain(PGD2), EMA(0.9)]).fit(3, 1e-3, start_epoch=2)
+
+
 def test_loss_of_the_average():
     from fastai.learner import AvgLoss
-    l = learner([EMA(.9)], metrics=[OnAverage(AvgLoss())]); l.fit(2, 1e-2); own,avg = l.validate()
-    with l.ema.averaged(): assert l.validate()[0]==pytest.approx(avg, rel=1e-4)
-    assert own!=pytest.approx(avg, rel=1e-4)
 
-# --- models that change their input -----------------------------------------------------------------------------------------------
+    l = learner([EMA(0.9)], metrics=[OnAverage(AvgLoss())])
+    l.fit(2, 1e-2)
+    own, avg = l.validate()
+    with l.ema.averaged():
+        assert l.validate()[0] == pytest.approx(avg, rel=1e-4)
+    assert own != pytest.approx(avg, rel=1e-4)
+
+
+# --- models that change their input
+# -----------------------------------------------------------------------------------------------
+
 
 class InPlace(nn.Module):
     "Normalises its input where it stands, and is then a linear model"
-    def __init__(self, inplace): super().__init__(); torch.manual_seed(0); self.net,self.inplace = nn.Sequential(nn.Flatten(), nn.Linear(784,4)),inplace
-    def forward(self, x): return self.net(x.sub_(.5).div_(.5) if self.inplace else (x-.5)/.5)
+
+    def __init__(self, inplace):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.inplace = nn.Sequential(nn.Flatten(), nn.Linear(784, 4)), inplace
+
+    def forward(self, x):
+        return self.net(x.sub_(0.5).div_(0.5) if self.inplace else (x - 0.5) / 0.5)
+
+
 @methods
 def test_a_model_that_changes_its_input_trains_as_one_that_does_not(method):
     ends = []
     for inplace in (False, True):
-        if method=='mo': pytest.skip('needs a transformer')
-        l = learner([*METHODS[method](), EMA(.9)] if method!='all' else METHODS[method](), model=InPlace(inplace), metrics=[OnAverage(accuracy)]); l.fit(2, 1e-2)
+        if method == 'mo':
+            pytest.skip('needs a transformer')
+        l = learner(
+            [*METHODS[method](), EMA(0.9)] if method != 'all' else METHODS[method](),
+            model=InPlace(inplace),
+            metrics=[OnAverage(accuracy)],
+        )
+        l.fit(2, 1e-2)
         ends.append((weights(l), list(l.recorder.values[-1][2:])))
-    assert close(*[w for w,_ in ends], 1e-4) and ends[0][1]==pytest.approx(ends[1][1])
+    assert close(*[w for w, _ in ends], 1e-4) and ends[0][1] == pytest.approx(ends[1][1])
+
 
 def test_ema_composes_with_accumulation():
-    l = learner([AdvTrain(PGD2), EMA(.9), GradientAccumulation(16)], dls=small_dls(bs=8)); l.fit(1, 1e-3); assert l.ema.n==2
+    l = learner([AdvTrain(PGD2), EMA(0.9), GradientAccumulation(16)], dls=small_dls(bs=8))
+    l.fit(1, 1e-3)
+    assert l.ema.n == 2
+
 
 def test_averaged_weights_inside_and_own_after():
-    l = learner([TRADES(PGD2), EMA(.9)]); l.fit(2, 1e-2); w = weights(l)
-    with l.ema.averaged(): assert same(weights(l), list(l.ema.avg.module.parameters())) and not same(w, weights(l))
+    l = learner([TRADES(PGD2), EMA(0.9)])
+    l.fit(2, 1e-2)
+    w = weights(l)
+    with l.ema.averaged():
+        assert same(weights(l), list(l.ema.avg.module.parameters())) and not same(w, weights(l))
     assert same(w, weights(l))
     with pytest.raises(RuntimeError, match='boom'):
-        with l.ema.averaged(): raise RuntimeError('boom')
+        with l.ema.averaged():
+            raise RuntimeError('boom')
     assert same(w, weights(l))
     with pytest.raises(ValueError, match='fit first'):
-        with learner(EMA()).ema.averaged(): pass
+        with learner(EMA()).ema.averaged():
+            pass
+
 
 def test_average_under_attack_as_a_column(tmp_path):
-    pgd5 = PGD(.1, steps=5)
-    l = learner([AdvTrain(PGD2), EMA(.9)], metrics=[accuracy, RobustAccuracy(pgd5), OnAverage(RobustAccuracy(pgd5)), OnAverage(accuracy)], path=tmp_path, lr=1e-2)
-    assert len(l.validate())==5
-    l.fit(3, cbs=SaveEMA(monitor='ema_pgd5_acc')); best,names = max(v[4] for v in l.recorder.values),l.recorder.metric_names
-    assert list(names[4:-1])==['pgd5_acc','ema_pgd5_acc','ema_accuracy'] and l.validate()[2]==pytest.approx(best)
+    pgd5 = PGD(0.1, steps=5)
+    l = learner(
+        [AdvTrain(PGD2), EMA(0.9)],
+        metrics=[accuracy, RobustAccuracy(pgd5), OnAverage(RobustAccuracy(pgd5)), OnAverage(accuracy)],
+        path=tmp_path,
+        lr=1e-2,
+    )
+    assert len(l.validate()) == 5
+    l.fit(3, cbs=SaveEMA(monitor='ema_pgd5_acc'))
+    best, names = max(v[4] for v in l.recorder.values), l.recorder.metric_names
+    assert list(names[4:-1]) == ['pgd5_acc', 'ema_pgd5_acc', 'ema_accuracy'] and l.validate()[2] == pytest.approx(best)
+
 
 def test_save_ema_saves_the_average(tmp_path):
-    l = learner([AdvTrain(PGD2), EMA(.9)], metrics=[OnAverage(accuracy)], path=tmp_path); l.fit(2, 1e-2, cbs=SaveEMA(monitor='ema_accuracy', at_end=True, fname='avg'))
-    w = weights(l); l.load('avg'); assert same(weights(l), list(l.ema.avg.module.parameters())) and not same(w, weights(l))
+    l = learner([AdvTrain(PGD2), EMA(0.9)], metrics=[OnAverage(accuracy)], path=tmp_path)
+    l.fit(2, 1e-2, cbs=SaveEMA(monitor='ema_accuracy', at_end=True, fname='avg'))
+    w = weights(l)
+    l.load('avg')
+    assert same(weights(l), list(l.ema.avg.module.parameters())) and not same(w, weights(l))
 
-@pytest.mark.parametrize('method', ['trades_awp','mart','free'])
+
+@pytest.mark.parametrize('method', ['trades_awp', 'mart', 'free'])
 def test_best_epoch_by_robust_accuracy(method, tmp_path):
-    l = learner(METHODS[method](), metrics=[accuracy, RobustAccuracy(PGD(.1, steps=5))], path=tmp_path)
+    l = learner(METHODS[method](), metrics=[accuracy, RobustAccuracy(PGD(0.1, steps=5))], path=tmp_path)
     l.fit(3, 1e-2, cbs=[SaveModelCallback(monitor='pgd5_acc'), EarlyStoppingCallback(monitor='pgd5_acc', patience=1)])
     best = max(v[-1] for v in l.recorder.values)
-    assert l.validate()[-1]==pytest.approx(best)
+    assert l.validate()[-1] == pytest.approx(best)
+
 
 def test_holdout_is_of_the_training_images():
-    a,b = [fashion_mnist(200, 50, bs=50, valid=v) for v in ('holdout','test')]
-    key = lambda dl: {o.numpy().tobytes() for x,_ in dl.new(shuffle=False, drop_last=False) for o in plain(x)}
-    assert len(key(a.valid))==50 and not key(a.train)&key(a.valid) and not key(a.valid)&key(b.valid)
+    a, b = [fashion_mnist(200, 50, bs=50, valid=v) for v in ('holdout', 'test')]
+    key = lambda dl: {o.numpy().tobytes() for x, _ in dl.new(shuffle=False, drop_last=False) for o in plain(x)}
+    assert len(key(a.valid)) == 50 and not key(a.train) & key(a.valid) and not key(a.valid) & key(b.valid)
 
-# --- fit_adv ------------------------------------------------------------------------------------------------------------------------------------
+
+# --- fit_adv
+# ------------------------------------------------------------------------------------------------------------------------------------
+
 
 def test_fit_adv_defaults():
-    norms = Norms(); l = learner([TRADES(PGD2)], dls=synth_dls(160)); n = len(l.cbs); l.fit_adv(1, 1e-2, cbs=norms)
-    assert max(norms.seen)<=1.0001 and len(l.cbs)==n and l.opt.hypers[0]['wd']==.05 and {round(float(h),6) for h in l.recorder.hps['mom']}=={.9}
-    lrs = l.recorder.lrs; assert lrs.index(max(lrs)) in (1,2) and max(lrs)==pytest.approx(1e-2, rel=.05) and lrs[-1]<1e-3
-    names = no_decay_names(l.model); assert all((l.opt.state[p].get('do_wd', True) is False)==(k in names) for k,p in l.model.named_parameters())
+    norms = Norms()
+    l = learner([TRADES(PGD2)], dls=synth_dls(160))
+    n = len(l.cbs)
+    l.fit_adv(1, 1e-2, cbs=norms)
+    assert (
+        max(norms.seen) <= 1.0001
+        and len(l.cbs) == n
+        and l.opt.hypers[0]['wd'] == 0.05
+        and {round(float(h), 6) for h in l.recorder.hps['mom']} == {0.9}
+    )
+    lrs = l.recorder.lrs
+    assert lrs.index(max(lrs)) in (1, 2) and max(lrs) == pytest.approx(1e-2, rel=0.05) and lrs[-1] < 1e-3
+    names = no_decay_names(l.model)
+    assert all((l.opt.state[p].get('do_wd', True) is False) == (k in names) for k, p in l.model.named_parameters())
+
 
 def test_fit_adv_overridden():
-    norms = Norms(); l = learner([AdvTrain(PGD2), GradientClip(.1)]); l.fit_adv(1, 1e-3, wd=.3, pct_start=.5, cbs=norms, no_decay=False)
-    assert max(norms.seen)<=.1001 and l.opt.hypers[0]['wd']==.3 and all('do_wd' not in l.opt.state[p] or l.opt.state[p]['do_wd'] for n,p in l.model.named_parameters() if 'cls_token' in n)
-    l = learner(AdvTrain(PGD2)); l.fit_adv(1, cbs=[GradientClip(.1), n := Norms()]); l.fit_adv(1, cbs=[GradientClip, Norms()]); assert max(n.seen)<=.1001      # not clipped twice
-    l = learner(AdvTrain(PGD2)); l.fit_adv(1, clip=None, cbs=(n:=Norms())); assert len(n.seen)==2 and not hasattr(l,'gradient_clip')
+    norms = Norms()
+    l = learner([AdvTrain(PGD2), GradientClip(0.1)])
+    l.fit_adv(1, 1e-3, wd=0.3, pct_start=0.5, cbs=norms, no_decay=False)
+    assert (
+        max(norms.seen) <= 0.1001
+        and l.opt.hypers[0]['wd'] == 0.3
+        and all(
+            'do_wd' not in l.opt.state[p] or l.opt.state[p]['do_wd']
+            for n, p in l.model.named_parameters()
+            if 'cls_token' in n
+        )
+    )
+    # not clipped twice
+    l = learner(AdvTrain(PGD2))
+    l.fit_adv(1, cbs=[GradientClip(0.1), n := Norms()])
+    l.fit_adv(1, cbs=[GradientClip, Norms()])
+    assert max(n.seen) <= 0.1001
+    l = learner(AdvTrain(PGD2))
+    l.fit_adv(1, clip=None, cbs=(n := Norms()))
+    assert len(n.seen) == 2 and not hasattr(l, 'gradient_clip')
+
 
 def test_fit_adv_with_a_torch_optimiser():
     from functools import partial
+
     l = learner(AdvTrain(PGD2), opt_func=partial(OptimWrapper, opt=torch.optim.AdamW))
-    with pytest.raises(TypeError, match='NoDecay needs a fastai optimiser'): l.fit_adv(1, 1e-3)
+    with pytest.raises(TypeError, match='NoDecay needs a fastai optimiser'):
+        l.fit_adv(1, 1e-3)
     l.fit_adv(1, 1e-3, no_decay=False)
+
 
 def test_a_method_of_ones_own():
     class Mine(AdvTrain):
         joint = True
-        def terms(self, z, z_adv): return z_adv,(z-z_adv).pow(2).mean(1)
-    l = learner([Mine(PGD2), AWP(.01), MixUp(.4), HalfPrecision(torch.bfloat16), GradientAccumulation(16)], dls=small_dls(bs=8)); lf = l.loss_func; l.fit(1, 1e-3); check_clean(l, lf)
 
-# --- losses that sum without saying so, or say so and do not -----------------------------------------------------------------------
+        def terms(self, z, z_adv):
+            return z_adv, (z - z_adv).pow(2).mean(1)
+
+    l = learner(
+        [Mine(PGD2), AWP(0.01), MixUp(0.4), HalfPrecision(torch.bfloat16), GradientAccumulation(16)],
+        dls=small_dls(bs=8),
+    )
+    lf = l.loss_func
+    l.fit(1, 1e-3)
+    check_clean(l, lf)
+
+
+# --- losses that sum without saying so, or say so and do not
+# -----------------------------------------------------------------------
+
 
 class Sums(nn.Module):
-    def forward(self, z, y): return F.cross_entropy(z, y, reduction='sum')
-SUMS = dict(partial=partial(F.cross_entropy, reduction='sum'), function=lambda z,y: F.cross_entropy(z, y, reduction='sum'), module=Sums())
+    def forward(self, z, y):
+        return F.cross_entropy(z, y, reduction='sum')
+
+
+SUMS = dict(
+    partial=partial(F.cross_entropy, reduction='sum'),
+    function=lambda z, y: F.cross_entropy(z, y, reduction='sum'),
+    module=Sums(),
+)
+
 
 @pytest.mark.parametrize('loss', SUMS)
-@pytest.mark.parametrize('make', [lambda: TRADES(PGD(.1, steps=2)), lambda: GAT(BernoulliFGSM(.1, loss=ce)), lambda: MART(PGD(.1, steps=2, loss=ce)), lambda: AFAT(lam=1., select='random')])
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda: TRADES(PGD(0.1, steps=2)),
+        lambda: GAT(BernoulliFGSM(0.1, loss=ce)),
+        lambda: MART(PGD(0.1, steps=2, loss=ce)),
+        lambda: AFAT(lam=1.0, select='random'),
+    ],
+)
 def test_a_sum_is_recognised_by_its_numbers(make, loss):
     gs = []
     for f in (CrossEntropyLossFlat(reduction='sum'), SUMS[loss]):
-        l = learner([make(), Grab()], loss_func=f, model=tiny_vit(num_classes=4)); l.fit(1); gs.append(l.grab.g)
+        l = learner([make(), Grab()], loss_func=f, model=tiny_vit(num_classes=4))
+        l.fit(1)
+        gs.append(l.grab.g)
     assert torch.allclose(*gs, rtol=1e-4, atol=1e-5)
+
 
 def test_what_is_a_sum():
     "Over images, whatever is written on it; what it leaves out, weighs or cannot double changes nothing"
     torch.manual_seed(0)
-    z,y,pixels,mask = torch.randn(8,4),torch.arange(8)%4,torch.randn(2,3,4,4),torch.randint(0, 3, (2,4,4))
+    z, y, pixels, mask = torch.randn(8, 4), torch.arange(8) % 4, torch.randn(2, 3, 4, 4), torch.randint(0, 3, (2, 4, 4))
     per_batch = torch.ones(8)
-    for f in SUMS.values(): assert is_summed(f, z, (y,)) and is_summed(f, pixels, (mask,))
-    assert not is_summed(lambda z,y: (F.cross_entropy(z, y, reduction='none')*per_batch).mean(), z, (y,))
+    for f in SUMS.values():
+        assert is_summed(f, z, (y,)) and is_summed(f, pixels, (mask,))
+    assert not is_summed(lambda z, y: (F.cross_entropy(z, y, reduction='none') * per_batch).mean(), z, (y,))
     for kw in (dict(), dict(weight=few), dict(ignore_index=2)):
-        assert not is_summed(CrossEntropyLossFlat(**kw), z, (y,)) and is_summed(CrossEntropyLossFlat(reduction='sum', **kw), z, (y,))
-    assert is_summed(nn.CrossEntropyLoss(reduction='sum', ignore_index=0), z, (0*y,))                       # its value is 0
+        assert not is_summed(CrossEntropyLossFlat(**kw), z, (y,)) and is_summed(
+            CrossEntropyLossFlat(reduction='sum', **kw), z, (y,)
+        )
+    # its value is 0
+    assert is_summed(nn.CrossEntropyLoss(reduction='sum', ignore_index=0), z, (0 * y,))
     assert not is_summed(DiceLoss(), pixels, (mask,)) and not is_summed(CrossEntropyLossFlat(axis=1), pixels, (mask,))
     was = z.clone()
-    assert is_summed(lambda z,y: F.cross_entropy(z.mul_(2), y, reduction='sum'), z, (y,)) and z.equal(was)
+    assert is_summed(lambda z, y: F.cross_entropy(z.mul_(2), y, reduction='sum'), z, (y,)) and z.equal(was)

@@ -1,4 +1,5 @@
 "`robust-demo` and `robust-eval` as a newcomer types them, and what they are made of."
+
 import argparse, gzip, json, os, re, signal, subprocess, sys, time
 from pathlib import Path
 import numpy as np, pandas as pd, pytest, timm, torch
@@ -7,45 +8,104 @@ from PIL import Image
 HEAD = """import sys, io, json, contextlib, traceback, runpy
 def main(args, cmd='robust-demo'): sys.argv = [cmd,*args]; runpy.run_path(__file__+'_bin/'+cmd, run_name='__main__')
 """
-COMMAND = "import sys\nfrom robust_nbdev.__main__ import {0}\nsys.exit({0}())\n"            # what the installed script does
+# what the installed script does
+COMMAND = "import sys\nfrom robust_nbdev.__main__ import {0}\nsys.exit({0}())\n"
+
+
 def script(cwd, code, *args):
-    "Run `code` as a script, as the installed command is: importing torch takes seconds, so several calls share a process"
-    (f:=cwd.parent/f'{cwd.name}.py').write_text(HEAD+code); b = f.with_name(f.name+'_bin'); b.mkdir(exist_ok=True)
-    for o in ('robust-demo','robust-eval'): (b/o).write_text(COMMAND.format(o.replace('-','_')))
-    return subprocess.run([sys.executable, f, *args], cwd=cwd, capture_output=True, text=True, timeout=250, env=os.environ|dict(OMP_NUM_THREADS='1', PYTHONWARNINGS='ignore', ROBUST_PROFILE='smoke'))
+    """Run `code` as a script, as the installed command is: importing torch takes seconds, so several calls share a
+    process"""
+    (f := cwd.parent / f'{cwd.name}.py').write_text(HEAD + code)
+    b = f.with_name(f.name + '_bin')
+    b.mkdir(exist_ok=True)
+    for o in ('robust-demo', 'robust-eval'):
+        (b / o).write_text(COMMAND.format(o.replace('-', '_')))
+    return subprocess.run(
+        [sys.executable, f, *args],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env=os.environ | dict(OMP_NUM_THREADS='1', PYTHONWARNINGS='ignore', ROBUST_PROFILE='smoke'),
+    )
+
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-    d = tmp_path_factory.mktemp('demo'); r = script(d, 'main(sys.argv[1:])', '--profile', 'smoke', '--out', 'here/there')
-    assert r.returncode==0, r.stderr
-    return d/'here'/'there',r
+    d = tmp_path_factory.mktemp('demo')
+    r = script(d, 'main(sys.argv[1:])', '--profile', 'smoke', '--out', 'here/there')
+    assert r.returncode == 0, r.stderr
+    return d / 'here' / 'there', r
+
 
 def test_demo_writes_what_it_says(run):
-    out,r = run
-    assert {p.relative_to(out).as_posix() for p in out.rglob('*') if p.is_file()}=={'robust_demo.png','robust_demo.csv',*(f'{m}/{f}' for m in ('plain','robust') for f in ('report.json','report.csv','report.html','report.png','verdicts.npz','predictions.npz'))}
-    assert min(Image.open(out/'robust_demo.png').size)>400 and 'Traceback' not in r.stderr
-    t = pd.read_csv(out/'robust_demo.csv')
-    assert t.columns.tolist()==['attack','plain','robust'] and t.attack.tolist()==['clean','FGSM(0.1)','PGD(0.1, steps=3)','APGD(0.1, steps=3)','worst case']
+    out, r = run
+    assert {p.relative_to(out).as_posix() for p in out.rglob('*') if p.is_file()} == {
+        'robust_demo.png',
+        'robust_demo.csv',
+        *(
+            f'{m}/{f}'
+            for m in ('plain', 'robust')
+            for f in ('report.json', 'report.csv', 'report.html', 'report.png', 'verdicts.npz', 'predictions.npz')
+        ),
+    }
+    assert min(Image.open(out / 'robust_demo.png').size) > 400 and 'Traceback' not in r.stderr
+    t = pd.read_csv(out / 'robust_demo.csv')
+    assert t.columns.tolist() == ['attack', 'plain', 'robust'] and t.attack.tolist() == [
+        'clean',
+        'FGSM(0.1)',
+        'PGD(0.1, steps=3)',
+        'APGD(0.1, steps=3)',
+        'worst case',
+    ]
+
 
 def test_demo_prints_the_table_of_its_files(run):
-    out,r = run; t = pd.read_csv(out/'robust_demo.csv')
+    out, r = run
+    t = pd.read_csv(out / 'robust_demo.csv')
     printed = [l for l in r.stdout.splitlines() if re.match(r'\s*(clean|FGSM|PGD|APGD|worst)', l)][-5:]
-    assert [l.split()[-2:] for l in printed]==[[f'{a:.1f}',f'{b:.1f}'] for a,b in zip(t.plain,t.robust)]
-    for m in ('plain','robust'):
-        rows = json.loads((out/m/'report.json').read_text())['rows']
-        assert [f"{100*o['accuracy']:.1f}" for o in rows]==[f'{o:.1f}' for o in t[m]] and all(o['n']==128 and o['seed']==42 for o in rows)
+    assert [l.split()[-2:] for l in printed] == [[f'{a:.1f}', f'{b:.1f}'] for a, b in zip(t.plain, t.robust)]
+    for m in ('plain', 'robust'):
+        rows = json.loads((out / m / 'report.json').read_text())['rows']
+        assert [f"{100 * o['accuracy']:.1f}" for o in rows] == [f'{o:.1f}' for o in t[m]] and all(
+            o['n'] == 128 and o['seed'] == 42 for o in rows
+        )
     assert 'eps=0.1, n=128, seed=42' in r.stdout and 'smoke' not in r.stderr
 
-def test_second_run_gives_the_same_table_and_another_seed_another(run, tmp_path):
-    out,_ = run
-    r = script(tmp_path, "for a in ('--out again', '--seed 7 --eps 8/255 --out other'):\n    try: main(a.split())\n    except SystemExit as e:\n        if e.code: raise")
-    assert r.returncode==0, r.stderr
-    assert (tmp_path/'again'/'robust_demo.csv').read_text()==(out/'robust_demo.csv').read_text()
-    t = pd.read_csv(tmp_path/'other'/'robust_demo.csv')
-    assert t.attack.tolist()[1]=='FGSM(8/255)' and not t.equals(pd.read_csv(out/'robust_demo.csv'))
 
-BAD = {'--eps 8':'8/255', '--eps -1':'>= 0', '--eps 0':'above 0', '--eps abc':'abc', '--eps 1/0':'1/0', '--eps nan':'nan', '--eps inf':'inf', '--epochs 0':'at least 1, got 0', '--epochs -3':'-3', '--epochs 1.5':'1.5', '--profile nope':'nope', '--device nope':'nope', '--seed -1':'between 0 and',
-    '--seed 99999999999999999999':'99999999999999999999', '--out afile':'afile', '--nonsense 1':'nonsense', '--eps':'--eps', 'extra':'extra'}
+def test_second_run_gives_the_same_table_and_another_seed_another(run, tmp_path):
+    out, _ = run
+    r = script(
+        tmp_path,
+        "for a in ('--out again', '--seed 7 --eps 8/255 --out other'):\n    try: main(a.split())\n    except SystemExit"
+        " as e:\n        if e.code: raise",
+    )
+    assert r.returncode == 0, r.stderr
+    assert (tmp_path / 'again' / 'robust_demo.csv').read_text() == (out / 'robust_demo.csv').read_text()
+    t = pd.read_csv(tmp_path / 'other' / 'robust_demo.csv')
+    assert t.attack.tolist()[1] == 'FGSM(8/255)' and not t.equals(pd.read_csv(out / 'robust_demo.csv'))
+
+
+BAD = {
+    '--eps 8': '8/255',
+    '--eps -1': '>= 0',
+    '--eps 0': 'above 0',
+    '--eps abc': 'abc',
+    '--eps 1/0': '1/0',
+    '--eps nan': 'nan',
+    '--eps inf': 'inf',
+    '--epochs 0': 'at least 1, got 0',
+    '--epochs -3': '-3',
+    '--epochs 1.5': '1.5',
+    '--profile nope': 'nope',
+    '--device nope': 'nope',
+    '--seed -1': 'between 0 and',
+    '--seed 99999999999999999999': '99999999999999999999',
+    '--out afile': 'afile',
+    '--nonsense 1': 'nonsense',
+    '--eps': '--eps',
+    'extra': 'extra',
+}
 CATCH = '''import shlex
 out,(_,todo,cmd) = {},sys.argv
 for args in json.loads(todo):
@@ -58,36 +118,59 @@ for args in json.loads(todo):
         except BaseException as e: code = -1; err.write(traceback.format_exc())
     out[args] = code,err.getvalue(),std.getvalue()
 print('RESULT'+json.dumps(out))'''
+
+
 @pytest.fixture(scope='module')
 def failures(tmp_path_factory):
     "All at once, in one process, since importing torch takes seconds: code and words of each"
-    d = tmp_path_factory.mktemp('bad'); (d/'afile').write_text('')
-    r = script(d, CATCH, json.dumps([*BAD,'--help']), 'robust-demo')
-    return json.loads(r.stdout.split('RESULT')[1]),d
+    d = tmp_path_factory.mktemp('bad')
+    (d / 'afile').write_text('')
+    r = script(d, CATCH, json.dumps([*BAD, '--help']), 'robust-demo')
+    return json.loads(r.stdout.split('RESULT')[1]), d
+
 
 @pytest.mark.parametrize('args', BAD)
 def test_bad_arguments_are_one_clear_line(failures, args):
-    code,err,out = failures[0][args]
+    code, err, out = failures[0][args]
     last = err.strip().splitlines()[-1] if err.strip() else ''
-    assert code not in (0,None,-1) and 'Traceback' not in err, err
-    assert last.startswith('robust-demo: ') and BAD[args] in last and len(last)<300
-    assert 'usage' in err or len(err.strip().splitlines())==1
+    assert code not in (0, None, -1) and 'Traceback' not in err, err
+    assert last.startswith('robust-demo: ') and BAD[args] in last and len(last) < 300
+    assert 'usage' in err or len(err.strip().splitlines()) == 1
     assert not out.strip(), 'it had begun to work'
 
+
 def test_bad_arguments_leave_no_folder(failures):
-    assert [p.name for p in failures[1].iterdir()]==['afile']
+    assert [p.name for p in failures[1].iterdir()] == ['afile']
+
 
 def test_help(failures):
-    code,_,out = failures[0]['--help']
-    assert code in (0,None) and all(o in out for o in ('--profile','--eps','--epochs','--out','--seed','--device','Train a plain and a robust vision transformer'))
+    code, _, out = failures[0]['--help']
+    assert code in (0, None) and all(
+        o in out
+        for o in (
+            '--profile',
+            '--eps',
+            '--epochs',
+            '--out',
+            '--seed',
+            '--device',
+            'Train a plain and a robust vision transformer',
+        )
+    )
+
 
 def test_number_of_images_is_the_one_measured(tmp_path):
-    "Where a dataset is not to be had, fewer images than the profile asks for may be measured, and that number is printed"
+    """Where a dataset is not to be had, fewer images than the profile asks for may be measured, and that number is
+    printed"""
     from fastcore.basics import noop
     from robust_nbdev.cli import demo_settings, run_demo
     from robust_nbdev.datasets import RunSettings
-    s = RunSettings(demo_settings('smoke'), dataset='imagenet100', imagenet100=None, size=None, n_train=128, n_valid=1500)
-    assert run_demo(s, tmp_path, bar=False, say=noop).attrs['n']==1000
+
+    s = RunSettings(
+        demo_settings('smoke'), dataset='imagenet100', imagenet100=None, size=None, n_train=128, n_valid=1500
+    )
+    assert run_demo(s, tmp_path, bar=False, say=noop).attrs['n'] == 1000
+
 
 # --- robust-eval: attacks as text
 
@@ -98,278 +181,665 @@ from robust_nbdev.cli import *
 from robust_nbdev.evaluate import robust_report
 
 SMALL = 'vit_tiny_patch16_224(patch_size=7, embed_dim=48, depth=1, num_heads=2)'
+
+
 def small(n=10, c=1, seed=0):
     torch.manual_seed(seed)
-    return Normalized(timm.create_model('vit_tiny_patch16_224', img_size=28, patch_size=7, in_chans=c, num_classes=n, embed_dim=48, depth=1, num_heads=2), [.3]*c, [.4]*c).eval()
+    return Normalized(
+        timm.create_model(
+            'vit_tiny_patch16_224',
+            img_size=28,
+            patch_size=7,
+            in_chans=c,
+            num_classes=n,
+            embed_dim=48,
+            depth=1,
+            num_heads=2,
+        ),
+        [0.3] * c,
+        [0.4] * c,
+    ).eval()
 
-@pytest.mark.parametrize('text,attacks', [('fgsm', [FGSM(8/255)]), ('clean , FGSM,pgd20', [None, FGSM(8/255), PGD(8/255, steps=20)]), ('pgd20_dlr', [PGD(8/255, steps=20, loss=dlr)]), ('PGD-20', [PGD(8/255, steps=20)]),
-    ('pgd5_l2', [PGD(.5, norm='L2', steps=5)]), ('apgd-l2-margin,\n apgd', [APGD(.5, norm='L2', loss=margin), APGD(8/255)]), ('PGD(8/255, steps=20, restarts=2),fgsm', [PGD(8/255, steps=20, restarts=2), FGSM(8/255)]),
-    ('pgd(4/255, rand=False, alpha=1e-2)', [PGD(4/255, rand=False, alpha=.01)]), ('PGD(.5, norm="L2", loss=margin)', [PGD(.5, norm='L2', loss=margin)]), ('PGD(steps=3),APGD(norm="L2")', [PGD(8/255, steps=3), APGD(.5, norm='L2')])])
+
+@pytest.mark.parametrize(
+    'text,attacks',
+    [
+        ('fgsm', [FGSM(8 / 255)]),
+        ('clean , FGSM,pgd20', [None, FGSM(8 / 255), PGD(8 / 255, steps=20)]),
+        ('pgd20_dlr', [PGD(8 / 255, steps=20, loss=dlr)]),
+        ('PGD-20', [PGD(8 / 255, steps=20)]),
+        ('pgd5_l2', [PGD(0.5, norm='L2', steps=5)]),
+        ('apgd-l2-margin,\n apgd', [APGD(0.5, norm='L2', loss=margin), APGD(8 / 255)]),
+        ('PGD(8/255, steps=20, restarts=2),fgsm', [PGD(8 / 255, steps=20, restarts=2), FGSM(8 / 255)]),
+        ('pgd(4/255, rand=False, alpha=1e-2)', [PGD(4 / 255, rand=False, alpha=0.01)]),
+        ('PGD(.5, norm="L2", loss=margin)', [PGD(0.5, norm='L2', loss=margin)]),
+        ('PGD(steps=3),APGD(norm="L2")', [PGD(8 / 255, steps=3), APGD(0.5, norm='L2')]),
+    ],
+)
 def test_attacks_are_read(text, attacks):
-    assert parse_attacks(text)==attacks
-    assert parse_attacks(', '.join(map(repr, filter(None, attacks))).replace("'",'"'))==[a for a in attacks if a]     # what a report prints can be typed
+    assert parse_attacks(text) == attacks
+    # what a report prints can be typed
+    assert parse_attacks(', '.join(map(repr, filter(None, attacks))).replace("'", '"')) == [a for a in attacks if a]
+
 
 def test_eps_and_norm_of_the_command_line():
-    assert parse_attacks('fgsm,PGD(2/255),PGD(steps=2),pgd_l2', .1)==[FGSM(.1), PGD(2/255), PGD(.1, steps=2), PGD(.5, norm='L2')]
-    assert parse_attacks('fgsm,pgd_linf,PGD(norm="Linf")', 1., 'L2')==[FGSM(1., norm='L2'), PGD(8/255), PGD(8/255)]
+    assert parse_attacks('fgsm,PGD(2/255),PGD(steps=2),pgd_l2', 0.1) == [
+        FGSM(0.1),
+        PGD(2 / 255),
+        PGD(0.1, steps=2),
+        PGD(0.5, norm='L2'),
+    ]
+    assert parse_attacks('fgsm,pgd_linf,PGD(norm="Linf")', 1.0, 'L2') == [
+        FGSM(1.0, norm='L2'),
+        PGD(8 / 255),
+        PGD(8 / 255),
+    ]
 
-@pytest.mark.parametrize('eps', [8/255, .5/255, 12.75/255, .1, 1/3000, 2.5*8/255/7])
-def test_a_printed_eps_can_be_typed(eps): assert number(eps_str(eps))==pytest.approx(eps, rel=1e-4)
-@pytest.mark.parametrize('s,v', [('0.1',.1), ('8/255',8/255), (' 0.5/255',.5/255), ('1e-3',1e-3)])
-def test_numbers_and_fractions(s, v): assert number(s)==v
+
+@pytest.mark.parametrize('eps', [8 / 255, 0.5 / 255, 12.75 / 255, 0.1, 1 / 3000, 2.5 * 8 / 255 / 7])
+def test_a_printed_eps_can_be_typed(eps):
+    assert number(eps_str(eps)) == pytest.approx(eps, rel=1e-4)
+
+
+@pytest.mark.parametrize('s,v', [('0.1', 0.1), ('8/255', 8 / 255), (' 0.5/255', 0.5 / 255), ('1e-3', 1e-3)])
+def test_numbers_and_fractions(s, v):
+    assert number(s) == v
+
+
 def test_a_fraction_has_two_numbers():
     "(1/2)/3 or 1/(2/3)?"
-    for bad in ('1/2/3','8/255/2'):
-        with pytest.raises(ValueError, match=re.escape(bad)): number(bad)
+    for bad in ('1/2/3', '8/255/2'):
+        with pytest.raises(ValueError, match=re.escape(bad)):
+            number(bad)
 
-@pytest.mark.parametrize('text,says', [('pgdd','there are: clean, '), ('pgd20_nope','losses ce, margin, cw'), ('PGD(8)','8/255'), ('PGD(step=3)','steps'), ('fgsm5','FGSM'), ('PGD(steps=1.5)','1.5'), ('PGDD(1)','APGD'), ('','expected'), ('fgsm pgd','cannot be read'),
-    ('PGD(8/0)','divides by zero'), ('3','expected an attack'), ('"PGD"','expected an attack'), ('__import__("os").system("x")','neither'), ('PGD(eps=open("x"))','open'), ('[x for x in y]','neither'), ('PGD(2**9)','neither'), ('lambda: 1','neither'), ('PGD(loss=os)','os'),
-    ('fgsm)','cannot be read'), ('fgsm],[pgd','list of attacks'), ('('*3000,'cannot be read'), ('pgd_l7','norm'), ('a'*2000,'no attack'), ('PGD(**{})','neither'), ('\x00','cannot be read'), ('PGD("a"*9)','neither')])
+
+@pytest.mark.parametrize(
+    'text,says',
+    [
+        ('pgdd', 'there are: clean, '),
+        ('pgd20_nope', 'losses ce, margin, cw'),
+        ('PGD(8)', '8/255'),
+        ('PGD(step=3)', 'steps'),
+        ('fgsm5', 'FGSM'),
+        ('PGD(steps=1.5)', '1.5'),
+        ('PGDD(1)', 'APGD'),
+        ('', 'expected'),
+        ('fgsm pgd', 'cannot be read'),
+        ('PGD(8/0)', 'divides by zero'),
+        ('3', 'expected an attack'),
+        ('"PGD"', 'expected an attack'),
+        ('__import__("os").system("x")', 'neither'),
+        ('PGD(eps=open("x"))', 'open'),
+        ('[x for x in y]', 'neither'),
+        ('PGD(2**9)', 'neither'),
+        ('lambda: 1', 'neither'),
+        ('PGD(loss=os)', 'os'),
+        ('fgsm)', 'cannot be read'),
+        ('fgsm],[pgd', 'list of attacks'),
+        ('(' * 3000, 'cannot be read'),
+        ('pgd_l7', 'norm'),
+        ('a' * 2000, 'no attack'),
+        ('PGD(**{})', 'neither'),
+        ('\x00', 'cannot be read'),
+        ('PGD("a"*9)', 'neither'),
+    ],
+)
 def test_bad_attacks_are_refused_in_words(text, says):
-    with pytest.raises((ValueError,TypeError), match=re.escape(says)) as e: parse_attacks(text)
+    with pytest.raises((ValueError, TypeError), match=re.escape(says)) as e:
+        parse_attacks(text)
     assert '\n' not in str(e.value).strip()
 
+
 def test_new_attacks_are_found(monkeypatch):
-    class APGDT(APGD): pass
+    class APGDT(APGD):
+        pass
+
     class Many:
-        def __init__(self, attacks): self.attacks = attacks
-        def __call__(self, model, x, y, *, seed=0): return x
+        def __init__(self, attacks):
+            self.attacks = attacks
+
+        def __call__(self, model, x, y, *, seed=0):
+            return x
+
     class AutoAttack(Many):
-        def __init__(self, eps=8/255, norm='Linf', version='standard'): self.eps,self.norm,self.version = eps,norm,version
-    for c in (APGDT,Many,AutoAttack): monkeypatch.setattr(attacks_module, c.__name__, c, raising=False)
-    monkeypatch.setattr(attacks_module, '__all__', [*attacks_module.__all__,'APGDT','Many','AutoAttack'])
-    a,b,c,d = parse_attacks('apgd-t,apgd9,Many([fgsm, PGD(2/255)]),aa', .25)
-    assert type(a) is APGDT and a.eps==.25 and b==APGD(.25, steps=9) and c.attacks==[FGSM(.25), PGD(2/255)] and (d.eps,d.version)==(.25,'standard')
-    with pytest.raises(ValueError, match='attacks'): parse_attacks('many')
-    with pytest.raises(ValueError, match='steps'): parse_attacks('aa5')
-    assert cli._bench_attacks(None, .5, 'L2', 'plus')[0].version=='plus'
+        def __init__(self, eps=8 / 255, norm='Linf', version='standard'):
+            self.eps, self.norm, self.version = eps, norm, version
+
+    for c in (APGDT, Many, AutoAttack):
+        monkeypatch.setattr(attacks_module, c.__name__, c, raising=False)
+    monkeypatch.setattr(attacks_module, '__all__', [*attacks_module.__all__, 'APGDT', 'Many', 'AutoAttack'])
+    a, b, c, d = parse_attacks('apgd-t,apgd9,Many([fgsm, PGD(2/255)]),aa', 0.25)
+    assert (
+        type(a) is APGDT
+        and a.eps == 0.25
+        and b == APGD(0.25, steps=9)
+        and c.attacks == [FGSM(0.25), PGD(2 / 255)]
+        and (d.eps, d.version) == (0.25, 'standard')
+    )
+    with pytest.raises(ValueError, match='attacks'):
+        parse_attacks('many')
+    with pytest.raises(ValueError, match='steps'):
+        parse_attacks('aa5')
+    assert cli._bench_attacks(None, 0.5, 'L2', 'plus')[0].version == 'plus'
+
 
 # --- robust-eval: models
 
+
 def forms(m, d):
-    sd = m.state_dict(); net = {k.removeprefix('model.'):v for k,v in sd.items() if k.startswith('model.')}
-    ddp,comp = ({f'{p}{k}':v for k,v in sd.items()} for p in ('module.','_orig_mod.'))
-    for k,o in dict(plain=sd, net=net, ddp=ddp, comp=dict(model={f'module.{k}':v for k,v in comp.items()}, opt={'state':{}}), train=dict(state_dict=ddp, args=argparse.Namespace(a=1), epoch=3)).items(): torch.save(o, d/f'{k}.pth')
-    ema = {f'module.{k}':v for k,v in sd.items()}; torch.save({**ema,'n_averaged':torch.tensor(3)}, d/'ema.pt')
+    sd = m.state_dict()
+    net = {k.removeprefix('model.'): v for k, v in sd.items() if k.startswith('model.')}
+    ddp, comp = ({f'{p}{k}': v for k, v in sd.items()} for p in ('module.', '_orig_mod.'))
+    for k, o in dict(
+        plain=sd,
+        net=net,
+        ddp=ddp,
+        comp=dict(model={f'module.{k}': v for k, v in comp.items()}, opt={'state': {}}),
+        train=dict(state_dict=ddp, args=argparse.Namespace(a=1), epoch=3),
+    ).items():
+        torch.save(o, d / f'{k}.pth')
+    ema = {f'module.{k}': v for k, v in sd.items()}
+    torch.save({**ema, 'n_averaged': torch.tensor(3)}, d / 'ema.pt')
     from safetensors.torch import save_file
-    save_file({k:v.contiguous().clone() for k,v in comp.items()}, d/'st.safetensors')
+
+    save_file({k: v.contiguous().clone() for k, v in comp.items()}, d / 'st.safetensors')
     return sorted(o for o in d.iterdir())
 
+
 def test_every_form_of_checkpoint_gives_the_same_outputs(tmp_path):
-    m = small(); x = torch.rand(3,1,28,28); want = m(x)
-    fs = forms(m, tmp_path); assert len(fs)==7
+    m = small()
+    x = torch.rand(3, 1, 28, 28)
+    want = m(x)
+    fs = forms(m, tmp_path)
+    assert len(fs) == 7
     for f in fs:
-        kw = dict(mean=[.3], std=[.4]) if f.stem=='net' else {}
-        got,line,_ = eval_model(SMALL, f, size=28, **kw)
+        kw = dict(mean=[0.3], std=[0.4]) if f.stem == 'net' else {}
+        got, line, _ = eval_model(SMALL, f, size=28, **kw)
         assert torch.allclose(got(x), want, atol=1e-6) and f.name in line, f
-    assert not torch.allclose(eval_model(SMALL, tmp_path/'net.pth', size=28)[0](x), want, atol=1e-3)                   # timm's statistics instead
+    # timm's statistics instead
+    assert not torch.allclose(eval_model(SMALL, tmp_path / 'net.pth', size=28)[0](x), want, atol=1e-3)
+
 
 def test_checkpoints_that_do_not_fit_say_what(tmp_path):
-    torch.save(small().state_dict(), f:=tmp_path/'a.pth')
-    with pytest.raises(ValueError, match=r'a.pth does not fit VisionTransformer: .*missing: .*shaped: .*patch_embed.proj.weight \[48, 1, 7, 7\] where the model has'): eval_model('vit_tiny_patch16_224', f, size=28)
-    with pytest.raises(ValueError, match='head.weight'): eval_model(SMALL, f, size=28, n_classes=5)
-    with pytest.raises(ValueError, match='unknown'): eval_model('resnet18', f)
-    with pytest.raises(FileNotFoundError, match='no checkpoint'): eval_model(SMALL, tmp_path/'b.pth')
-    for name,o in dict(c=b'', d=b'garbage'*99).items():
-        for end in ('.pth','.safetensors'):
-            (g:=tmp_path/(name+end)).write_bytes(o)
-            with pytest.raises(ValueError, match='not a file of weights'): eval_model(SMALL, g)
-    torch.save(dict(epoch=1), g:=tmp_path/'e.pth')
-    with pytest.raises(ValueError, match='holds no state dict'): eval_model(SMALL, g)
+    torch.save(small().state_dict(), f := tmp_path / 'a.pth')
+    with pytest.raises(
+        ValueError,
+        match=(
+            r'a.pth does not fit VisionTransformer: .*missing: .*shaped: .*patch_embed.proj.weight \[48, 1, 7, 7\]'
+            r' where the model has'
+        ),
+    ):
+        eval_model('vit_tiny_patch16_224', f, size=28)
+    with pytest.raises(ValueError, match='head.weight'):
+        eval_model(SMALL, f, size=28, n_classes=5)
+    with pytest.raises(ValueError, match='unknown'):
+        eval_model('resnet18', f)
+    with pytest.raises(FileNotFoundError, match='no checkpoint'):
+        eval_model(SMALL, tmp_path / 'b.pth')
+    for name, o in dict(c=b'', d=b'garbage' * 99).items():
+        for end in ('.pth', '.safetensors'):
+            (g := tmp_path / (name + end)).write_bytes(o)
+            with pytest.raises(ValueError, match='not a file of weights'):
+                eval_model(SMALL, g)
+    torch.save(dict(epoch=1), g := tmp_path / 'e.pth')
+    with pytest.raises(ValueError, match='holds no state dict'):
+        eval_model(SMALL, g)
+
 
 class Evil:
-    def __reduce__(self): return (os.mkdir, ('evil_was_here',))
+    def __reduce__(self):
+        return (os.mkdir, ('evil_was_here',))
+
+
 def test_nothing_in_a_checkpoint_is_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path); torch.save(dict(state_dict=small().state_dict(), x=Evil()), f:=tmp_path/'a.pth')
-    with pytest.raises(ValueError, match='not a file of weights'): eval_model(SMALL, f)
-    assert not (tmp_path/'evil_was_here').exists()
+    monkeypatch.chdir(tmp_path)
+    torch.save(dict(state_dict=small().state_dict(), x=Evil()), f := tmp_path / 'a.pth')
+    with pytest.raises(ValueError, match='not a file of weights'):
+        eval_model(SMALL, f)
+    assert not (tmp_path / 'evil_was_here').exists()
+
 
 def test_timm_names():
-    for spec,says in {'vit_smal_patch16_224':'near: vit_small_patch16_224', 'resnet18(nope=1)':'nope', 'resnet18(':'name', 'vit_tiny_patch16_224(patch_size=open)':'open', 'vit_tiny_patch16_224.nope':'augreg'}.items():
-        with pytest.raises(ValueError, match=re.escape(says)): timm_model(spec)
-    assert unwrap(timm_model('swin_tiny_patch4_window7_224(depths=[1,1], embed_dim=12, num_heads=[1,2])', size=64, num_classes=3)).num_classes==3
-    a,b,c = (eval_model('resnet18', seed=s, classes=3)[0].state_dict()['model.conv1.weight'] for s in (1,1,2))
-    assert torch.equal(a, b) and not torch.equal(a, c)                                                                  # so that a report on random weights resumes
+    for spec, says in {
+        'vit_smal_patch16_224': 'near: vit_small_patch16_224',
+        'resnet18(nope=1)': 'nope',
+        'resnet18(': 'name',
+        'vit_tiny_patch16_224(patch_size=open)': 'open',
+        'vit_tiny_patch16_224.nope': 'augreg',
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(says)):
+            timm_model(spec)
+    assert (
+        unwrap(
+            timm_model(
+                'swin_tiny_patch4_window7_224(depths=[1,1], embed_dim=12, num_heads=[1,2])', size=64, num_classes=3
+            )
+        ).num_classes
+        == 3
+    )
+    a, b, c = (eval_model('resnet18', seed=s, classes=3)[0].state_dict()['model.conv1.weight'] for s in (1, 1, 2))
+    # so that a report on random weights resumes
+    assert torch.equal(a, b) and not torch.equal(a, c)
+
 
 @pytest.fixture
 def folder(tmp_path):
     g = np.random.default_rng(0)
-    for i in range(24): (f:=tmp_path/'data'/'ab'[i%2]/f'{i}.png').parent.mkdir(parents=True, exist_ok=True); Image.fromarray(g.integers(0, 256, (28,28,3), dtype=np.uint8)).save(f)
-    return tmp_path/'data'
+    for i in range(24):
+        (f := tmp_path / 'data' / 'ab'[i % 2] / f'{i}.png').parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(g.integers(0, 256, (28, 28, 3), dtype=np.uint8)).save(f)
+    return tmp_path / 'data'
+
 
 def evaluate(model, data, out, attacks='fgsm', **kw):
-    ks = dict(eps=.02, size=28)|kw; mk = {k:ks.pop(k) for k in ('checkpoint','n_classes','overwrite','mean','std','pct','interp','crop_mode') if k in ks}
-    return run_eval(eval_settings('smoke', data=str(data), device='cpu', **ks), parse_attacks(attacks, ks['eps']), model, out=out, **mk)
+    ks = dict(eps=0.02, size=28) | kw
+    mk = {
+        k: ks.pop(k)
+        for k in ('checkpoint', 'n_classes', 'overwrite', 'mean', 'std', 'pct', 'interp', 'crop_mode')
+        if k in ks
+    }
+    return run_eval(
+        eval_settings('smoke', data=str(data), device='cpu', **ks),
+        parse_attacks(attacks, ks['eps']),
+        model,
+        out=out,
+        **mk,
+    )
+
 
 def test_folders(folder, tmp_path):
-    rep = evaluate(SMALL, folder, tmp_path/'o')
-    assert rep.meta['n']==24 and 'data, all 24 images' in rep.meta['title'] and any('random' in w for w in rep.warnings)
-    assert rep.verdicts['clean'].shape==(24,) and (tmp_path/'o'/'report.json').exists() and 'random weights' in (tmp_path/'o'/'report.json').read_text()
-    rep = evaluate(SMALL, folder, None, n=10); assert rep.meta['n']==10 and '10 of the 24 images, balanced over classes, seed 42' in rep.meta['title']
-    with pytest.raises(ValueError, match='25 images asked for, 24 exist'): evaluate(SMALL, folder, None, n=25)
-    for k in ('val','test'):
-        new = folder.with_name(f'with_{k}'); new.mkdir(); folder.rename(new/k)
-        rep = evaluate(SMALL, new, None); assert f"all 24 images of the part {k}" in rep.meta["title"] and not any("folder train" in w for w in rep.warnings)
-        (new/k).rename(folder)
-    new = folder.with_name('only_train'); new.mkdir(); folder.rename(new/'train')
+    rep = evaluate(SMALL, folder, tmp_path / 'o')
+    assert (
+        rep.meta['n'] == 24 and 'data, all 24 images' in rep.meta['title'] and any('random' in w for w in rep.warnings)
+    )
+    assert (
+        rep.verdicts['clean'].shape == (24,)
+        and (tmp_path / 'o' / 'report.json').exists()
+        and 'random weights' in (tmp_path / 'o' / 'report.json').read_text()
+    )
+    rep = evaluate(SMALL, folder, None, n=10)
+    assert rep.meta['n'] == 10 and '10 of the 24 images, balanced over classes, seed 42' in rep.meta['title']
+    with pytest.raises(ValueError, match='25 images asked for, 24 exist'):
+        evaluate(SMALL, folder, None, n=25)
+    for k in ('val', 'test'):
+        new = folder.with_name(f'with_{k}')
+        new.mkdir()
+        folder.rename(new / k)
+        rep = evaluate(SMALL, new, None)
+        assert f"all 24 images of the part {k}" in rep.meta["title"] and not any(
+            "folder train" in w for w in rep.warnings
+        )
+        (new / k).rename(folder)
+    new = folder.with_name('only_train')
+    new.mkdir()
+    folder.rename(new / 'train')
     assert any('folder train' in w for w in evaluate(SMALL, new, None).warnings)
 
+
 def test_the_report_is_the_one_that_robust_report_gives(tmp_path):
-    m = small(); torch.save(m.state_dict(), f:=tmp_path/'m.pth')
-    rep = evaluate(SMALL, 'fashion_mnist', tmp_path/'o', 'fgsm,pgd3', checkpoint=f, n=1000)
-    src = datasets.embedded_fashion(); x,y = src.splits['test']
-    want = robust_report(m, (torch.from_numpy(x)[:,None].float()/255, torch.from_numpy(y)), [FGSM(.02), PGD(.02, steps=3)], seed=rep.meta['seed'])
-    assert rep.df.accuracy.tolist()==want.df.accuracy.tolist() and all(np.array_equal(rep.verdicts[k], want.verdicts[k]) for k in want.verdicts)
-    with pytest.raises(ValueError, match='differs in fingerprint'): evaluate(SMALL, 'fashion_mnist', tmp_path/'o', 'fgsm', n=1000)
+    m = small()
+    torch.save(m.state_dict(), f := tmp_path / 'm.pth')
+    rep = evaluate(SMALL, 'fashion_mnist', tmp_path / 'o', 'fgsm,pgd3', checkpoint=f, n=1000)
+    src = datasets.embedded_fashion()
+    x, y = src.splits['test']
+    want = robust_report(
+        m,
+        (torch.from_numpy(x)[:, None].float() / 255, torch.from_numpy(y)),
+        [FGSM(0.02), PGD(0.02, steps=3)],
+        seed=rep.meta['seed'],
+    )
+    assert rep.df.accuracy.tolist() == want.df.accuracy.tolist() and all(
+        np.array_equal(rep.verdicts[k], want.verdicts[k]) for k in want.verdicts
+    )
+    with pytest.raises(ValueError, match='differs in fingerprint'):
+        evaluate(SMALL, 'fashion_mnist', tmp_path / 'o', 'fgsm', n=1000)
+
 
 def test_classes_of_model_and_images(folder):
-    with pytest.raises(ValueError, match='10 outputs and the images have 2 classes.*--n-classes 10'): evaluate('resnet18(num_classes=10)', folder, None)
-    assert evaluate('resnet18', folder, None, n_classes=10).meta['n']==24
-    with pytest.raises(ValueError, match='cannot take images'): evaluate('vit_tiny_patch16_224(depth=1, img_size=32)', folder, None)
-    new = folder.with_name('in'); new.mkdir()
-    for o,k in zip('ab',('n02102040','n01440764')): (folder/o).rename(new/k)
-    rep = evaluate('resnet18(num_classes=1000)', new, None); assert 'the 2 of its 1000 outputs' in rep.meta['title']
-    net,_ = of_imagenet(timm_model('resnet18').eval(), ['n02102040','tench']); x = torch.rand(2,3,32,32)
-    assert torch.equal(net(x), net.model(x)[:,[217,0]])
+    with pytest.raises(ValueError, match='10 outputs and the images have 2 classes.*--n-classes 10'):
+        evaluate('resnet18(num_classes=10)', folder, None)
+    assert evaluate('resnet18', folder, None, n_classes=10).meta['n'] == 24
+    with pytest.raises(ValueError, match='cannot take images'):
+        evaluate('vit_tiny_patch16_224(depth=1, img_size=32)', folder, None)
+    new = folder.with_name('in')
+    new.mkdir()
+    for o, k in zip('ab', ('n02102040', 'n01440764')):
+        (folder / o).rename(new / k)
+    rep = evaluate('resnet18(num_classes=1000)', new, None)
+    assert 'the 2 of its 1000 outputs' in rep.meta['title']
+    net, _ = of_imagenet(timm_model('resnet18').eval(), ['n02102040', 'tench'])
+    x = torch.rand(2, 3, 32, 32)
+    assert torch.equal(net(x), net.model(x)[:, [217, 0]])
+
 
 def test_fastai_export(folder, tmp_path):
     from fastai.vision.all import ImageDataLoaders, Learner, Normalize, nn, CrossEntropyLossFlat
-    dls = ImageDataLoaders.from_folder(folder, valid_pct=.2, seed=0, bs=4, num_workers=0, device='cpu', batch_tfms=[Normalize.from_stats([.2]*3, [.7]*3)])
-    net = small(2, 3).model; learn = Learner(dls, net, loss_func=CrossEntropyLossFlat()); learn.path = tmp_path; learn.export('m.pkl')
-    got,line,vocab = eval_model(checkpoint=tmp_path/'m.pkl'); x = torch.rand(3,3,28,28)
-    assert torch.allclose(got(x), net.eval()((x-.2)/.7), atol=1e-6) and list(vocab)==['a','b'] and 'm.pkl' in line
-    rep = evaluate(None, folder, None, checkpoint=tmp_path/'m.pkl'); assert rep.meta['n']==24 and not any('calls its' in w for w in rep.warnings)
-    (folder/'a').rename(folder/'c')
-    assert any('calls its classes a, b' in w for w in evaluate(None, folder, None, checkpoint=tmp_path/'m.pkl').warnings)
+
+    dls = ImageDataLoaders.from_folder(
+        folder,
+        valid_pct=0.2,
+        seed=0,
+        bs=4,
+        num_workers=0,
+        device='cpu',
+        batch_tfms=[Normalize.from_stats([0.2] * 3, [0.7] * 3)],
+    )
+    net = small(2, 3).model
+    learn = Learner(dls, net, loss_func=CrossEntropyLossFlat())
+    learn.path = tmp_path
+    learn.export('m.pkl')
+    got, line, vocab = eval_model(checkpoint=tmp_path / 'm.pkl')
+    x = torch.rand(3, 3, 28, 28)
+    assert (
+        torch.allclose(got(x), net.eval()((x - 0.2) / 0.7), atol=1e-6) and list(vocab) == ['a', 'b'] and 'm.pkl' in line
+    )
+    rep = evaluate(None, folder, None, checkpoint=tmp_path / 'm.pkl')
+    assert rep.meta['n'] == 24 and not any('calls its' in w for w in rep.warnings)
+    (folder / 'a').rename(folder / 'c')
+    assert any(
+        'calls its classes a, b' in w for w in evaluate(None, folder, None, checkpoint=tmp_path / 'm.pkl').warnings
+    )
     for kw in (dict(model='resnet18'), dict(pretrained=True)):
-        with pytest.raises(ValueError, match='whole model'): eval_model(checkpoint=tmp_path/'m.pkl', **kw)
-    (tmp_path/'bad.pkl').write_bytes(b'abc')
-    with pytest.raises(ValueError, match='cannot be opened as a Learner'): eval_model(checkpoint=tmp_path/'bad.pkl')
+        with pytest.raises(ValueError, match='whole model'):
+            eval_model(checkpoint=tmp_path / 'm.pkl', **kw)
+    (tmp_path / 'bad.pkl').write_bytes(b'abc')
+    with pytest.raises(ValueError, match='cannot be opened as a Learner'):
+        eval_model(checkpoint=tmp_path / 'bad.pkl')
+
 
 # --- how images are cut to size
 
+
 def timm_like(**cfg):
     "A small timm model whose configuration is what a pretrained one's would be"
-    m = timm.create_model('vit_tiny_patch16_224', img_size=32, patch_size=8, depth=1, embed_dim=24, num_heads=2, num_classes=2); m.pretrained_cfg = {**m.pretrained_cfg, 'input_size':(3,32,32), **cfg}; return m.eval()
+    m = timm.create_model(
+        'vit_tiny_patch16_224', img_size=32, patch_size=8, depth=1, embed_dim=24, num_heads=2, num_classes=2
+    )
+    m.pretrained_cfg = {**m.pretrained_cfg, 'input_size': (3, 32, 32), **cfg}
+    return m.eval()
+
+
 def wide(d):
     "Two class folders of large images whose rim is white"
     for c in 'ab':
-        (d/c).mkdir(parents=True); a = np.random.default_rng(ord(c)).integers(0, 200, (96,128,3)).astype(np.uint8)
-        a[:8] = a[-8:] = 255; Image.fromarray(a).save(d/c/'0.png')
+        (d / c).mkdir(parents=True)
+        a = np.random.default_rng(ord(c)).integers(0, 200, (96, 128, 3)).astype(np.uint8)
+        a[:8] = a[-8:] = 255
+        Image.fromarray(a).save(d / c / '0.png')
     return d
 
-@pytest.mark.parametrize('cfg', [dict(crop_pct=1., interpolation='bicubic'), dict(crop_pct=.8, interpolation='bilinear'), dict(crop_pct=.9, interpolation='bicubic', crop_mode='squash')])
+
+@pytest.mark.parametrize(
+    'cfg',
+    [
+        dict(crop_pct=1.0, interpolation='bicubic'),
+        dict(crop_pct=0.8, interpolation='bilinear'),
+        dict(crop_pct=0.9, interpolation='bicubic', crop_mode='squash'),
+    ],
+)
 def test_the_models_own_configuration_decides(tmp_path, cfg):
     from timm.data import create_transform, resolve_model_data_config
-    m,d = timm_like(**cfg),wide(tmp_path/'d'); dl,line = eval_images(d, Normalized(m), device='cpu')
-    found = resolve_model_data_config(m); assert all(found[k]==v for k,v in cfg.items())
-    want = create_transform(**{**found, 'mean':(0.,)*3, 'std':(1.,)*3})
-    x = dl.one_batch()[0]; ref = torch.stack([want(Image.open(d/c/'0.png')) for c in 'ab'])
-    assert (x-ref).abs().mean()<.03 and f"crop_pct {cfg['crop_pct']:g}, {cfg['interpolation']}" in line
-    other,_ = eval_images(d, Normalized(m), device='cpu', pct=.5, crop_mode='center'); assert (other.one_batch()[0]-ref).abs().mean()>.08
+
+    m, d = timm_like(**cfg), wide(tmp_path / 'd')
+    dl, line = eval_images(d, Normalized(m), device='cpu')
+    found = resolve_model_data_config(m)
+    assert all(found[k] == v for k, v in cfg.items())
+    want = create_transform(**{**found, 'mean': (0.0,) * 3, 'std': (1.0,) * 3})
+    x = dl.one_batch()[0]
+    ref = torch.stack([want(Image.open(d / c / '0.png')) for c in 'ab'])
+    assert (x - ref).abs().mean() < 0.03 and f"crop_pct {cfg['crop_pct']:g}, {cfg['interpolation']}" in line
+    other, _ = eval_images(d, Normalized(m), device='cpu', pct=0.5, crop_mode='center')
+    assert (other.one_batch()[0] - ref).abs().mean() > 0.08
+
 
 def test_the_report_names_how_images_were_cut(tmp_path):
-    d = wide(tmp_path/'d'); rep = evaluate('resnet18', d, None, attacks='fgsm', n=2, size=32)
+    d = wide(tmp_path / 'd')
+    rep = evaluate('resnet18', d, None, attacks='fgsm', n=2, size=32)
     assert 'crop_pct 0.95, bicubic, center' in rep.meta['title'], rep.meta['title']
-    rep = evaluate('resnet18', d, None, attacks='fgsm', n=2, size=32, pct=.7, interp='bilinear')
+    rep = evaluate('resnet18', d, None, attacks='fgsm', n=2, size=32, pct=0.7, interp='bilinear')
     assert 'crop_pct 0.7, bilinear, center' in rep.meta['title']
 
+
 def test_images_of_the_right_size_are_not_cut():
-    dl,line = eval_images('fashion_mnist', small(), n=10); assert 'crop' not in line
+    dl, line = eval_images('fashion_mnist', small(), n=10)
+    assert 'crop' not in line
+
 
 def test_classes_called_by_numbers_are_named(tmp_path):
-    for i in range(12): (tmp_path/'d'/str(i)).mkdir(parents=True); Image.new('RGB', (32,32), (20*i,)*3).save(tmp_path/'d'/str(i)/'0.png')
-    assert 'output 0 is class 0, output 1 is class 1, output 2 is class 2, ..., output 11 is class 11' in evaluate('resnet18', tmp_path/'d', None, attacks='fgsm', n=12).meta['title']
+    for i in range(12):
+        (tmp_path / 'd' / str(i)).mkdir(parents=True)
+        Image.new('RGB', (32, 32), (20 * i,) * 3).save(tmp_path / 'd' / str(i) / '0.png')
+    assert (
+        'output 0 is class 0, output 1 is class 1, output 2 is class 2, ..., output 11 is class 11'
+        in evaluate('resnet18', tmp_path / 'd', None, attacks='fgsm', n=12).meta['title']
+    )
+
 
 def test_bench_names_the_classes_of_a_sorted_copy(monkeypatch):
     import robust_nbdev.cli as cli
-    src = datasets.embedded_fashion(); i = np.argsort(src.labels('test'), kind='stable')
+
+    src = datasets.embedded_fashion()
+    i = np.argsort(src.labels('test'), kind='stable')
     monkeypatch.setattr(cli, 'find_images', lambda *a: datasets.ImageSource(dict(test=src.take('test', i)), src.vocab))
-    rep = robust_bench(small(), 'fashion_mnist', eps=.01, n=30, attacks=[FGSM(.01)], strict=False).report
+    rep = robust_bench(small(), 'fashion_mnist', eps=0.01, n=30, attacks=[FGSM(0.01)], strict=False).report
     assert any('1 of 10 classes only (T-shirt/top)' in o for o in rep.warnings)
+
 
 # --- robust-eval as typed
 
-BAD_EVAL = {'':'--model NAME', '--model nope':'near', '--model resnet18 --data nowhere':"'nowhere'", '--model resnet18 --data camvid_not':'fashion_mnist, cifar10', '--model resnet18 --attacks pgdd':'there are: clean, ', '--model resnet18 --attacks ""':'expected',
-    '--model resnet18 --eps 8':'8/255', '--model resnet18 --eps x':'x', '--model resnet18 --eps 1/2/3':'1/2/3', '--model resnet18 --crop-mode border':'squash', '--model resnet18 --interpolation nope':'bicubic', '--model resnet18 --crop-pct 2':'pct', '--model resnet18 --norm L7':'Linf', '--model resnet18 --n 0':'at least 1', '--model resnet18 --n 70001':'images asked for' if Path('/usr/share/datasets/fashion-mnist').exists() else 'fashion_mnist', '--model resnet18 --seed -1':'between 0', '--model resnet18 --bs 0':'at least 1',
-    '--model resnet18 --device nope':'nope', '--model resnet18 --checkpoint no.pth':'no.pth', '--checkpoint no.pkl':'no.pkl', '--checkpoint no.pth':'--model NAME', '--model resnet18 --checkpoint a.pth --pretrained':'choose one', '--model resnet18 --checkpoint afile':'not a file of weights',
-    '--model resnet18 --out afile':'is a file', '--model resnet18 --std 0':'std must be positive', '--model resnet18 --mean 1,2':'one per channel (1), got 2', '--model resnet18 --mean x':'x', '--model resnet18 --profile nope':'nope', '--model resnet18 --data empty':'no images', '--nonsense 1':'nonsense'}
+BAD_EVAL = {
+    '': '--model NAME',
+    '--model nope': 'near',
+    '--model resnet18 --data nowhere': "'nowhere'",
+    '--model resnet18 --data camvid_not': 'fashion_mnist, cifar10',
+    '--model resnet18 --attacks pgdd': 'there are: clean, ',
+    '--model resnet18 --attacks ""': 'expected',
+    '--model resnet18 --eps 8': '8/255',
+    '--model resnet18 --eps x': 'x',
+    '--model resnet18 --eps 1/2/3': '1/2/3',
+    '--model resnet18 --crop-mode border': 'squash',
+    '--model resnet18 --interpolation nope': 'bicubic',
+    '--model resnet18 --crop-pct 2': 'pct',
+    '--model resnet18 --norm L7': 'Linf',
+    '--model resnet18 --n 0': 'at least 1',
+    '--model resnet18 --n 70001': (
+        'images asked for' if Path('/usr/share/datasets/fashion-mnist').exists() else 'fashion_mnist'
+    ),
+    '--model resnet18 --seed -1': 'between 0',
+    '--model resnet18 --bs 0': 'at least 1',
+    '--model resnet18 --device nope': 'nope',
+    '--model resnet18 --checkpoint no.pth': 'no.pth',
+    '--checkpoint no.pkl': 'no.pkl',
+    '--checkpoint no.pth': '--model NAME',
+    '--model resnet18 --checkpoint a.pth --pretrained': 'choose one',
+    '--model resnet18 --checkpoint afile': 'not a file of weights',
+    '--model resnet18 --out afile': 'is a file',
+    '--model resnet18 --std 0': 'std must be positive',
+    '--model resnet18 --mean 1,2': 'one per channel (1), got 2',
+    '--model resnet18 --mean x': 'x',
+    '--model resnet18 --profile nope': 'nope',
+    '--model resnet18 --data empty': 'no images',
+    '--nonsense 1': 'nonsense',
+}
+
+
 @pytest.fixture(scope='module')
 def eval_failures(tmp_path_factory):
-    d = tmp_path_factory.mktemp('bad_eval'); (d/'afile').write_text(''); (d/'empty').mkdir()
-    r = script(d, CATCH, json.dumps([*BAD_EVAL,'--help']), 'robust-eval')
-    return json.loads(r.stdout.split('RESULT')[1]),d
+    d = tmp_path_factory.mktemp('bad_eval')
+    (d / 'afile').write_text('')
+    (d / 'empty').mkdir()
+    r = script(d, CATCH, json.dumps([*BAD_EVAL, '--help']), 'robust-eval')
+    return json.loads(r.stdout.split('RESULT')[1]), d
+
 
 @pytest.mark.parametrize('args', BAD_EVAL)
 def test_bad_arguments_of_eval_are_one_clear_line(eval_failures, args):
-    code,err,out = eval_failures[0][args]
+    code, err, out = eval_failures[0][args]
     last = err.strip().splitlines()[-1] if err.strip() else ''
-    assert code not in (0,None,-1) and 'Traceback' not in err, err
-    assert last.startswith('robust-eval: ') and BAD_EVAL[args] in last and ('usage' in err or (len(err.strip().splitlines())==1 and code==1)), err
+    assert code not in (0, None, -1) and 'Traceback' not in err, err
+    assert (
+        last.startswith('robust-eval: ')
+        and BAD_EVAL[args] in last
+        and ('usage' in err or (len(err.strip().splitlines()) == 1 and code == 1))
+    ), err
     assert not out.strip(), 'it had begun to work'
 
-def test_eval_leaves_no_folder_after_an_error_and_has_help(eval_failures):
-    res,d = eval_failures
-    assert sorted(p.name for p in d.iterdir())==['afile','empty']
-    assert res['--help'][0] in (0,None) and all(f'--{o}' in res['--help'][2] for o in 'model checkpoint pretrained data attacks eps norm n seed bs device out overwrite size crop-pct interpolation crop-mode n-classes mean std profile'.split())
 
-SLOW = ['--model', SMALL, '--n', '300', '--attacks', 'fgsm,PGD(0.001, steps=150),pgd2', '--eps', '0.001', '--device', 'cpu', '--data', 'fashion_mnist']
-def hears_interrupts(): signal.signal(signal.SIGINT, signal.default_int_handler)          # a shell's background job ignores them, and so would its children
+def test_eval_leaves_no_folder_after_an_error_and_has_help(eval_failures):
+    res, d = eval_failures
+    assert sorted(p.name for p in d.iterdir()) == ['afile', 'empty']
+    assert res['--help'][0] in (0, None) and all(
+        f'--{o}' in res['--help'][2]
+        for o in 'model checkpoint pretrained data attacks eps norm n seed bs device out overwrite size crop-pct interpolation crop-mode n-classes mean std profile'.split()
+    )
+
+
+SLOW = [
+    '--model',
+    SMALL,
+    '--n',
+    '300',
+    '--attacks',
+    'fgsm,PGD(0.001, steps=150),pgd2',
+    '--eps',
+    '0.001',
+    '--device',
+    'cpu',
+    '--data',
+    'fashion_mnist',
+]
+
+
+# a shell's background job ignores them, and so would its children
+def hears_interrupts():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def started(d, name):
     "robust-eval in a process of its own, once its first row is on disk"
-    env = os.environ|dict(OMP_NUM_THREADS='1', PYTHONWARNINGS='ignore', ROBUST_PROFILE='smoke'); (f:=d/'robust_eval.py').write_text(COMMAND.format('robust_eval'))
-    p = subprocess.Popen([sys.executable, f, *SLOW, '--out', name], cwd=d, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, preexec_fn=hears_interrupts)
-    j,t = d/name/'report.json',time.time()
-    while not j.exists() and p.poll() is None and time.time()-t<60: time.sleep(.02)
+    env = os.environ | dict(OMP_NUM_THREADS='1', PYTHONWARNINGS='ignore', ROBUST_PROFILE='smoke')
+    (f := d / 'robust_eval.py').write_text(COMMAND.format('robust_eval'))
+    p = subprocess.Popen(
+        [sys.executable, f, *SLOW, '--out', name],
+        cwd=d,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        preexec_fn=hears_interrupts,
+    )
+    j, t = d / name / 'report.json', time.time()
+    while not j.exists() and p.poll() is None and time.time() - t < 60:
+        time.sleep(0.02)
     assert p.poll() is None, p.communicate()
-    return p,json.loads(j.read_text())['rows']
+    return p, json.loads(j.read_text())['rows']
 
-@pytest.mark.skipif(os.name=='nt', reason='signals')
+
+@pytest.mark.skipif(os.name == 'nt', reason='signals')
 def test_a_killed_run_is_continued(tmp_path):
-    (d:=tmp_path/'run').mkdir()
-    p,rows = started(d, 'out'); p.kill(); p.wait()
-    assert [r['attack'] for r in rows]==['clean','FGSM(0.001)'] and p.returncode==-signal.SIGKILL
-    q,_ = started(d, 'other'); q.send_signal(signal.SIGINT); _,err = q.communicate()
-    assert q.returncode==130 and 'same command continues' in err and 'Traceback' not in err
-    r = script(d, "a = json.loads(sys.argv[1])\nfor o in ('out','whole'):\n    try: main(a+['--out',o], 'robust-eval')\n    except SystemExit as e:\n        if e.code: raise", json.dumps(SLOW))
-    assert r.returncode==0, r.stderr
-    a,b = (json.loads((d/o/'report.json').read_text()) for o in ('out','whole')); old = rows[1]
-    assert a['rows'][1]['seconds']==old['seconds'] and a['rows'][1]==old                                                 # not computed again
-    cut = lambda rs: [{k:v for k,v in o.items() if k!='seconds'} for o in rs]
-    assert cut(a['rows'])==cut(b['rows']) and a['warnings']==b['warnings'] and a['meta']==b['meta'] and len(a['rows'])==5
-    with np.load(d/'out'/'verdicts.npz') as u, np.load(d/'whole'/'verdicts.npz') as v: assert {*u}=={*v} and all(np.array_equal(u[k], v[k]) for k in u)
-    assert 'worst case' in r.stdout and '%|' not in r.stdout+r.stderr and '\r' not in r.stdout and '\x1b' not in r.stdout    # no bar where nobody looks
+    (d := tmp_path / 'run').mkdir()
+    p, rows = started(d, 'out')
+    p.kill()
+    p.wait()
+    assert [r['attack'] for r in rows] == ['clean', 'FGSM(0.001)'] and p.returncode == -signal.SIGKILL
+    q, _ = started(d, 'other')
+    q.send_signal(signal.SIGINT)
+    _, err = q.communicate()
+    assert q.returncode == 130 and 'same command continues' in err and 'Traceback' not in err
+    r = script(
+        d,
+        "a = json.loads(sys.argv[1])\nfor o in ('out','whole'):\n    try: main(a+['--out',o], 'robust-eval')\n   "
+        " except SystemExit as e:\n        if e.code: raise",
+        json.dumps(SLOW),
+    )
+    assert r.returncode == 0, r.stderr
+    a, b = (json.loads((d / o / 'report.json').read_text()) for o in ('out', 'whole'))
+    old = rows[1]
+    # not computed again
+    assert a['rows'][1]['seconds'] == old['seconds'] and a['rows'][1] == old
+    cut = lambda rs: [{k: v for k, v in o.items() if k != 'seconds'} for o in rs]
+    assert (
+        cut(a['rows']) == cut(b['rows'])
+        and a['warnings'] == b['warnings']
+        and a['meta'] == b['meta']
+        and len(a['rows']) == 5
+    )
+    with np.load(d / 'out' / 'verdicts.npz') as u, np.load(d / 'whole' / 'verdicts.npz') as v:
+        assert {*u} == {*v} and all(np.array_equal(u[k], v[k]) for k in u)
+    # no bar where nobody looks
+    assert (
+        'worst case' in r.stdout and '%|' not in r.stdout + r.stderr and '\r' not in r.stdout and '\x1b' not in r.stdout
+    )
+
 
 # --- robust_bench
 
+
 def idx(d, n=40):
     src = datasets.embedded_fashion()
-    for k,f in (('train','train'),('test','t10k')):
-        for a,kind in zip(src.take(k, np.arange(n)), ('images-idx3','labels-idx1')): (d/f'{f}-{kind}-ubyte').write_bytes(b'\0\0\x08'+bytes([a.ndim])+np.array(a.shape, '>i4').tobytes()+a.astype(np.uint8).tobytes())
+    for k, f in (('train', 'train'), ('test', 't10k')):
+        for a, kind in zip(src.take(k, np.arange(n)), ('images-idx3', 'labels-idx1')):
+            (d / f'{f}-{kind}-ubyte').write_bytes(
+                b'\0\0\x08' + bytes([a.ndim]) + np.array(a.shape, '>i4').tobytes() + a.astype(np.uint8).tobytes()
+            )
     return src.take('test', np.arange(n))
 
+
 def test_bench_takes_the_first_n(tmp_path):
-    x,y = idx(tmp_path); m = small(); x = torch.from_numpy(x)[:,None].float()/255
-    atts = [FGSM(.01), PGD(.01, steps=3)]
-    r = robust_bench(m, 'fashion_mnist', eps=.01, n=30, path=tmp_path, attacks=atts, out=tmp_path/'o', bs=7)
-    clean,robust,rep = r; want = robust_report(m, (x[:30], torch.as_tensor(y[:30])), atts)
-    assert (clean,robust)==(r.clean,r.robust) and rep.rows[0]['accuracy']==want.rows[0]['accuracy'] and abs(robust-want.rows[-1]['accuracy'])<1e-6 and r.report.meta['n']==30
-    assert all(o in rep.meta['title'] for o in ('first 30 of 40','published order','eps=0.01','Linf')) and 'first 30 of 40' in (tmp_path/'o'/'report.json').read_text() and repr(r).startswith('BenchResult(clean=')
-    again = robust_bench(m, 'fashion_mnist', eps=.01, n=30, path=tmp_path, attacks=atts, out=tmp_path/'o')
-    assert [o['seconds'] for o in again.report.rows[1:]]==[o['seconds'] for o in rep.rows[1:]]
-    assert robust_bench(m, 'fashion_mnist', eps=.01, path=tmp_path, attacks=atts[0]).report.meta['n']==40
+    x, y = idx(tmp_path)
+    m = small()
+    x = torch.from_numpy(x)[:, None].float() / 255
+    atts = [FGSM(0.01), PGD(0.01, steps=3)]
+    r = robust_bench(m, 'fashion_mnist', eps=0.01, n=30, path=tmp_path, attacks=atts, out=tmp_path / 'o', bs=7)
+    clean, robust, rep = r
+    want = robust_report(m, (x[:30], torch.as_tensor(y[:30])), atts)
+    assert (
+        (clean, robust) == (r.clean, r.robust)
+        and rep.rows[0]['accuracy'] == want.rows[0]['accuracy']
+        and abs(robust - want.rows[-1]['accuracy']) < 1e-6
+        and r.report.meta['n'] == 30
+    )
+    assert (
+        all(o in rep.meta['title'] for o in ('first 30 of 40', 'published order', 'eps=0.01', 'Linf'))
+        and 'first 30 of 40' in (tmp_path / 'o' / 'report.json').read_text()
+        and repr(r).startswith('BenchResult(clean=')
+    )
+    again = robust_bench(m, 'fashion_mnist', eps=0.01, n=30, path=tmp_path, attacks=atts, out=tmp_path / 'o')
+    assert [o['seconds'] for o in again.report.rows[1:]] == [o['seconds'] for o in rep.rows[1:]]
+    assert robust_bench(m, 'fashion_mnist', eps=0.01, path=tmp_path, attacks=atts[0]).report.meta['n'] == 40
+
 
 def test_bench_refuses(tmp_path):
-    idx(tmp_path); m = small(); kw = dict(path=tmp_path, attacks=FGSM(8/255))
-    for says,o in {'n=41.*40 test images':dict(n=41), 'n=0':dict(n=0), 'must be of Linf, eps=4/255':dict(eps=4/255), 'must be of L2':dict(norm='L2'), 'got none':dict(attacks=[None])}.items():
-        with pytest.raises(ValueError, match=says): robust_bench(m, 'fashion_mnist', **{**kw,**o})
-    with pytest.raises(ValueError, match='there are: fashion_mnist'): robust_bench(m, 'mnist', attacks=FGSM(8/255))
+    idx(tmp_path)
+    m = small()
+    kw = dict(path=tmp_path, attacks=FGSM(8 / 255))
+    for says, o in {
+        'n=41.*40 test images': dict(n=41),
+        'n=0': dict(n=0),
+        'must be of Linf, eps=4/255': dict(eps=4 / 255),
+        'must be of L2': dict(norm='L2'),
+        'got none': dict(attacks=[None]),
+    }.items():
+        with pytest.raises(ValueError, match=says):
+            robust_bench(m, 'fashion_mnist', **{**kw, **o})
+    with pytest.raises(ValueError, match='there are: fashion_mnist'):
+        robust_bench(m, 'mnist', attacks=FGSM(8 / 255))
     if 'AutoAttack' not in attack_types():
-        with pytest.raises(ValueError, match='no AutoAttack'): robust_bench(m, 'fashion_mnist', path=tmp_path)
+        with pytest.raises(ValueError, match='no AutoAttack'):
+            robust_bench(m, 'fashion_mnist', path=tmp_path)
+
 
 def test_bench_says_where_the_order_is_lost(tmp_path):
-    for i in range(12): (f:=tmp_path/'c'/'test'/f'class{i%2}'/f'{i//2}.png').parent.mkdir(parents=True, exist_ok=True); Image.new('RGB', (32,32), (i,20*i,9)).save(f)
-    m = Normalized(timm.create_model('resnet18', num_classes=2)).eval(); kw = dict(path=tmp_path/'c', attacks=FGSM(8/255), n=5)
-    with pytest.raises(ValueError, match='cifar10: this copy does not have the test images in the order.*strict=False'): robust_bench(m, **kw)
-    r = robust_bench(m, strict=False, out=tmp_path/'o', **kw)
-    assert any('not comparable' in w for w in r.report.warnings) and 'not comparable' in (tmp_path/'o'/'report.json').read_text() and 'the order of this copy' in r.report.meta['title']
+    for i in range(12):
+        (f := tmp_path / 'c' / 'test' / f'class{i % 2}' / f'{i // 2}.png').parent.mkdir(parents=True, exist_ok=True)
+        Image.new('RGB', (32, 32), (i, 20 * i, 9)).save(f)
+    m = Normalized(timm.create_model('resnet18', num_classes=2)).eval()
+    kw = dict(path=tmp_path / 'c', attacks=FGSM(8 / 255), n=5)
+    with pytest.raises(ValueError, match='cifar10: this copy does not have the test images in the order.*strict=False'):
+        robust_bench(m, **kw)
+    r = robust_bench(m, strict=False, out=tmp_path / 'o', **kw)
+    assert (
+        any('not comparable' in w for w in r.report.warnings)
+        and 'not comparable' in (tmp_path / 'o' / 'report.json').read_text()
+        and 'the order of this copy' in r.report.meta['title']
+    )

@@ -1,4 +1,5 @@
 "`core`: balls, seeds, normalisation, `attack_mode` and the input checks (R01-R04)."
+
 import random, warnings
 import numpy as np, pytest, timm, torch
 from hypothesis import given, settings, strategies as st
@@ -11,241 +12,466 @@ from robust_nbdev.attacks import *
 from robust_nbdev.test_utils import *
 
 BALLS = dict(Linf=Linf, L2=L2)
-shapes = st.tuples(st.integers(1,5), st.sampled_from([1,3]), st.integers(1,9), st.integers(1,9))
-radii = dict(Linf=st.sampled_from([0.,1e-4,4/255,.3,1.]), L2=st.sampled_from([0.,1e-4,.5,2.,50.]))
-def gen(seed): return torch.Generator().manual_seed(seed)
-def length(d, norm): return d.double().flatten(1).abs().amax(1) if norm=='Linf' else d.double().flatten(1).norm(dim=1)
+shapes = st.tuples(st.integers(1, 5), st.sampled_from([1, 3]), st.integers(1, 9), st.integers(1, 9))
+radii = dict(Linf=st.sampled_from([0.0, 1e-4, 4 / 255, 0.3, 1.0]), L2=st.sampled_from([0.0, 1e-4, 0.5, 2.0, 50.0]))
 
-# --- balls ----------------------------------------------------------------------------------------------------------------
+
+def gen(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def length(d, norm):
+    return d.double().flatten(1).abs().amax(1) if norm == 'Linf' else d.double().flatten(1).norm(dim=1)
+
+
+# --- balls
+# ----------------------------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize('norm', list(BALLS))
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_projection_lands_inside_and_is_idempotent(norm, data):
-    shape,eps,seed = data.draw(shapes),data.draw(radii[norm]),data.draw(st.integers(0,99))
-    b,x,d = BALLS[norm](eps),torch.rand(shape, generator=gen(seed), dtype=torch.float64),torch.randn(shape, generator=gen(seed+1), dtype=torch.float64)*data.draw(st.sampled_from([1e-6,.1,3.]))
+    shape, eps, seed = data.draw(shapes), data.draw(radii[norm]), data.draw(st.integers(0, 99))
+    b, x, d = (
+        BALLS[norm](eps),
+        torch.rand(shape, generator=gen(seed), dtype=torch.float64),
+        torch.randn(shape, generator=gen(seed + 1), dtype=torch.float64) * data.draw(st.sampled_from([1e-6, 0.1, 3.0])),
+    )
     p = b.project(x, d)
-    assert (length(p,norm)<=eps*(1+1e-12)+1e-15).all() and (x+p).min()>=0 and (x+p).max()<=1
+    assert (length(p, norm) <= eps * (1 + 1e-12) + 1e-15).all() and (x + p).min() >= 0 and (x + p).max() <= 1
     assert torch.allclose(b.project(x, p), p, atol=1e-15, rtol=1e-12)
-    inside = d*(.5*eps/length(d,norm).clamp(min=1e-30))[:,None,None,None]
-    inside = (x*.8+.1+inside).clamp(0,1)-(x*.8+.1)
-    assert torch.allclose(b.project(x*.8+.1, inside), inside, atol=1e-15)                     # what is allowed stays
+    inside = d * (0.5 * eps / length(d, norm).clamp(min=1e-30))[:, None, None, None]
+    inside = (x * 0.8 + 0.1 + inside).clamp(0, 1) - (x * 0.8 + 0.1)
+    assert torch.allclose(b.project(x * 0.8 + 0.1, inside), inside, atol=1e-15)  # what is allowed stays
+
 
 @pytest.mark.parametrize('norm', list(BALLS))
 @settings(max_examples=100, deadline=None)
-@given(shape=shapes, seed=st.integers(0,99), scale=st.sampled_from([1e-30,1e-9,1.,1e9]))
+@given(shape=shapes, seed=st.integers(0, 99), scale=st.sampled_from([1e-30, 1e-9, 1.0, 1e9]))
 def test_step_is_the_steepest_direction(norm, shape, seed, scale):
     "g.step(g) is the dual norm of g, and the step has length 1"
-    g = torch.randn(shape, generator=gen(seed), dtype=torch.float64)*scale
-    s = BALLS[norm](.1).step(g)
-    dual = g.flatten(1).abs().sum(1) if norm=='Linf' else g.flatten(1).norm(dim=1)
-    assert torch.allclose((g*s).flatten(1).sum(1), dual, rtol=1e-12) and torch.allclose(length(s,norm), torch.ones(len(g), dtype=torch.float64), rtol=1e-12)
+    g = torch.randn(shape, generator=gen(seed), dtype=torch.float64) * scale
+    s = BALLS[norm](0.1).step(g)
+    dual = g.flatten(1).abs().sum(1) if norm == 'Linf' else g.flatten(1).norm(dim=1)
+    assert torch.allclose((g * s).flatten(1).sum(1), dual, rtol=1e-12) and torch.allclose(
+        length(s, norm), torch.ones(len(g), dtype=torch.float64), rtol=1e-12
+    )
+
 
 @pytest.mark.parametrize('norm', list(BALLS))
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
 def test_step_of_zero_and_of_broken_gradients(norm, dtype):
-    g = torch.zeros(4,1,2,2, dtype=dtype); g[1,0,0,0] = float('nan'); g[1,0,0,1] = 2.; g[2] = float('inf'); g[3,0,0,0] = 1e-37
-    s = BALLS[norm](.1).step(g)
-    want = torch.zeros_like(g); want[1,0,0,1] = 1; want[3,0,0,0] = 1
+    g = torch.zeros(4, 1, 2, 2, dtype=dtype)
+    g[1, 0, 0, 0] = float('nan')
+    g[1, 0, 0, 1] = 2.0
+    g[2] = float('inf')
+    g[3, 0, 0, 0] = 1e-37
+    s = BALLS[norm](0.1).step(g)
+    want = torch.zeros_like(g)
+    want[1, 0, 0, 1] = 1
+    want[3, 0, 0, 0] = 1
     assert torch.equal(s, want)
+
 
 @pytest.mark.parametrize('norm', list(BALLS))
 def test_random_points_fill_the_ball(norm):
     "Linf: each pixel uniform; L2: (|d|/eps)^n uniform, directions without preference"
-    x = torch.rand(4000,1,3,3, generator=gen(0)); b = BALLS[norm](.5)
+    x = torch.rand(4000, 1, 3, 3, generator=gen(0))
+    b = BALLS[norm](0.5)
     d = b.rand(x, image_seed(x))
-    assert length(d,norm).max()<=.5*(1+1e-6) and d.shape==x.shape
-    if norm=='Linf': u = ((d/.5+1)/2).flatten()
+    assert length(d, norm).max() <= 0.5 * (1 + 1e-6) and d.shape == x.shape
+    if norm == 'Linf':
+        u = ((d / 0.5 + 1) / 2).flatten()
     else:
-        u = (d.flatten(1).norm(dim=1)/.5)**9
-        assert d.flatten(1).mean(0).abs().max()<.02 and torch.allclose(d.flatten(1).T@d.flatten(1)/4000, torch.eye(9)*.25/11, atol=.003)    # E dd' = eps^2/(n+2)
-    assert stats.kstest(u.double().numpy(), 'uniform').pvalue>1e-3
+        u = (d.flatten(1).norm(dim=1) / 0.5) ** 9
+        # E dd' = eps^2/(n+2)
+        assert d.flatten(1).mean(0).abs().max() < 0.02 and torch.allclose(
+            d.flatten(1).T @ d.flatten(1) / 4000, torch.eye(9) * 0.25 / 11, atol=0.003
+        )
+    assert stats.kstest(u.double().numpy(), 'uniform').pvalue > 1e-3
+
 
 def test_ball_values():
-    assert Linf(8/255)==threat_model(8/255) and threat_model(L2(.5)) is not None and threat_model(.5,'L2')==L2(.5)!=Linf(.5) and repr(Linf(8/255))=='Linf(8/255)' and repr(L2(.5))=='L2(0.5)' and len({Linf(.1),Linf(.1),L2(.1)})==2
-@pytest.mark.parametrize('f,words', [(lambda: Linf(-1), '>= 0'), (lambda: Linf(8), 'write 8/255'), (lambda: L2(float('nan')), 'finite'), (lambda: Linf(float('inf')), 'finite'), (lambda: threat_model(.1,'L1'), "Linf.*L2.*'L1'")])
-def test_wrong_radii(f, words):
-    with pytest.raises(ValueError, match=words): f()
-def test_l2_radii_may_exceed_1(): assert L2(3.).eps==3
-@pytest.mark.parametrize('eps,s', [(8/255,'8/255'),(1/255,'1/255'),(.1,'0.1'),(.5,'0.5'),(0,'0'),(1,'1'),(.2,'0.2'),(.031,'0.031'),(.5/255,'0.5/255'),(2.5*1/255/5,'0.5/255'),(12.75/255,'0.05'),(1.25/255,'1.25/255'),(float(np.float32(.5/255)),'0.5/255'),(1/3000,'0.000333333'),(.0123456,'0.0123456'),(3,'3'),(1000/255,'1000/255')])
-def test_eps_as_papers_write_it(eps, s): assert eps_str(eps)==s
+    assert (
+        Linf(8 / 255) == threat_model(8 / 255)
+        and threat_model(L2(0.5)) is not None
+        and threat_model(0.5, 'L2') == L2(0.5) != Linf(0.5)
+        and repr(Linf(8 / 255)) == 'Linf(8/255)'
+        and repr(L2(0.5)) == 'L2(0.5)'
+        and len({Linf(0.1), Linf(0.1), L2(0.1)}) == 2
+    )
 
-# --- seeds ------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(
+    'f,words',
+    [
+        (lambda: Linf(-1), '>= 0'),
+        (lambda: Linf(8), 'write 8/255'),
+        (lambda: L2(float('nan')), 'finite'),
+        (lambda: Linf(float('inf')), 'finite'),
+        (lambda: threat_model(0.1, 'L1'), "Linf.*L2.*'L1'"),
+    ],
+)
+def test_wrong_radii(f, words):
+    with pytest.raises(ValueError, match=words):
+        f()
+
+
+def test_l2_radii_may_exceed_1():
+    assert L2(3.0).eps == 3
+
+
+@pytest.mark.parametrize(
+    'eps,s',
+    [
+        (8 / 255, '8/255'),
+        (1 / 255, '1/255'),
+        (0.1, '0.1'),
+        (0.5, '0.5'),
+        (0, '0'),
+        (1, '1'),
+        (0.2, '0.2'),
+        (0.031, '0.031'),
+        (0.5 / 255, '0.5/255'),
+        (2.5 * 1 / 255 / 5, '0.5/255'),
+        (12.75 / 255, '0.05'),
+        (1.25 / 255, '1.25/255'),
+        (float(np.float32(0.5 / 255)), '0.5/255'),
+        (1 / 3000, '0.000333333'),
+        (0.0123456, '0.0123456'),
+        (3, '3'),
+        (1000 / 255, '1000/255'),
+    ],
+)
+def test_eps_as_papers_write_it(eps, s):
+    assert eps_str(eps) == s
+
+
+# --- seeds
+# ------------------------------------------------------------------------------------------------------------------
+
 
 def test_uniform_is_uniform_and_independent():
-    x = torch.rand(200,1,10,10, generator=gen(1)); s = image_seed(x)
-    us = [uniform(s, x, k).flatten(1).double() for k in (0,1)]
-    for u in us: assert stats.kstest(u.flatten().numpy(), 'uniform').pvalue>1e-3 and 0<u.min() and u.max()<1
-    z = [(u-.5)*12**.5 for u in us]
-    n = 200*100
-    assert abs((z[0]*z[1]).mean())<4/n**.5                                                      # streams
-    assert abs((z[0][1:]*z[0][:-1]).mean())<4/n**.5                                              # images
-    assert abs((z[0][:,1:]*z[0][:,:-1]).mean())<4/n**.5                                          # neighbouring pixels
-    consecutive = uniform(torch.arange(200), x).double()                                         # seeds that a person would choose
-    assert stats.kstest(consecutive.flatten().numpy(), 'uniform').pvalue>1e-3 and abs(((consecutive[1:]-.5)*(consecutive[:-1]-.5)).mean()*12)<4/n**.5
+    x = torch.rand(200, 1, 10, 10, generator=gen(1))
+    s = image_seed(x)
+    us = [uniform(s, x, k).flatten(1).double() for k in (0, 1)]
+    for u in us:
+        assert stats.kstest(u.flatten().numpy(), 'uniform').pvalue > 1e-3 and 0 < u.min() and u.max() < 1
+    z = [(u - 0.5) * 12**0.5 for u in us]
+    n = 200 * 100
+    assert abs((z[0] * z[1]).mean()) < 4 / n**0.5  # streams
+    assert abs((z[0][1:] * z[0][:-1]).mean()) < 4 / n**0.5  # images
+    assert abs((z[0][:, 1:] * z[0][:, :-1]).mean()) < 4 / n**0.5  # neighbouring pixels
+    # seeds that a person would choose
+    consecutive = uniform(torch.arange(200), x).double()
+    assert (
+        stats.kstest(consecutive.flatten().numpy(), 'uniform').pvalue > 1e-3
+        and abs(((consecutive[1:] - 0.5) * (consecutive[:-1] - 0.5)).mean() * 12) < 4 / n**0.5
+    )
+
 
 def test_seeds_differ_by_pixel_and_by_number():
-    x = torch.zeros(3,1,4,4); x[1,0,0,0] = 1e-6; x[2,0,0,1] = 1e-6
-    seeds = torch.cat([image_seed(x, s) for s in (0,1,2,-1,2**40)])
-    assert len(set(seeds.tolist()))==15
+    x = torch.zeros(3, 1, 4, 4)
+    x[1, 0, 0, 0] = 1e-6
+    x[2, 0, 0, 1] = 1e-6
+    seeds = torch.cat([image_seed(x, s) for s in (0, 1, 2, -1, 2**40)])
+    assert len(set(seeds.tolist())) == 15
+
 
 @settings(max_examples=50, deadline=None)
-@given(shape=shapes, dtype=st.sampled_from([torch.float16,torch.bfloat16,torch.float32,torch.float64]), seed=st.integers(-2**40,2**40))
+@given(
+    shape=shapes,
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    seed=st.integers(-(2**40), 2**40),
+)
 def test_seed_and_noise_ignore_layout_and_batch(shape, dtype, seed):
     x = torch.rand(shape, generator=gen(0)).to(dtype)
     s = image_seed(x, seed)
-    p = x.permute(0,2,3,1).contiguous().permute(0,3,1,2)
+    p = x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
     assert torch.equal(image_seed(p, seed), s) and torch.equal(uniform(s, p), uniform(s, x))
-    for i in range(len(x)): assert image_seed(x[i:i+1], seed)==s[i] and torch.equal(uniform(s[i:i+1], x[i:i+1]), uniform(s, x)[i:i+1])
-    assert uniform(s, x).dtype==torch.promote_types(dtype, torch.float32)
+    for i in range(len(x)):
+        assert image_seed(x[i : i + 1], seed) == s[i] and torch.equal(
+            uniform(s[i : i + 1], x[i : i + 1]), uniform(s, x)[i : i + 1]
+        )
+    assert uniform(s, x).dtype == torch.promote_types(dtype, torch.float32)
+
 
 def test_seeds_given_per_image():
-    x = torch.rand(3,1,2,2)
-    assert torch.equal(image_seed(x, torch.tensor([1,2,3])), torch.tensor([1,2,3]))
-    with pytest.raises(ValueError, match=r'one integer per image, \[3\], got \[2\]'): image_seed(x, torch.tensor([1,2]))
+    x = torch.rand(3, 1, 2, 2)
+    assert torch.equal(image_seed(x, torch.tensor([1, 2, 3])), torch.tensor([1, 2, 3]))
+    with pytest.raises(ValueError, match=r'one integer per image, \[3\], got \[2\]'):
+        image_seed(x, torch.tensor([1, 2]))
 
-# --- Normalized (R01, R02, R03) ------------------------------------------------------------------------------------------------
 
-CFG = dict(vit_tiny_patch16_224=([.5]*3,[.5]*3), deit_tiny_patch16_224=([.485,.456,.406],[.229,.224,.225]))
+# --- Normalized (R01, R02, R03)
+# ------------------------------------------------------------------------------------------------
+
+CFG = dict(
+    vit_tiny_patch16_224=([0.5] * 3, [0.5] * 3), deit_tiny_patch16_224=([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+)
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=5)
+
+
 @pytest.mark.parametrize('name', CFG)
 def test_statistics_are_the_models_own(name):
-    m = timm.create_model(name, **SMALL).eval(); n = Normalized(m); mean,std = CFG[name]
-    assert n.mean.flatten().tolist()==pytest.approx(mean) and n.std.flatten().tolist()==pytest.approx(std)
-    x = torch.rand(3,3,32,32)
-    want = m((x-torch.tensor(mean)[:,None,None])/torch.tensor(std)[:,None,None])
+    m = timm.create_model(name, **SMALL).eval()
+    n = Normalized(m)
+    mean, std = CFG[name]
+    assert n.mean.flatten().tolist() == pytest.approx(mean) and n.std.flatten().tolist() == pytest.approx(std)
+    x = torch.rand(3, 3, 32, 32)
+    want = m((x - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None])
     assert torch.equal(n(x), want) and torch.equal(n(TensorImage(x)).as_subclass(torch.Tensor), want)
-    state = n.state_dict(); other = Normalized(timm.create_model(name, **SMALL), [0.]*3, [1.]*3).eval(); other.load_state_dict(state)
-    assert torch.equal(other(x), want)                                                          # both routes, statistics included
+    state = n.state_dict()
+    other = Normalized(timm.create_model(name, **SMALL), [0.0] * 3, [1.0] * 3).eval()
+    other.load_state_dict(state)
+    # both routes, statistics included
+    assert torch.equal(other(x), want)
+
 
 def test_statistics_given_win_and_one_channel():
     m = timm.create_model('deit_tiny_patch16_224', in_chans=1, **SMALL).eval()
-    assert Normalized(m).mean.shape==(1,1,1) and Normalized(m).mean.item()==pytest.approx((.485+.456+.406)/3) and Normalized(m)(torch.rand(2,1,32,32)).shape==(2,5)
-    n = Normalized(m, .3, .2); x = torch.rand(2,1,32,32)
-    assert torch.equal(n(x), m((x-n.mean)/n.std)) and 'mean=[0.3], std=[0.2]' in repr(n)
+    assert (
+        Normalized(m).mean.shape == (1, 1, 1)
+        and Normalized(m).mean.item() == pytest.approx((0.485 + 0.456 + 0.406) / 3)
+        and Normalized(m)(torch.rand(2, 1, 32, 32)).shape == (2, 5)
+    )
+    n = Normalized(m, 0.3, 0.2)
+    x = torch.rand(2, 1, 32, 32)
+    assert torch.equal(n(x), m((x - n.mean) / n.std)) and 'mean=[0.3], std=[0.2]' in repr(n)
+
 
 @pytest.mark.parametrize('wrap', [lambda n: n, lambda n: nn.Sequential(n), lambda n: Logits(n)])
 def test_double_normalisation_is_refused(wrap):
-    with pytest.raises(ValueError, match='normalises already'): Normalized(wrap(Normalized(nn.Flatten(), 0., 1.)), 0., 1.)
+    with pytest.raises(ValueError, match='normalises already'):
+        Normalized(wrap(Normalized(nn.Flatten(), 0.0, 1.0)), 0.0, 1.0)
+
 
 def test_wrong_statistics_and_channels():
-    with pytest.raises(ValueError, match='give mean= and std='): Normalized(nn.Flatten())
-    for s in (0., -1.):
-        with pytest.raises(ValueError, match='std must be positive'): Normalized(nn.Flatten(), 0., s)
-    with pytest.raises(ValueError, match=r'expected images \[B,3,H,W\], got \[2, 1, 4, 4\]'): Normalized(nn.Flatten(), [0.]*3, [1.]*3)(torch.rand(2,1,4,4))
+    with pytest.raises(ValueError, match='give mean= and std='):
+        Normalized(nn.Flatten())
+    for s in (0.0, -1.0):
+        with pytest.raises(ValueError, match='std must be positive'):
+            Normalized(nn.Flatten(), 0.0, s)
+    with pytest.raises(ValueError, match=r'expected images \[B,3,H,W\], got \[2, 1, 4, 4\]'):
+        Normalized(nn.Flatten(), [0.0] * 3, [1.0] * 3)(torch.rand(2, 1, 4, 4))
 
-@pytest.mark.parametrize('norm,eps', [('Linf',4/255),('L2',.5)])
+
+@pytest.mark.parametrize('norm,eps', [('Linf', 4 / 255), ('L2', 0.5)])
 @pytest.mark.parametrize('cls', [FGSM, PGD, APGD])
 def test_eps_is_in_pixels_whatever_the_statistics(norm, eps, cls):
     "R01: three very different deviations"
-    m = Normalized(nn.Sequential(nn.Flatten(), nn.Linear(48,4)), [.1,.5,.9], [.01,.2,3.])
-    x,y = torch.rand(5,3,4,4),torch.arange(5)%4
+    m = Normalized(nn.Sequential(nn.Flatten(), nn.Linear(48, 4)), [0.1, 0.5, 0.9], [0.01, 0.2, 3.0])
+    x, y = torch.rand(5, 3, 4, 4), torch.arange(5) % 4
     kw = {} if cls is FGSM else dict(steps=5)
-    d = cls(eps, norm=norm, **kw)(m,x,y)-x
-    assert length(d,norm).max()<=eps+1e-6 and (x+d).min()>=0 and (x+d).max()<=1 and (length(d, norm)>.3*eps).all()
+    d = cls(eps, norm=norm, **kw)(m, x, y) - x
+    assert (
+        length(d, norm).max() <= eps + 1e-6
+        and (x + d).min() >= 0
+        and (x + d).max() <= 1
+        and (length(d, norm) > 0.3 * eps).all()
+    )
+
 
 def test_normalised_input_is_refused():
-    with pytest.raises(ValueError, match=r'must lie in \[0,1\], got values from -'): FGSM(.1)(tiny_vit(), (torch.rand(2,1,28,28)-.5)/.5, [0,1])
+    with pytest.raises(ValueError, match=r'must lie in \[0,1\], got values from -'):
+        FGSM(0.1)(tiny_vit(), (torch.rand(2, 1, 28, 28) - 0.5) / 0.5, [0, 1])
 
-@pytest.mark.parametrize('m,c', [(lambda: tiny_vit(in_chans=3), 3), (lambda: tiny_vit(in_chans=1), 1), (lambda: Logits(tiny_vit(in_chans=1)), 1), (lambda: nn.Flatten(), None), (lambda: timm.create_model('xcit_nano_12_p8_224', embed_dim=32, num_heads=2, depth=1, in_chans=1), 1), (lambda: nn.Conv2d(3,3,1,groups=3), 3)],
-    ids=['rgb','grey','logits','unknown','xcit','depthwise'])
-def test_in_chans(m, c): assert in_chans(m())==c
+
+@pytest.mark.parametrize(
+    'm,c',
+    [
+        (lambda: tiny_vit(in_chans=3), 3),
+        (lambda: tiny_vit(in_chans=1), 1),
+        (lambda: Logits(tiny_vit(in_chans=1)), 1),
+        (lambda: nn.Flatten(), None),
+        (lambda: timm.create_model('xcit_nano_12_p8_224', embed_dim=32, num_heads=2, depth=1, in_chans=1), 1),
+        (lambda: nn.Conv2d(3, 3, 1, groups=3), 3),
+    ],
+    ids=['rgb', 'grey', 'logits', 'unknown', 'xcit', 'depthwise'],
+)
+def test_in_chans(m, c):
+    assert in_chans(m()) == c
+
 
 def test_unwrap():
-    m = tiny_vit(); inner = m.model
-    assert unwrap(m) is inner and unwrap(Logits(m)) is inner and unwrap(nn.DataParallel(m)) is inner and unwrap(inner) is inner
+    m = tiny_vit()
+    inner = m.model
+    assert (
+        unwrap(m) is inner
+        and unwrap(Logits(m)) is inner
+        and unwrap(nn.DataParallel(m)) is inner
+        and unwrap(inner) is inner
+    )
 
-# --- attack_mode ------------------------------------------------------------------------------------------------------------------
 
-class Stop(BaseException): pass
+# --- attack_mode
+# ------------------------------------------------------------------------------------------------------------------
+
+
+class Stop(BaseException):
+    pass
+
+
 def net():
     shared = nn.BatchNorm2d(4)
-    m = nn.Sequential(nn.Conv2d(1,4,3), shared, nn.Dropout(), nn.Sequential(shared, nn.Flatten()), nn.Linear(64,3)).train()
-    m[3].eval(); m[0].weight.requires_grad_(False)                                              # frozen parts; `shared` is reached twice
+    m = nn.Sequential(
+        nn.Conv2d(1, 4, 3), shared, nn.Dropout(), nn.Sequential(shared, nn.Flatten()), nn.Linear(64, 3)
+    ).train()
+    # frozen parts; `shared` is reached twice
+    m[3].eval()
+    m[0].weight.requires_grad_(False)
     return m
 
+
 def test_attack_mode_inside_and_after():
-    m = net(); before = state_of(m)
+    m = net()
+    before = state_of(m)
     with torch.no_grad(), attack_mode(m) as o:
-        assert o is m and not any(k.training for k in m.modules()) and not any(p.requires_grad for p in m.parameters()) and torch.is_grad_enabled()
-        with attack_mode(m): assert not m.training
+        assert (
+            o is m
+            and not any(k.training for k in m.modules())
+            and not any(p.requires_grad for p in m.parameters())
+            and torch.is_grad_enabled()
+        )
+        with attack_mode(m):
+            assert not m.training
         assert not m.training and not any(p.requires_grad for p in m.parameters())
-    assert state_of(m)==before and torch.is_grad_enabled()
+    assert state_of(m) == before and torch.is_grad_enabled()
+
 
 @pytest.mark.parametrize('err', [ValueError, KeyboardInterrupt, Stop, GeneratorExit])
 def test_attack_mode_restores_after_exceptions(err):
-    m = net(); before = state_of(m)
+    m = net()
+    before = state_of(m)
     with torch.inference_mode():
         with pytest.raises(err):
-            with attack_mode(m), attack_mode(m): raise err()
+            with attack_mode(m), attack_mode(m):
+                raise err()
         assert torch.is_inference_mode_enabled()
-    assert state_of(m)==before
+    assert state_of(m) == before
+
 
 def test_attack_mode_of_a_function():
     f = lambda x: x
-    with torch.no_grad(), attack_mode(f) as g: assert g is f and torch.is_grad_enabled()
+    with torch.no_grad(), attack_mode(f) as g:
+        assert g is f and torch.is_grad_enabled()
 
-# --- checks (R03, R04) ---------------------------------------------------------------------------------------------------------------
+
+# --- checks (R03, R04)
+# ---------------------------------------------------------------------------------------------------------------
+
 
 def test_rounding_is_clamped_and_more_is_refused():
-    x = torch.tensor([[1+1e-7,-1e-8,.5,0.]])
-    assert check_images(x).tolist()==[[1.,0.,.5,0.]] and x[0,0]>1
-    for bad,words in ((1.02,'from 0 to 1.02'),(-.01,'from -0.01 to 1'),(255.,'to 255')):
-        with pytest.raises(ValueError, match=words): check_images(torch.tensor([[0.,1.,bad]]))
-    with pytest.raises(TypeError, match='uint8.*divided by 255'): check_images(torch.zeros(1,1,2,2, dtype=torch.uint8))
-    with pytest.raises(TypeError, match='ndarray'): check_images(np.zeros((1,1,2,2)))
-    with pytest.raises(ValueError, match='B>=1'): check_images(torch.zeros(0,1,2,2))
-    with pytest.raises(ValueError, match='nan'): check_images(torch.tensor([[0.,float('nan')]]))
+    x = torch.tensor([[1 + 1e-7, -1e-8, 0.5, 0.0]])
+    assert check_images(x).tolist() == [[1.0, 0.0, 0.5, 0.0]] and x[0, 0] > 1
+    for bad, words in ((1.02, 'from 0 to 1.02'), (-0.01, 'from -0.01 to 1'), (255.0, 'to 255')):
+        with pytest.raises(ValueError, match=words):
+            check_images(torch.tensor([[0.0, 1.0, bad]]))
+    with pytest.raises(TypeError, match='uint8.*divided by 255'):
+        check_images(torch.zeros(1, 1, 2, 2, dtype=torch.uint8))
+    with pytest.raises(TypeError, match='ndarray'):
+        check_images(np.zeros((1, 1, 2, 2)))
+    with pytest.raises(ValueError, match='B>=1'):
+        check_images(torch.zeros(0, 1, 2, 2))
+    with pytest.raises(ValueError, match='nan'):
+        check_images(torch.tensor([[0.0, float('nan')]]))
+
 
 def test_checked_images_are_plain_and_detached():
-    x = check_images(TensorImage(torch.rand(1,1,2,2)).requires_grad_())
+    x = check_images(TensorImage(torch.rand(1, 1, 2, 2)).requires_grad_())
     assert type(x) is torch.Tensor and not x.requires_grad
 
+
 def test_grey_models_say_what_they_take():
-    with pytest.raises(ValueError, match='takes 1 channel.*have 3'): check_images(torch.rand(2,3,28,28), tiny_vit(in_chans=1))
-    with pytest.raises(ValueError, match='takes 3 channel.*have 1'): check_images(torch.rand(2,1,28,28), tiny_vit(in_chans=3))
+    with pytest.raises(ValueError, match='takes 1 channel.*have 3'):
+        check_images(torch.rand(2, 3, 28, 28), tiny_vit(in_chans=1))
+    with pytest.raises(ValueError, match='takes 3 channel.*have 1'):
+        check_images(torch.rand(2, 1, 28, 28), tiny_vit(in_chans=3))
+
 
 @pytest.mark.parametrize('cls', [FGSM, PGD, APGD])
 def test_grey_images_stay_grey(cls):
-    assert cls(.1)(tiny_vit(in_chans=1), torch.rand(2,1,28,28), [0,1]).shape==(2,1,28,28)
+    assert cls(0.1)(tiny_vit(in_chans=1), torch.rand(2, 1, 28, 28), [0, 1]).shape == (2, 1, 28, 28)
+
 
 def test_check_dls():
     from fastai.data.transforms import Normalize
-    dls = synth_dls(n=16); check_dls(dls.train); check_dls([1]); check_dls(None)
-    dls.add_tfms([Normalize.from_stats([.5],[.5])], 'after_batch')
-    with pytest.raises(ValueError, match='ends with Normalize'): check_dls(dls.valid)
 
-# --- numbers that are off by rounding, statistics and images in other units --------------------------------------------------------
+    dls = synth_dls(n=16)
+    check_dls(dls.train)
+    check_dls([1])
+    check_dls(None)
+    dls.add_tfms([Normalize.from_stats([0.5], [0.5])], 'after_batch')
+    with pytest.raises(ValueError, match='ends with Normalize'):
+        check_dls(dls.valid)
 
-@pytest.mark.parametrize('v', [8/255, .1, .3, 4/255, .5/255, 1.5/255, .031, 1/3, 1.])
-@pytest.mark.parametrize('how', [float, np.float32, np.float64, torch.tensor, lambda v: float(np.float32(v)), lambda v: 3*(v/3)])
+
+# --- numbers that are off by rounding, statistics and images in other units
+# --------------------------------------------------------
+
+
+@pytest.mark.parametrize('v', [8 / 255, 0.1, 0.3, 4 / 255, 0.5 / 255, 1.5 / 255, 0.031, 1 / 3, 1.0])
+@pytest.mark.parametrize(
+    'how', [float, np.float32, np.float64, torch.tensor, lambda v: float(np.float32(v)), lambda v: 3 * (v / 3)]
+)
 def test_a_radius_in_any_disguise_is_the_same(v, how):
-    assert Linf(how(v))==Linf(v) and Linf(how(v)).eps==v and hash(Linf(how(v)))==hash(Linf(v)) and repr(Linf(how(v)))==repr(Linf(v))
+    assert (
+        Linf(how(v)) == Linf(v)
+        and Linf(how(v)).eps == v
+        and hash(Linf(how(v))) == hash(Linf(v))
+        and repr(Linf(how(v))) == repr(Linf(v))
+    )
+
 
 def test_radii_that_differ_print_differently():
-    vs = [8/255, 8.0001/255, .1, .1000001, .12345678, .12345679]
-    assert len({repr(Linf(v)) for v in vs})==len(set(map(Linf, vs)))==len(vs) and [Linf(v).eps for v in vs]==vs
+    vs = [8 / 255, 8.0001 / 255, 0.1, 0.1000001, 0.12345678, 0.12345679]
+    assert len({repr(Linf(v)) for v in vs}) == len(set(map(Linf, vs))) == len(vs) and [Linf(v).eps for v in vs] == vs
 
-@pytest.mark.parametrize('kw', [dict(mean=123.675, std=58.395), dict(mean=[123.675,116.28,103.53], std=[58.395,57.12,57.375]), dict(mean=0., std=255.), dict(mean=[.5,.5,117.], std=.5),
-    dict(mean=-124., std=1.)])
+
+@pytest.mark.parametrize(
+    'kw',
+    [
+        dict(mean=123.675, std=58.395),
+        dict(mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375]),
+        dict(mean=0.0, std=255.0),
+        dict(mean=[0.5, 0.5, 117.0], std=0.5),
+        dict(mean=-124.0, std=1.0),
+    ],
+)
 def test_statistics_in_grey_levels_are_refused(kw):
-    with pytest.raises(ValueError, match='divide both by 255'): Normalized(nn.Conv2d(3,3,1), **kw)
+    with pytest.raises(ValueError, match='divide both by 255'):
+        Normalized(nn.Conv2d(3, 3, 1), **kw)
+
 
 def test_images_divided_twice_are_noticed_and_black_ones_are_not():
-    with pytest.warns(UserWarning, match='divided by 255 twice'): check_images(torch.rand(2,3,4,4)/255)
+    with pytest.warns(UserWarning, match='divided by 255 twice'):
+        check_images(torch.rand(2, 3, 4, 4) / 255)
     with warnings.catch_warnings():
-        warnings.simplefilter('error'); check_images(torch.zeros(2,3,4,4)); check_images(torch.rand(2,3,4,4)*.01+.005); check_images(torch.cat([torch.zeros(1,3,4,4),torch.ones(1,3,4,4)]))
+        warnings.simplefilter('error')
+        check_images(torch.zeros(2, 3, 4, 4))
+        check_images(torch.rand(2, 3, 4, 4) * 0.01 + 0.005)
+        check_images(torch.cat([torch.zeros(1, 3, 4, 4), torch.ones(1, 3, 4, 4)]))
+
 
 def test_own_copies_what_holds_tensors():
-    z = dict(a=torch.ones(2), b=(torch.zeros(1),None)); c = own(z); z['a'].zero_(); z['b'][0].add_(5)
-    assert c['a'].sum()==2 and c['b'][0]==0 and c['b'][1] is None
+    z = dict(a=torch.ones(2), b=(torch.zeros(1), None))
+    c = own(z)
+    z['a'].zero_()
+    z['b'][0].add_(5)
+    assert c['a'].sum() == 2 and c['b'][0] == 0 and c['b'][1] is None
+
 
 def test_seeds_of_epochs_meet_those_of_no_other_seed():
     "Of a hundred seeds in a hundred epochs each, and they stay whole numbers below 2**63"
-    cb = AdvCallback(); cb.learn = type('L', (), dict(epochs_lived=None))()
+    cb = AdvCallback()
+    cb.learn = type('L', (), dict(epochs_lived=None))()
+
     def seed_in(seed, epoch):
-        torch.manual_seed(seed); cb.learn.__dict__['epochs_lived'] = Epochs(epoch=epoch)
+        torch.manual_seed(seed)
+        cb.learn.__dict__['epochs_lived'] = Epochs(epoch=epoch)
         return cb.epoch_seed
-    seeds = [seed_in(s, e) for s in (*range(98), 2**62, 2**63-1) for e in range(100)]
-    assert len(set(seeds))==len(seeds)-100 and all(0<=o<2**63 for o in seeds)          # 2**62 and 0 are one seed
-    assert seed_in(7, 0)==7 and seed_in(7, 3)==seed_in(7, 3)
+
+    seeds = [seed_in(s, e) for s in (*range(98), 2**62, 2**63 - 1) for e in range(100)]
+    assert len(set(seeds)) == len(seeds) - 100 and all(0 <= o < 2**63 for o in seeds)  # 2**62 and 0 are one seed
+    assert seed_in(7, 0) == 7 and seed_in(7, 3) == seed_in(7, 3)

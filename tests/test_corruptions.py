@@ -1,4 +1,5 @@
 "Corruptions at every size, their seeds, published files, scores and reports (R38-R41, F13, F14)."
+
 import builtins, math, os, sys, types
 import numpy as np, pandas as pd, pytest, timm, torch
 from PIL import Image
@@ -14,960 +15,1662 @@ from robust_nbdev.evaluate import *
 from robust_nbdev.datasets import fashion_mnist
 from robust_nbdev.test_utils import *
 
-ALL = CORRUPTIONS+EXTRA_CORRUPTIONS
+ALL = CORRUPTIONS + EXTRA_CORRUPTIONS
 kinds = pytest.mark.parametrize('name', ALL)
 moves = pytest.mark.parametrize('name', PERTURBATIONS)
+
 
 def images(n=3, c=3, h=32, w=32, seed=0):
     "Smooth random images on 256 levels"
     x = torch.rand(n, c, 6, 6, generator=torch.Generator().manual_seed(seed))
-    return (torch.nn.functional.interpolate(x, size=(h,w), mode='bicubic').clamp(0,1)*255).round()/255
-def rms(a, b): return (a-b).square().mean().sqrt().item()
+    return (torch.nn.functional.interpolate(x, size=(h, w), mode='bicubic').clamp(0, 1) * 255).round() / 255
 
-# --- sizes, types, seeds (R41, R03, F13) ------------------------------------------------------------------------------------
+
+def rms(a, b):
+    return (a - b).square().mean().sqrt().item()
+
+
+# --- sizes, types, seeds (R41, R03, F13)
+# ------------------------------------------------------------------------------------
+
 
 @kinds
-@pytest.mark.parametrize('c,h,w', [(1,28,28),(3,32,32),(1,16,16),(3,33,47),(3,64,64)])
+@pytest.mark.parametrize('c,h,w', [(1, 28, 28), (3, 32, 32), (1, 16, 16), (3, 33, 47), (3, 64, 64)])
 def test_every_kind_at_every_size(name, c, h, w):
-    x = images(2, c, h, w); before = x.clone()
-    for s in range(1,6):
+    x = images(2, c, h, w)
+    before = x.clone()
+    for s in range(1, 6):
         y = corrupt(x, name, s)
-        assert y.shape==x.shape and y.dtype==x.dtype and y.min()>=0 and y.max()<=1 and y.isfinite().all()
-        assert torch.allclose(y*255, (y*255).round(), atol=1e-3)
+        assert y.shape == x.shape and y.dtype == x.dtype and y.min() >= 0 and y.max() <= 1 and y.isfinite().all()
+        assert torch.allclose(y * 255, (y * 255).round(), atol=1e-3)
     assert torch.equal(x, before)
+
 
 @kinds
 def test_large_and_oblong_images(name):
-    for c,h,w in ((3,224,224),(1,224,160)):
+    for c, h, w in ((3, 224, 224), (1, 224, 160)):
         x = images(1, c, h, w)
         y = corrupt(x, name, 5)
-        assert y.shape==x.shape and y.isfinite().all()
-        if not (name=='saturate' and c==1): assert rms(x, y)>1e-3
+        assert y.shape == x.shape and y.isfinite().all()
+        if not (name == 'saturate' and c == 1):
+            assert rms(x, y) > 1e-3
+
 
 def test_frost_where_the_photographs_are_too_small():
     x = images(1, 3, 700, 600)
-    assert corrupt(x, 'frost', 1).shape==x.shape
+    assert corrupt(x, 'frost', 1).shape == x.shape
+
 
 @kinds
 def test_same_seed_same_pixels_whatever_the_batch(name):
-    x = images(6); a = corrupt(x, name, 4, seed=3)
-    assert torch.equal(corrupt(x[2:3], name, 4, seed=3), a[2:3]) and torch.equal(corrupt(x.flip(0), name, 4, seed=3).flip(0), a)
-    assert torch.equal(corrupt(x[2:4], name, 4, seed=torch.tensor([8,9])), corrupt(x[2:4].flip(0), name, 4, seed=torch.tensor([9,8])).flip(0))
+    x = images(6)
+    a = corrupt(x, name, 4, seed=3)
+    assert torch.equal(corrupt(x[2:3], name, 4, seed=3), a[2:3]) and torch.equal(
+        corrupt(x.flip(0), name, 4, seed=3).flip(0), a
+    )
+    assert torch.equal(
+        corrupt(x[2:4], name, 4, seed=torch.tensor([8, 9])),
+        corrupt(x[2:4].flip(0), name, 4, seed=torch.tensor([9, 8])).flip(0),
+    )
+
 
 def test_seeds_and_images_differ():
-    x = images(1).expand(2,-1,-1,-1)
+    x = images(1).expand(2, -1, -1, -1)
     for name in ALL:
-        random = name not in ('defocus_blur','zoom_blur','brightness','contrast','pixelate','jpeg_compression','gaussian_blur','saturate')
-        a,b,c = corrupt(x, name, 5, seed=0),corrupt(x, name, 5, seed=1),corrupt(x, name, 5, seed=torch.tensor([1,2]))
-        assert torch.equal(a[0], a[1]) and torch.equal(a, b)!=random and torch.equal(c[0], c[1])!=random, name
+        random = name not in (
+            'defocus_blur',
+            'zoom_blur',
+            'brightness',
+            'contrast',
+            'pixelate',
+            'jpeg_compression',
+            'gaussian_blur',
+            'saturate',
+        )
+        a, b, c = (
+            corrupt(x, name, 5, seed=0),
+            corrupt(x, name, 5, seed=1),
+            corrupt(x, name, 5, seed=torch.tensor([1, 2])),
+        )
+        assert torch.equal(a[0], a[1]) and torch.equal(a, b) != random and torch.equal(c[0], c[1]) != random, name
+
 
 def test_kinds_of_noise_do_not_share_their_numbers():
-    x = torch.full((1,3,32,32), 128/255)
-    a,b = [(corrupt(x, o, 3)-x).flatten() for o in ('gaussian_noise','speckle_noise')]
-    assert abs(torch.corrcoef(torch.stack([a,b]))[0,1])<.1
+    x = torch.full((1, 3, 32, 32), 128 / 255)
+    a, b = [(corrupt(x, o, 3) - x).flatten() for o in ('gaussian_noise', 'speckle_noise')]
+    assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 0.1
+
 
 def test_global_random_states_are_left_alone():
-    x = images(2); torch.manual_seed(1); np.random.seed(1)
-    t,n = torch.get_rng_state(),np.random.get_state()[1].copy()
-    for o in ALL: corrupt(x, o, 5)
-    for o in PERTURBATIONS: perturb(x, o)
-    assert torch.equal(torch.get_rng_state(), t) and (np.random.get_state()[1]==n).all()
-    a = corrupt(x, 'snow', 3); torch.manual_seed(2); np.random.seed(2)
+    x = images(2)
+    torch.manual_seed(1)
+    np.random.seed(1)
+    t, n = torch.get_rng_state(), np.random.get_state()[1].copy()
+    for o in ALL:
+        corrupt(x, o, 5)
+    for o in PERTURBATIONS:
+        perturb(x, o)
+    assert torch.equal(torch.get_rng_state(), t) and (np.random.get_state()[1] == n).all()
+    a = corrupt(x, 'snow', 3)
+    torch.manual_seed(2)
+    np.random.seed(2)
     assert torch.equal(corrupt(x, 'snow', 3), a)
 
+
 class Items(Dataset):
-    def __init__(self, x): self.x = x
-    def __len__(self): return len(self.x)
-    def __getitem__(self, i): return torch.cat([corrupt(self.x[i][None], o, 5, seed=7)[0] for o in ('glass_blur','fog','shot_noise')])
+    def __init__(self, x):
+        self.x = x
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return torch.cat([corrupt(self.x[i][None], o, 5, seed=7)[0] for o in ('glass_blur', 'fog', 'shot_noise')])
+
 
 def test_same_pixels_in_worker_processes():
-    x = images(6); want = torch.cat([corrupt(x, o, 5, seed=7) for o in ('glass_blur','fog','shot_noise')], 1)
-    dl = DataLoader(Items(x), batch_size=4, num_workers=2, multiprocessing_context='spawn' if sys.platform!='linux' else 'fork')
+    x = images(6)
+    want = torch.cat([corrupt(x, o, 5, seed=7) for o in ('glass_blur', 'fog', 'shot_noise')], 1)
+    dl = DataLoader(
+        Items(x), batch_size=4, num_workers=2, multiprocessing_context='spawn' if sys.platform != 'linux' else 'fork'
+    )
     assert torch.equal(torch.cat(list(dl)), want)
 
-@pytest.mark.parametrize('dtype', [torch.float16,torch.bfloat16,torch.float64])
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
 def test_other_float_types(dtype):
-    x = images(2); y = corrupt(x.to(dtype), 'gaussian_blur', 3)
-    assert y.dtype==dtype
-    if dtype==torch.float64: assert (y.float()-corrupt(x, 'gaussian_blur', 3)).abs().max()<1e-6
+    x = images(2)
+    y = corrupt(x.to(dtype), 'gaussian_blur', 3)
+    assert y.dtype == dtype
+    if dtype == torch.float64:
+        assert (y.float() - corrupt(x, 'gaussian_blur', 3)).abs().max() < 1e-6
+
 
 def test_memory_layout_and_subclasses_do_not_matter():
     x = images(2)
     for name in ALL:
         a = corrupt(x, name, 3)
         assert torch.equal(corrupt(x.to(memory_format=torch.channels_last), name, 3), a), name
-        assert torch.equal(corrupt(TensorImage(x), name, 3), a) and type(corrupt(TensorImage(x), name, 3)) is torch.Tensor
-    with torch.autocast('cpu', dtype=torch.bfloat16): assert torch.equal(corrupt(x, 'defocus_blur', 5), corrupt(x, 'defocus_blur', 5))
+        assert (
+            torch.equal(corrupt(TensorImage(x), name, 3), a) and type(corrupt(TensorImage(x), name, 3)) is torch.Tensor
+        )
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        assert torch.equal(corrupt(x, 'defocus_blur', 5), corrupt(x, 'defocus_blur', 5))
     a = corrupt(x, 'gaussian_blur', 5)
-    with torch.autocast('cpu', dtype=torch.bfloat16): assert torch.equal(corrupt(x, 'gaussian_blur', 5), a)
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        assert torch.equal(corrupt(x, 'gaussian_blur', 5), a)
     assert not corrupt(x.clone().requires_grad_(), 'fog', 1).requires_grad
 
-@pytest.mark.parametrize('x,kw,err,says', [
-    (images(1), dict(name='rain'), ValueError, 'no corruption'), (images(1), dict(severity=0), ValueError, 'from 1 to 5'), (images(1), dict(severity=2.5), ValueError, 'from 1 to 5'),
-    (images(1), dict(table=128), ValueError, 'table must be'), (images(1)*255, {}, ValueError, 'in \\[0,1\\]'), ((images(1)*255).byte(), {}, TypeError, 'floating point'),
-    (images(1,3,12,32), {}, ValueError, 'at least 16'), (images(1)[0], {}, ValueError, '1 or 3 channels'), (images(1,4), {}, ValueError, '1 or 3 channels'),
-    (images(2), dict(seed=torch.tensor([1])), ValueError, 'one integer per image')])
+
+@pytest.mark.parametrize(
+    'x,kw,err,says',
+    [
+        (images(1), dict(name='rain'), ValueError, 'no corruption'),
+        (images(1), dict(severity=0), ValueError, 'from 1 to 5'),
+        (images(1), dict(severity=2.5), ValueError, 'from 1 to 5'),
+        (images(1), dict(table=128), ValueError, 'table must be'),
+        (images(1) * 255, {}, ValueError, 'in \\[0,1\\]'),
+        ((images(1) * 255).byte(), {}, TypeError, 'floating point'),
+        (images(1, 3, 12, 32), {}, ValueError, 'at least 16'),
+        (images(1)[0], {}, ValueError, '1 or 3 channels'),
+        (images(1, 4), {}, ValueError, '1 or 3 channels'),
+        (images(2), dict(seed=torch.tensor([1])), ValueError, 'one integer per image'),
+    ],
+)
 def test_errors_say_what_was_given(x, kw, err, says):
-    with pytest.raises(err, match=says): corrupt(x, **{'name':'fog', 'severity':1, **kw})
+    with pytest.raises(err, match=says):
+        corrupt(x, **{'name': 'fog', 'severity': 1, **kw})
+
 
 def test_rounding_outside_the_range_passes():
-    x = images(1); x[0,0,0,0] = 1+1e-6
-    assert corrupt(x, 'contrast', 1).max()<=1
+    x = images(1)
+    x[0, 0, 0, 0] = 1 + 1e-6
+    assert corrupt(x, 'contrast', 1).max() <= 1
 
-def forget(): C._photos.cache_clear(); C._photo.cache_clear()
+
+def forget():
+    C._photos.cache_clear()
+    C._photo.cache_clear()
+
+
 def test_frost_without_photographs_names_the_extra(monkeypatch):
     forget()
     monkeypatch.setattr(C.importlib.util, 'find_spec', lambda name: None)
-    with pytest.raises(ImportError, match=r"corrupt-tta"): corrupt(images(1), 'frost', 1)
+    with pytest.raises(ImportError, match=r"corrupt-tta"):
+        corrupt(images(1), 'frost', 1)
     corrupt(images(1), 'snow', 1)
     forget()
 
+
 def test_frost_keeps_its_photographs_once():
     "50 MB at full size: not once more for each size of image"
-    a,b = C._ice(.2, 40, 41),C._ice(.2, 42, 43)
-    assert len({o.data_ptr() for o in (*a,*b)})==5
-    for h in (30,31,33): assert corrupt(images(1, 3, h, h), 'frost', 3).shape==(1,3,h,h)
-    big = C._ice(.2, 2000, 300); assert all(o.shape[1]>=2000 and o.shape[2]>=300 for o in big)
+    a, b = C._ice(0.2, 40, 41), C._ice(0.2, 42, 43)
+    assert len({o.data_ptr() for o in (*a, *b)}) == 5
+    for h in (30, 31, 33):
+        assert corrupt(images(1, 3, h, h), 'frost', 3).shape == (1, 3, h, h)
+    big = C._ice(0.2, 2000, 300)
+    assert all(o.shape[1] >= 2000 and o.shape[2] >= 300 for o in big)
+
 
 def test_frost_photographs_are_checked(monkeypatch, tmp_path):
-    (tmp_path/'frost').mkdir()
-    for f in C._FROST: Image.new('RGB', (300,300)).save(tmp_path/'frost'/f)
+    (tmp_path / 'frost').mkdir()
+    for f in C._FROST:
+        Image.new('RGB', (300, 300)).save(tmp_path / 'frost' / f)
     forget()
-    monkeypatch.setattr(C, '_frost_folder', lambda: tmp_path/'frost')
-    with pytest.raises(ValueError, match='not the photograph'): corrupt(images(1), 'frost', 1)
+    monkeypatch.setattr(C, '_frost_folder', lambda: tmp_path / 'frost')
+    with pytest.raises(ValueError, match='not the photograph'):
+        corrupt(images(1), 'frost', 1)
     forget()
 
-# --- what they are ---------------------------------------------------------------------------------------------------------
 
-ORDERED = ('gaussian_noise','shot_noise','impulse_noise','defocus_blur','motion_blur','zoom_blur','brightness','contrast','speckle_noise','gaussian_blur')
+# --- what they are
+# ---------------------------------------------------------------------------------------------------------
+
+ORDERED = (
+    'gaussian_noise',
+    'shot_noise',
+    'impulse_noise',
+    'defocus_blur',
+    'motion_blur',
+    'zoom_blur',
+    'brightness',
+    'contrast',
+    'speckle_noise',
+    'gaussian_blur',
+)
+
+
 @pytest.mark.parametrize('name', ORDERED)
-@pytest.mark.parametrize('c,side', [(1,28),(3,32),(3,64),(3,224)])
+@pytest.mark.parametrize('c,side', [(1, 28), (3, 32), (3, 64), (3, 224)])
 def test_severity_is_an_order_of_distortion(name, c, side):
-    x = images(8 if side<224 else 1, c, side, side)*.6+.2
-    d = [rms(corrupt(x, name, s), (x*255).round()/255) for s in range(1,6)]
-    assert all(a<=b+2e-4 for a,b in zip(d, d[1:])) and d[4]>1.2*d[0], d
+    x = images(8 if side < 224 else 1, c, side, side) * 0.6 + 0.2
+    d = [rms(corrupt(x, name, s), (x * 255).round() / 255) for s in range(1, 6)]
+    assert all(a <= b + 2e-4 for a, b in zip(d, d[1:])) and d[4] > 1.2 * d[0], d
+
 
 def test_noise_is_the_same_noise_only_louder():
-    x = torch.full((1,1,64,64), 128/255)
-    a,b = [corrupt(x, 'gaussian_noise', s, table=32)-x for s in (1,5)]
-    assert torch.corrcoef(torch.stack([a.flatten(),b.flatten()]))[0,1]>.99
-    hit = [corrupt(x, 'impulse_noise', s)!=x for s in range(1,6)]
-    assert all((p<=q).all() for p,q in zip(hit, hit[1:]))
+    x = torch.full((1, 1, 64, 64), 128 / 255)
+    a, b = [corrupt(x, 'gaussian_noise', s, table=32) - x for s in (1, 5)]
+    assert torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1] > 0.99
+    hit = [corrupt(x, 'impulse_noise', s) != x for s in range(1, 6)]
+    assert all((p <= q).all() for p, q in zip(hit, hit[1:]))
+
 
 def test_noise_has_the_published_strength():
-    x = torch.full((4,3,64,64), 128/255); v = 128/255
-    for table in (32,64,224):
-        for s in range(1,4):
-            ids = torch.arange(4); std = lambda o: (corrupt(x, o, s, ids, table)-x).std().item()
-            lv = {o:C._KINDS[o].levels[table][s-1] for o in ('gaussian_noise','speckle_noise','shot_noise','impulse_noise')}
-            assert std('gaussian_noise')==pytest.approx(lv['gaussian_noise'], rel=.03) and std('speckle_noise')==pytest.approx(lv['speckle_noise']*v, rel=.03)
-            assert std('shot_noise')==pytest.approx((v/lv['shot_noise'])**.5, rel=.05)
+    x = torch.full((4, 3, 64, 64), 128 / 255)
+    v = 128 / 255
+    for table in (32, 64, 224):
+        for s in range(1, 4):
+            ids = torch.arange(4)
+            std = lambda o: (corrupt(x, o, s, ids, table) - x).std().item()
+            lv = {
+                o: C._KINDS[o].levels[table][s - 1]
+                for o in ('gaussian_noise', 'speckle_noise', 'shot_noise', 'impulse_noise')
+            }
+            assert std('gaussian_noise') == pytest.approx(lv['gaussian_noise'], rel=0.03) and std(
+                'speckle_noise'
+            ) == pytest.approx(lv['speckle_noise'] * v, rel=0.03)
+            assert std('shot_noise') == pytest.approx((v / lv['shot_noise']) ** 0.5, rel=0.05)
             y = corrupt(x, 'impulse_noise', s, ids, table)
-            assert ((y!=x).float().mean().item(), (y==1).float().mean().item())==pytest.approx((lv['impulse_noise'], lv['impulse_noise']/2), rel=.12)
+            assert ((y != x).float().mean().item(), (y == 1).float().mean().item()) == pytest.approx(
+                (lv['impulse_noise'], lv['impulse_noise'] / 2), rel=0.12
+            )
 
-@pytest.mark.parametrize('c', [3,25,500])
-@pytest.mark.parametrize('level', [0,7,255])
+
+@pytest.mark.parametrize('c', [3, 25, 500])
+@pytest.mark.parametrize('level', [0, 7, 255])
 def test_photons_are_poisson(c, level):
-    k = (C._shot_noise(torch.full((1,1,128,128), level/255), c, torch.tensor([5]))*c).round().long().flatten().numpy()
-    lam = level/255*c
-    assert k.mean()==pytest.approx(lam, rel=.04, abs=.01) and (lam==0 or k.var()==pytest.approx(lam, rel=.08))
-    if lam: assert np.abs(np.bincount(k, minlength=int(lam)+2)[int(lam)]/k.size-stats.poisson.pmf(int(lam), lam))<.015
+    k = (
+        (C._shot_noise(torch.full((1, 1, 128, 128), level / 255), c, torch.tensor([5])) * c)
+        .round()
+        .long()
+        .flatten()
+        .numpy()
+    )
+    lam = level / 255 * c
+    assert k.mean() == pytest.approx(lam, rel=0.04, abs=0.01) and (lam == 0 or k.var() == pytest.approx(lam, rel=0.08))
+    if lam:
+        assert (
+            np.abs(np.bincount(k, minlength=int(lam) + 2)[int(lam)] / k.size - stats.poisson.pmf(int(lam), lam)) < 0.015
+        )
 
-@pytest.mark.parametrize('sigma', [.05,.4,1.,6.,19.])
-@pytest.mark.parametrize('mode', ['nearest','reflect'])
+
+@pytest.mark.parametrize('sigma', [0.05, 0.4, 1.0, 6.0, 19.0])
+@pytest.mark.parametrize('mode', ['nearest', 'reflect'])
 def test_smooth_is_scipys(sigma, mode):
     x = images(1, 1, 28, 20)
-    want = ndimage.gaussian_filter(x[0,0].numpy(), sigma, mode=mode, truncate=3.)
-    assert np.allclose(C._smooth(x, sigma, mode, 3.)[0,0].numpy(), want, atol=1e-5)
+    want = ndimage.gaussian_filter(x[0, 0].numpy(), sigma, mode=mode, truncate=3.0)
+    assert np.allclose(C._smooth(x, sigma, mode, 3.0)[0, 0].numpy(), want, atol=1e-5)
+
 
 def test_glass_blur_is_the_published_loop():
-    (h,w),d = (16,20),2
-    steps = torch.randint(-d, d, (2,2,h,w), generator=torch.Generator().manual_seed(0)).numpy()
-    x = np.random.default_rng(0).integers(0, 256, (h,w,3)).astype(np.uint8); y = x.copy()
-    for dy,dx in steps:
-        for r in range(h-d, d, -1):
-            for c in range(w-d, d, -1):
-                a,b = r+dy[r,c],c+dx[r,c]
-                y[r,c],y[a,b] = y[a,b],y[r,c]          # numpy's views make this a copy, as in the published code
+    (h, w), d = (16, 20), 2
+    steps = torch.randint(-d, d, (2, 2, h, w), generator=torch.Generator().manual_seed(0)).numpy()
+    x = np.random.default_rng(0).integers(0, 256, (h, w, 3)).astype(np.uint8)
+    y = x.copy()
+    for dy, dx in steps:
+        for r in range(h - d, d, -1):
+            for c in range(w - d, d, -1):
+                a, b = r + dy[r, c], c + dx[r, c]
+                y[r, c], y[a, b] = y[a, b], y[r, c]  # numpy's views make this a copy, as in the published code
     p = C._jumble(steps, h, w, d)
-    assert (x.reshape(-1,3)[p].reshape(h,w,3)==y).all()
+    assert (x.reshape(-1, 3)[p].reshape(h, w, 3) == y).all()
+
 
 def test_a_tail_by_hand():
-    x = torch.zeros(1,1,9,9); x[0,0,4,4] = 1
-    k = np.exp(-np.arange(4)**2/2)
-    y = C._streak(x, torch.tensor([90.]), 3, 1.)[0,0].numpy()
-    assert np.allclose(y[4-3:4+1,4][::-1], k/np.exp(-np.arange(7.)**2/2)[:5].sum(), atol=1e-4) and np.isclose(y[:,[0,1,2,3,5,6,7,8]].sum(), 0)
-    assert torch.allclose(C._streak(torch.ones(2,1,9,9), torch.tensor([10.,200.]), 6, 3.), torch.ones(2,1,9,9), atol=1e-5)
+    x = torch.zeros(1, 1, 9, 9)
+    x[0, 0, 4, 4] = 1
+    k = np.exp(-(np.arange(4) ** 2) / 2)
+    y = C._streak(x, torch.tensor([90.0]), 3, 1.0)[0, 0].numpy()
+    assert np.allclose(
+        y[4 - 3 : 4 + 1, 4][::-1], k / np.exp(-(np.arange(7.0) ** 2) / 2)[:5].sum(), atol=1e-4
+    ) and np.isclose(y[:, [0, 1, 2, 3, 5, 6, 7, 8]].sum(), 0)
+    assert torch.allclose(
+        C._streak(torch.ones(2, 1, 9, 9), torch.tensor([10.0, 200.0]), 6, 3.0), torch.ones(2, 1, 9, 9), atol=1e-5
+    )
+
 
 def test_clouds():
-    m = C._plasma(torch.arange(3), 32, 3.)
-    assert m.shape==(3,32,32) and torch.allclose(m.amin((1,2)), torch.zeros(3)) and torch.allclose(m.amax((1,2)), torch.ones(3))
-    rough = [(a-a.roll(1, 2)).abs().mean() for a in (C._plasma(torch.arange(8), 64, o) for o in (3.,1.4))]
-    assert rough[0]<.5*rough[1]
+    m = C._plasma(torch.arange(3), 32, 3.0)
+    assert (
+        m.shape == (3, 32, 32)
+        and torch.allclose(m.amin((1, 2)), torch.zeros(3))
+        and torch.allclose(m.amax((1, 2)), torch.ones(3))
+    )
+    rough = [(a - a.roll(1, 2)).abs().mean() for a in (C._plasma(torch.arange(8), 64, o) for o in (3.0, 1.4))]
+    assert rough[0] < 0.5 * rough[1]
+
 
 def test_clouds_are_the_published_recursion():
     "Diamond-square as loops over points"
-    n,decay,seed = 8,2.,torch.tensor([3])
-    u = (2*uniform(seed, torch.empty(1,n,n))-1)[0].double().numpy(); m = np.zeros((n,n)); step,amp = n,100.
-    while step>=2:
-        h = step//2
-        for r in range(0, n, step):
-            for c in range(0, n, step): m[r+h,c+h] = (m[r,c]+m[(r+step)%n,c]+m[r,(c+step)%n]+m[(r+step)%n,(c+step)%n])/4+amp**2*u[r+h,c+h]
+    n, decay, seed = 8, 2.0, torch.tensor([3])
+    u = (2 * uniform(seed, torch.empty(1, n, n)) - 1)[0].double().numpy()
+    m = np.zeros((n, n))
+    step, amp = n, 100.0
+    while step >= 2:
+        h = step // 2
         for r in range(0, n, step):
             for c in range(0, n, step):
-                m[r,c+h] = (m[r+h,c+h]+m[(r-h)%n,c+h]+m[r,c]+m[r,(c+step)%n])/4+amp**2*u[r,c+h]
-                m[r+h,c] = (m[r+h,c+h]+m[r+h,(c-h)%n]+m[r,c]+m[(r+step)%n,c])/4+amp**2*u[r+h,c]
-        step,amp = h,amp/decay
-    m -= m.min(); m /= m.max()
+                m[r + h, c + h] = (
+                    m[r, c] + m[(r + step) % n, c] + m[r, (c + step) % n] + m[(r + step) % n, (c + step) % n]
+                ) / 4 + amp**2 * u[r + h, c + h]
+        for r in range(0, n, step):
+            for c in range(0, n, step):
+                m[r, c + h] = (
+                    m[r + h, c + h] + m[(r - h) % n, c + h] + m[r, c] + m[r, (c + step) % n]
+                ) / 4 + amp**2 * u[r, c + h]
+                m[r + h, c] = (
+                    m[r + h, c + h] + m[r + h, (c - h) % n] + m[r, c] + m[(r + step) % n, c]
+                ) / 4 + amp**2 * u[r + h, c]
+        step, amp = h, amp / decay
+    m -= m.min()
+    m /= m.max()
     assert np.allclose(C._plasma(seed, n, decay)[0].numpy(), m, atol=1e-4)
 
+
 def test_fog_dims_to_the_old_maximum():
-    x = images(2)*.5
-    assert (corrupt(x, 'fog', 5).amax((1,2,3))<=x.amax((1,2,3))+1e-6).all()
+    x = images(2) * 0.5
+    assert (corrupt(x, 'fog', 5).amax((1, 2, 3)) <= x.amax((1, 2, 3)) + 1e-6).all()
 
-def seeds_of(x, name, seed=0): return mix64(image_seed(x, seed)+1+sorted(C._KINDS).index(name))
 
-@pytest.mark.parametrize('table', [32,64,224])
+def seeds_of(x, name, seed=0):
+    return mix64(image_seed(x, seed) + 1 + sorted(C._KINDS).index(name))
+
+
+@pytest.mark.parametrize('table', [32, 64, 224])
 def test_fog_by_its_formula(table):
     x = images(2, 3, 32, 32)
-    for s,(a,decay) in enumerate(C._KINDS['fog'].levels[table], 1):
-        m,top = C._plasma(seeds_of(x, 'fog'), 32, decay)[:,None],x.amax((1,2,3), keepdim=True)
-        assert (corrupt(x, 'fog', s, table=table)-((x+a*m)*top/(top+a)).clamp(0,1)).abs().max()<=.51/255
+    for s, (a, decay) in enumerate(C._KINDS['fog'].levels[table], 1):
+        m, top = C._plasma(seeds_of(x, 'fog'), 32, decay)[:, None], x.amax((1, 2, 3), keepdim=True)
+        assert (
+            corrupt(x, 'fog', s, table=table) - ((x + a * m) * top / (top + a)).clamp(0, 1)
+        ).abs().max() <= 0.51 / 255
+
 
 def test_frost_is_a_piece_of_a_photograph():
-    x = C._bits(images(6, 3, 32, 32)*.2); a,b,scale = C._KINDS['frost'].levels[32][3]
-    y = C._frost(x, (a,b,scale), seeds_of(x, 'frost')); ice = ((y-a*x)/b)
+    x = C._bits(images(6, 3, 32, 32) * 0.2)
+    a, b, scale = C._KINDS['frost'].levels[32][3]
+    y = C._frost(x, (a, b, scale), seeds_of(x, 'frost'))
+    ice = (y - a * x) / b
     for o in ice:
         best = 9
         for photo in C._ice(scale, 32, 32):
-            at = photo.unfold(1, 32, 1).unfold(2, 32, 1)                     # every place
-            best = min(best, (at[:,:,:,0,:4]-o[:,None,None,0,:4]).abs().amax((0,3)).min().item())
-        assert best<1e-3
-    assert (corrupt(x, 'frost', 4)-y.clamp(0,1)).abs().max()<=.51/255
+            at = photo.unfold(1, 32, 1).unfold(2, 32, 1)  # every place
+            best = min(best, (at[:, :, :, 0, :4] - o[:, None, None, 0, :4]).abs().amax((0, 3)).min().item())
+        assert best < 1e-3
+    assert (corrupt(x, 'frost', 4) - y.clamp(0, 1)).abs().max() <= 0.51 / 255
+
 
 def test_motion_blur_by_its_formula():
-    x = images(3); sd = seeds_of(x, 'motion_blur')
-    want = C._streak(C._bits(x), -45+90*uniform(sd, sd[:,None], 9)[:,0], *C._KINDS['motion_blur'].levels[32][3])
-    assert (corrupt(x, 'motion_blur', 4)-want.clamp(0,1)).abs().max()<=.51/255
+    x = images(3)
+    sd = seeds_of(x, 'motion_blur')
+    want = C._streak(C._bits(x), -45 + 90 * uniform(sd, sd[:, None], 9)[:, 0], *C._KINDS['motion_blur'].levels[32][3])
+    assert (corrupt(x, 'motion_blur', 4) - want.clamp(0, 1)).abs().max() <= 0.51 / 255
+
 
 def test_mud_by_its_formula():
-    x = images(2); sd = seeds_of(x, 'spatter'); mean,std,sigma,least,much,mud = C._KINDS['spatter'].levels[32][3]; assert mud
-    liquid = [ndimage.gaussian_filter(mean+std*o[0].numpy(), sigma, mode='nearest') for o in C._normal(sd, x[:,:1])]
-    m = torch.tensor(np.stack([ndimage.gaussian_filter((o>least).astype(np.float32), much, mode='nearest') for o in liquid]))[:,None]; m[m<.8] = 0
-    want = x*(1-m)+m*torch.tensor([63,42,20.]).view(3,1,1)/255; assert (m>0).any()
-    off = (corrupt(x, 'spatter', 4)-want.clamp(0,1)).abs(); assert (off>.51/255).float().mean()<.01          # but for pixels at a threshold
+    x = images(2)
+    sd = seeds_of(x, 'spatter')
+    mean, std, sigma, least, much, mud = C._KINDS['spatter'].levels[32][3]
+    assert mud
+    liquid = [
+        ndimage.gaussian_filter(mean + std * o[0].numpy(), sigma, mode='nearest') for o in C._normal(sd, x[:, :1])
+    ]
+    m = torch.tensor(
+        np.stack([ndimage.gaussian_filter((o > least).astype(np.float32), much, mode='nearest') for o in liquid])
+    )[:, None]
+    m[m < 0.8] = 0
+    want = x * (1 - m) + m * torch.tensor([63, 42, 20.0]).view(3, 1, 1) / 255
+    assert (m > 0).any()
+    # but for pixels at a threshold
+    off = (corrupt(x, 'spatter', 4) - want.clamp(0, 1)).abs()
+    assert (off > 0.51 / 255).float().mean() < 0.01
+
 
 def test_elastic_field_is_scipys():
-    x = images(1, 3, 32, 40); sd = torch.tensor([3]); alpha,sigma = .5,.03
-    d = [alpha*32*ndimage.gaussian_filter(2*uniform(sd, x[:,:1], i)[0,0].numpy()-1, sigma*32, mode='reflect', truncate=3.) for i in (1,2)]
-    at = np.mgrid[:32,:40]+np.stack(d); want = np.stack([ndimage.map_coordinates(o, at, order=1, mode='reflect') for o in x[0].numpy()])
-    assert np.abs(d[0]).max()>1 and np.abs(C._elastic_transform(x, (alpha,sigma,0), sd)[0].numpy()-want).max()<1e-3
+    x = images(1, 3, 32, 40)
+    sd = torch.tensor([3])
+    alpha, sigma = 0.5, 0.03
+    d = [
+        alpha
+        * 32
+        * ndimage.gaussian_filter(
+            2 * uniform(sd, x[:, :1], i)[0, 0].numpy() - 1, sigma * 32, mode='reflect', truncate=3.0
+        )
+        for i in (1, 2)
+    ]
+    at = np.mgrid[:32, :40] + np.stack(d)
+    want = np.stack([ndimage.map_coordinates(o, at, order=1, mode='reflect') for o in x[0].numpy()])
+    assert (
+        np.abs(d[0]).max() > 1 and np.abs(C._elastic_transform(x, (alpha, sigma, 0), sd)[0].numpy() - want).max() < 1e-3
+    )
+
 
 def test_snow_by_its_formula():
-    x = C._bits(images(2, 3, 32, 32)*.8); sd = seeds_of(x, 'snow')
-    for s,(mean,std,zoom,least,radius,sigma,keep) in enumerate(C._KINDS['snow'].levels[32], 1):
-        f = C._zoom(mean+std*C._normal(sd, x[:,:1]), zoom); f[f<least] = 0
-        f = C._streak((f.clamp(0,1)*255).round()/255, -135+90*uniform(sd, sd[:,None], 9)[:,0], radius, sigma)
-        grey = .299*x[:,:1]+.587*x[:,1:2]+.114*x[:,2:]
-        want = keep*x+(1-keep)*torch.maximum(x, grey*1.5+.5)+f+torch.rot90(f, 2, (2,3))
-        assert (corrupt(x, 'snow', s)-want.clamp(0,1)).abs().max()<=.51/255
+    x = C._bits(images(2, 3, 32, 32) * 0.8)
+    sd = seeds_of(x, 'snow')
+    for s, (mean, std, zoom, least, radius, sigma, keep) in enumerate(C._KINDS['snow'].levels[32], 1):
+        f = C._zoom(mean + std * C._normal(sd, x[:, :1]), zoom)
+        f[f < least] = 0
+        f = C._streak((f.clamp(0, 1) * 255).round() / 255, -135 + 90 * uniform(sd, sd[:, None], 9)[:, 0], radius, sigma)
+        grey = 0.299 * x[:, :1] + 0.587 * x[:, 1:2] + 0.114 * x[:, 2:]
+        want = keep * x + (1 - keep) * torch.maximum(x, grey * 1.5 + 0.5) + f + torch.rot90(f, 2, (2, 3))
+        assert (corrupt(x, 'snow', s) - want.clamp(0, 1)).abs().max() <= 0.51 / 255
+
 
 def test_zoom_is_scipys():
     x = images(1, 1, 33, 33)
-    for f in (1.,1.07,1.5,3.):
-        h = 33; ch = int(np.ceil(h/f)); t = (h-ch)//2
-        z = ndimage.zoom(x[0,0].numpy()[t:t+ch,t:t+ch], f, order=1); t = (z.shape[0]-h)//2
-        assert np.abs(C._zoom(x, f)[0,0].numpy()-z[t:t+h,t:t+h]).max()<1e-4
+    for f in (1.0, 1.07, 1.5, 3.0):
+        h = 33
+        ch = int(np.ceil(h / f))
+        t = (h - ch) // 2
+        z = ndimage.zoom(x[0, 0].numpy()[t : t + ch, t : t + ch], f, order=1)
+        t = (z.shape[0] - h) // 2
+        assert np.abs(C._zoom(x, f)[0, 0].numpy() - z[t : t + h, t : t + h]).max() < 1e-4
+
 
 def test_elastic_map_moves_nothing_at_strength_zero():
     x = images(2, 3, 32, 40)
-    assert torch.allclose(C._elastic_transform(x, (0,0,0), torch.tensor([1,2])), x, atol=1e-5)
+    assert torch.allclose(C._elastic_transform(x, (0, 0, 0), torch.tensor([1, 2])), x, atol=1e-5)
+
 
 def test_grey_images():
     x = images(2, 1, 28, 28)
     assert torch.equal(corrupt(x, 'saturate', 5), x)
-    for name in ('snow','frost','spatter','fog'):                                              # the same as the grey image in three channels
-        a,b = [c(torch.Tensor.expand(x,-1,n,-1,-1), C._KINDS[name].levels[32][4], torch.tensor([1,2])) for n,c in ((1,C._KINDS[name].f),(3,C._KINDS[name].f))]
-        if name!='spatter': assert torch.allclose(a[:,0], C._grey(b)[:,0], atol=.02), name
+    # the same as the grey image in three channels
+    for name in ('snow', 'frost', 'spatter', 'fog'):
+        a, b = [
+            c(torch.Tensor.expand(x, -1, n, -1, -1), C._KINDS[name].levels[32][4], torch.tensor([1, 2]))
+            for n, c in ((1, C._KINDS[name].f), (3, C._KINDS[name].f))
+        ]
+        if name != 'spatter':
+            assert torch.allclose(a[:, 0], C._grey(b)[:, 0], atol=0.02), name
+
 
 def test_library_parity():
     "What corrupt-tta does as published, at 224 pixels, to the rounding"
     tta = pytest.importorskip('corrupt_tta', exc_type=ImportError)
     x = images(1, 3, 224, 224)
-    a = (x[0]*255).round().byte().permute(1,2,0).numpy()
-    for name in ('defocus_blur','zoom_blur','brightness','contrast','pixelate','jpeg_compression','gaussian_blur','saturate'):
-        for s in (1,3,5):
+    a = (x[0] * 255).round().byte().permute(1, 2, 0).numpy()
+    for name in (
+        'defocus_blur',
+        'zoom_blur',
+        'brightness',
+        'contrast',
+        'pixelate',
+        'jpeg_compression',
+        'gaussian_blur',
+        'saturate',
+    ):
+        for s in (1, 3, 5):
             want = np.asarray(tta.corrupt(a.copy(), s, name)).astype(float)
-            got = corrupt(x, name, s)[0].permute(1,2,0).numpy()*255
-            assert np.abs(got-want).max()<=.51, (name,s)
+            got = corrupt(x, name, s)[0].permute(1, 2, 0).numpy() * 255
+            assert np.abs(got - want).max() <= 0.51, (name, s)
+
 
 def test_sizes_choose_their_table():
-    assert [size_table(torch.zeros(1,1,h,w)) for h,w in ((16,16),(28,28),(45,99),(46,46),(119,300),(120,120),(224,224),(512,512))]==[32,32,32,64,64,224,224,224]
+    assert [
+        size_table(torch.zeros(1, 1, h, w))
+        for h, w in ((16, 16), (28, 28), (45, 99), (46, 46), (119, 300), (120, 120), (224, 224), (512, 512))
+    ] == [32, 32, 32, 64, 64, 224, 224, 224]
     x = images(2, 3, 64, 64)
-    assert torch.equal(corrupt(x, 'fog', 2), corrupt(x, 'fog', 2, table=64)) and not torch.equal(corrupt(x, 'fog', 2), corrupt(x, 'fog', 2, table=32))
+    assert torch.equal(corrupt(x, 'fog', 2), corrupt(x, 'fog', 2, table=64)) and not torch.equal(
+        corrupt(x, 'fog', 2), corrupt(x, 'fog', 2, table=32)
+    )
+
 
 def test_names_and_tables_are_complete():
-    assert len(CORRUPTIONS)==15 and len(EXTRA_CORRUPTIONS)==4 and len(PERTURBATIONS)==10 and set(C._KINDS)==set(ALL) and set(C._MOVES)==set(PERTURBATIONS)
-    assert all(len(v)==5 for k in C._KINDS.values() for v in k.levels.values()) and set(ALEXNET_C)==set(CORRUPTIONS) and set(ALEXNET_P)==set(PERTURBATIONS)
+    assert (
+        len(CORRUPTIONS) == 15
+        and len(EXTRA_CORRUPTIONS) == 4
+        and len(PERTURBATIONS) == 10
+        and set(C._KINDS) == set(ALL)
+        and set(C._MOVES) == set(PERTURBATIONS)
+    )
+    assert (
+        all(len(v) == 5 for k in C._KINDS.values() for v in k.levels.values())
+        and set(ALEXNET_C) == set(CORRUPTIONS)
+        and set(ALEXNET_P) == set(PERTURBATIONS)
+    )
 
-# --- sequences -------------------------------------------------------------------------------------------------------------
+
+# --- sequences
+# -------------------------------------------------------------------------------------------------------------
+
 
 @moves
-@pytest.mark.parametrize('c,h,w', [(1,28,28),(3,32,40)])
+@pytest.mark.parametrize('c,h,w', [(1, 28, 28), (3, 32, 40)])
 def test_sequences(name, c, h, w):
-    x = images(2, c, h, w); y = perturb(x, name, seed=1)
-    assert y.shape[:1]+y.shape[2:]==x.shape and y.shape[1]=={'motion_blur':21,'translate':16}.get(name, 31)
-    assert y.min()>=0 and y.max()<=1 and torch.equal(perturb(x[1:], name, seed=1), y[1:])
-    if 'noise' in name or name=='zoom_blur': assert torch.equal(y[:,0], x)
-    if name in ('brightness','rotate','tilt','scale'): assert rms(y[:,15], x)<(.1 if name=='tilt' else .02)
-    if 'noise' in name: assert not torch.equal(y[:,1], y[:,2])
-    else: assert max(rms(y[:,i], y[:,i+1]) for i in range(y.shape[1]-1))<.35
+    x = images(2, c, h, w)
+    y = perturb(x, name, seed=1)
+    assert y.shape[:1] + y.shape[2:] == x.shape and y.shape[1] == {'motion_blur': 21, 'translate': 16}.get(name, 31)
+    assert y.min() >= 0 and y.max() <= 1 and torch.equal(perturb(x[1:], name, seed=1), y[1:])
+    if 'noise' in name or name == 'zoom_blur':
+        assert torch.equal(y[:, 0], x)
+    if name in ('brightness', 'rotate', 'tilt', 'scale'):
+        assert rms(y[:, 15], x) < (0.1 if name == 'tilt' else 0.02)
+    if 'noise' in name:
+        assert not torch.equal(y[:, 1], y[:, 2])
+    else:
+        assert max(rms(y[:, i], y[:, i + 1]) for i in range(y.shape[1] - 1)) < 0.35
+
 
 def test_frames_by_their_published_settings():
-    x = C._bits(images(1, 3, 32, 32)*.8); sd = mix64(image_seed(x, 0)-1-PERTURBATIONS.index('snow')); one = torch.ones(1)
-    want = dict(motion_blur=lambda i: C._streak(x, one*(i-20)*9., 6, 1.8), snow=lambda i: C._snow(x, (.05,.3,2,.5,10,2,.85), sd, one*(4*i-150)), brightness=lambda i: C._brightness(x, (i-15)*.015, sd),
-        zoom_blur=lambda i: (x+sum(C._larger(x, 1+.004*j) for j in range(1,i+1)))/(i+1))
-    for name,f in want.items():
+    x = C._bits(images(1, 3, 32, 32) * 0.8)
+    sd = mix64(image_seed(x, 0) - 1 - PERTURBATIONS.index('snow'))
+    one = torch.ones(1)
+    want = dict(
+        motion_blur=lambda i: C._streak(x, one * (i - 20) * 9.0, 6, 1.8),
+        snow=lambda i: C._snow(x, (0.05, 0.3, 2, 0.5, 10, 2, 0.85), sd, one * (4 * i - 150)),
+        brightness=lambda i: C._brightness(x, (i - 15) * 0.015, sd),
+        zoom_blur=lambda i: (x + sum(C._larger(x, 1 + 0.004 * j) for j in range(1, i + 1))) / (i + 1),
+    )
+    for name, f in want.items():
         y = perturb(x, name)
-        for i in (0,7,20): assert (y[:,i]-f(i).clamp(0,1)).abs().max()<=.51/255, (name,i)
+        for i in (0, 7, 20):
+            assert (y[:, i] - f(i).clamp(0, 1)).abs().max() <= 0.51 / 255, (name, i)
+
 
 def test_sequences_of_large_images_have_their_own_settings():
     x = images(1, 3, 96, 96)
-    assert perturb(x, 'translate').shape[1]==41 and perturb(x, 'translate', table=32).shape[1]==16
-    with pytest.raises(ValueError, match='no perturbation'): perturb(x, 'fog')
-    with pytest.raises(ValueError, match='table must be'): perturb(x, 'tilt', table=64)
+    assert perturb(x, 'translate').shape[1] == 41 and perturb(x, 'translate', table=32).shape[1] == 16
+    with pytest.raises(ValueError, match='no perturbation'):
+        perturb(x, 'fog')
+    with pytest.raises(ValueError, match='table must be'):
+        perturb(x, 'tilt', table=64)
+
 
 def test_rotation_and_scale_against_torchvision():
     import torchvision.transforms.v2.functional as T
-    x = images(1, 3, 32, 32); inner = (...,slice(4,-4),slice(4,-4))
-    rot,zoom = perturb(x, 'rotate')[0],perturb(x, 'scale')[0]
-    for i in (3,15,24):
-        want = T.affine(x[0], angle=i-15, translate=[0,0], scale=1., shear=[0.], interpolation=T.InterpolationMode.BILINEAR)
-        assert (rot[i][inner]-want[inner]).abs().max()<.02
-        want = T.affine(x[0], angle=0, translate=[0,0], scale=(2*i+70)/100, shear=[0.], interpolation=T.InterpolationMode.BILINEAR)
-        assert (zoom[i][inner]-want[inner]).abs().max()<.02
+
+    x = images(1, 3, 32, 32)
+    inner = (..., slice(4, -4), slice(4, -4))
+    rot, zoom = perturb(x, 'rotate')[0], perturb(x, 'scale')[0]
+    for i in (3, 15, 24):
+        want = T.affine(
+            x[0], angle=i - 15, translate=[0, 0], scale=1.0, shear=[0.0], interpolation=T.InterpolationMode.BILINEAR
+        )
+        assert (rot[i][inner] - want[inner]).abs().max() < 0.02
+        want = T.affine(
+            x[0],
+            angle=0,
+            translate=[0, 0],
+            scale=(2 * i + 70) / 100,
+            shear=[0.0],
+            interpolation=T.InterpolationMode.BILINEAR,
+        )
+        assert (zoom[i][inner] - want[inner]).abs().max() < 0.02
+
 
 def test_tilt_is_opencvs_perspective():
     cv2 = pytest.importorskip('cv2', exc_type=ImportError)
-    x = images(1, 3, 32, 32); a = x[0].permute(1,2,0).numpy()
-    h = w = 32; i = 25; p = np.deg2rad(.75*(i-15)); f = math.hypot(w, h); c,s = math.cos(p),math.sin(p)
-    m = np.array([[f,0,w/2,0],[0,f,h/2,0],[0,0,1,0]])@np.array([[1,0,0,0],[0,1,0,0],[0,0,1,f],[0,0,0,1]])@np.array([[1,0,0,0],[0,c,-s,0],[0,s,c,0],[0,0,0,1]])@np.array([[c,0,-s,0],[0,1,0,0],[s,0,c,0],[0,0,0,1]])@np.array([[1,0,-w/2],[0,1,-h/2],[0,0,1],[0,0,1]])
-    want = cv2.warpPerspective(a, m, (w,h))
-    got = perturb(x, 'tilt')[0,i].permute(1,2,0).numpy()
-    assert np.abs(got-want)[3:-3,3:-3].max()<.03
+    x = images(1, 3, 32, 32)
+    a = x[0].permute(1, 2, 0).numpy()
+    h = w = 32
+    i = 25
+    p = np.deg2rad(0.75 * (i - 15))
+    f = math.hypot(w, h)
+    c, s = math.cos(p), math.sin(p)
+    m = (
+        np.array([[f, 0, w / 2, 0], [0, f, h / 2, 0], [0, 0, 1, 0]])
+        @ np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, f], [0, 0, 0, 1]])
+        @ np.array([[1, 0, 0, 0], [0, c, -s, 0], [0, s, c, 0], [0, 0, 0, 1]])
+        @ np.array([[c, 0, -s, 0], [0, 1, 0, 0], [s, 0, c, 0], [0, 0, 0, 1]])
+        @ np.array([[1, 0, -w / 2], [0, 1, -h / 2], [0, 0, 1], [0, 0, 1]])
+    )
+    want = cv2.warpPerspective(a, m, (w, h))
+    got = perturb(x, 'tilt')[0, i].permute(1, 2, 0).numpy()
+    assert np.abs(got - want)[3:-3, 3:-3].max() < 0.03
 
-# --- scores (R40, F14) -------------------------------------------------------------------------------------------------------
+
+# --- scores (R40, F14)
+# -------------------------------------------------------------------------------------------------------
+
 
 def test_alexnet_is_at_one_hundred():
-    assert mce(ALEXNET_C)==100 and mfr(ALEXNET_P)==100 and relative_mce(ALEXNET_C, ALEXNET_CLEAN)==100
-    assert mce(ALEXNET_C, names=[o for o in CORRUPTIONS if o not in NOISES])==100
-    assert mce({k:v/2 for k,v in ALEXNET_C.items()})==pytest.approx(50)
-    assert ALEXNET_C['fog']==.819324 and np.mean(list(ALEXNET_P.values()))==pytest.approx(.1405, abs=1e-4)
+    assert mce(ALEXNET_C) == 100 and mfr(ALEXNET_P) == 100 and relative_mce(ALEXNET_C, ALEXNET_CLEAN) == 100
+    assert mce(ALEXNET_C, names=[o for o in CORRUPTIONS if o not in NOISES]) == 100
+    assert mce({k: v / 2 for k, v in ALEXNET_C.items()}) == pytest.approx(50)
+    assert ALEXNET_C['fog'] == 0.819324 and np.mean(list(ALEXNET_P.values())) == pytest.approx(0.1405, abs=1e-4)
+
 
 def test_published_scores():
     "A ResNet-50 from its published errors and flip probabilities"
-    errs = dict(zip(CORRUPTIONS, .01*np.array([68.7,70.5,76.7]+[60]*12)))
-    assert mce(errs, names=NOISES)==pytest.approx(100*np.mean([.687/.886428,.705/.894468,.767/.92264]))
-    rn = dict(zip(PERTURBATIONS, (.14,.174,.06,.0429,.0754,.0303,.0486,.0679,.0401,.1132)))
-    assert mfr(rn)==pytest.approx(58., abs=.05)
+    errs = dict(zip(CORRUPTIONS, 0.01 * np.array([68.7, 70.5, 76.7] + [60] * 12)))
+    assert mce(errs, names=NOISES) == pytest.approx(
+        100 * np.mean([0.687 / 0.886428, 0.705 / 0.894468, 0.767 / 0.92264])
+    )
+    rn = dict(zip(PERTURBATIONS, (0.14, 0.174, 0.06, 0.0429, 0.0754, 0.0303, 0.0486, 0.0679, 0.0401, 0.1132)))
+    assert mfr(rn) == pytest.approx(58.0, abs=0.05)
+
 
 def test_extras_do_not_count_and_nothing_may_miss():
-    e = {**ALEXNET_C, **{o:0. for o in EXTRA_CORRUPTIONS}}
-    assert mce(e)==100
-    with pytest.raises(ValueError, match='fog, brightness are missing'): mce({k:v for k,v in e.items() if k not in ('fog','brightness')})
-    with pytest.raises(ValueError, match='tilt is missing'): mfr({k:v for k,v in ALEXNET_P.items() if k!='tilt'})
-    with pytest.raises(ValueError, match='shot_noise'): mce(e, base={k:v for k,v in ALEXNET_C.items() if k!='shot_noise'})
+    e = {**ALEXNET_C, **{o: 0.0 for o in EXTRA_CORRUPTIONS}}
+    assert mce(e) == 100
+    with pytest.raises(ValueError, match='fog, brightness are missing'):
+        mce({k: v for k, v in e.items() if k not in ('fog', 'brightness')})
+    with pytest.raises(ValueError, match='tilt is missing'):
+        mfr({k: v for k, v in ALEXNET_P.items() if k != 'tilt'})
+    with pytest.raises(ValueError, match='shot_noise'):
+        mce(e, base={k: v for k, v in ALEXNET_C.items() if k != 'shot_noise'})
+
 
 def test_nothing_to_divide_by():
-    flat = dict.fromkeys(CORRUPTIONS, .1)
-    with pytest.raises(ValueError, match='nothing to divide by at .*fog'): relative_mce(flat, .1, flat, .1)
-    with pytest.raises(ValueError, match='nothing to divide by'): mce(flat, dict.fromkeys(CORRUPTIONS, 0.))
-    with pytest.raises(ValueError, match='clean='): relative_mce(flat)
-    assert relative_mce(flat, 0., {k:.2 for k in flat}, 0.)==pytest.approx(50)                    # a perfect clean model
+    flat = dict.fromkeys(CORRUPTIONS, 0.1)
+    with pytest.raises(ValueError, match='nothing to divide by at .*fog'):
+        relative_mce(flat, 0.1, flat, 0.1)
+    with pytest.raises(ValueError, match='nothing to divide by'):
+        mce(flat, dict.fromkeys(CORRUPTIONS, 0.0))
+    with pytest.raises(ValueError, match='clean='):
+        relative_mce(flat)
+    # a perfect clean model
+    assert relative_mce(flat, 0.0, {k: 0.2 for k in flat}, 0.0) == pytest.approx(50)
+
 
 def test_flips():
-    p = np.array([[3]*31, [1,2]*15+[1]])
-    assert flips(p, True).tolist()==[0,.5] and flips(p, False).tolist()==[0,1]
-    assert flips(torch.tensor([[0,0,1,1]]), False).tolist()==pytest.approx([1/3])
-    with pytest.raises(ValueError, match='N,T'): flips([1,2,3], True)
+    p = np.array([[3] * 31, [1, 2] * 15 + [1]])
+    assert flips(p, True).tolist() == [0, 0.5] and flips(p, False).tolist() == [0, 1]
+    assert flips(torch.tensor([[0, 0, 1, 1]]), False).tolist() == pytest.approx([1 / 3])
+    with pytest.raises(ValueError, match='N,T'):
+        flips([1, 2, 3], True)
 
-# --- files (R38, R39) ------------------------------------------------------------------------------------------------------
+
+# --- files (R38, R39)
+# ------------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture
 def cifar_c(tmp_path):
     "Every pixel says its severity, corruption and image"
     n = 7
-    np.save(tmp_path/'labels.npy', np.tile(np.arange(n)%3, 5))
-    for j,name in enumerate(('fog','snow')):
-        a = np.zeros((5*n,32,32,3), np.uint8)
+    np.save(tmp_path / 'labels.npy', np.tile(np.arange(n) % 3, 5))
+    for j, name in enumerate(('fog', 'snow')):
+        a = np.zeros((5 * n, 32, 32, 3), np.uint8)
         for s in range(5):
-            for i in range(n): a[s*n+i] = 100*j+10*(s+1)+i
-        np.save(tmp_path/f'{name}.npy', a)
+            for i in range(n):
+                a[s * n + i] = 100 * j + 10 * (s + 1) + i
+        np.save(tmp_path / f'{name}.npy', a)
     return tmp_path
 
+
 def test_each_severity_has_its_rows(cifar_c):
-    for n in (7,3):
-        for j,name in enumerate(('fog','snow')):
-            for s in range(1,6):
-                x,y = CifarC(cifar_c, n=n).pick(name, s)
-                assert (x.mean((1,2,3))*255).round().tolist()==[100*j+10*s+i for i in range(n)] and y.tolist()==[i%3 for i in range(n)] and y.dtype==torch.int64
+    for n in (7, 3):
+        for j, name in enumerate(('fog', 'snow')):
+            for s in range(1, 6):
+                x, y = CifarC(cifar_c, n=n).pick(name, s)
+                assert (
+                    (x.mean((1, 2, 3)) * 255).round().tolist() == [100 * j + 10 * s + i for i in range(n)]
+                    and y.tolist() == [i % 3 for i in range(n)]
+                    and y.dtype == torch.int64
+                )
+
 
 def test_severities_that_are_not_there(cifar_c):
     "0 would be counted from the end of the file, 6 has no rows"
-    for s in (0,-1,6,2.,None):
-        with pytest.raises(ValueError, match='severity must be a whole number from 1 to 5'): CifarC(cifar_c, n=3).pick('fog', s)
-        with pytest.raises(ValueError, match='severity must be a whole number from 1 to 5'): corrupt(images(1), 'fog', s)
-    assert len(CifarC(cifar_c).pick('fog', np.int64(5))[0])==7
+    for s in (0, -1, 6, 2.0, None):
+        with pytest.raises(ValueError, match='severity must be a whole number from 1 to 5'):
+            CifarC(cifar_c, n=3).pick('fog', s)
+        with pytest.raises(ValueError, match='severity must be a whole number from 1 to 5'):
+            corrupt(images(1), 'fog', s)
+    assert len(CifarC(cifar_c).pick('fog', np.int64(5))[0]) == 7
+
 
 def test_what_is_wrong_with_the_files(cifar_c, tmp_path):
-    with pytest.raises(FileNotFoundError, match='rain.npy is missing; there are: fog, snow'): CifarC(cifar_c).pick('rain', 1)
-    with pytest.raises(ValueError, match='each severity has 7'): CifarC(cifar_c, n=8)
-    with pytest.raises(FileNotFoundError, match='labels.npy'): CifarC(cifar_c.parent)
-    with pytest.raises(FileNotFoundError, match='is no folder'): CifarC(cifar_c/'nowhere')
-    np.save(cifar_c/'snow.npy', np.zeros((7,32,32,3), np.uint8))
-    with pytest.raises(ValueError, match='five times as many'): CifarC(cifar_c).pick('snow', 1)
+    with pytest.raises(FileNotFoundError, match='rain.npy is missing; there are: fog, snow'):
+        CifarC(cifar_c).pick('rain', 1)
+    with pytest.raises(ValueError, match='each severity has 7'):
+        CifarC(cifar_c, n=8)
+    with pytest.raises(FileNotFoundError, match='labels.npy'):
+        CifarC(cifar_c.parent)
+    with pytest.raises(FileNotFoundError, match='is no folder'):
+        CifarC(cifar_c / 'nowhere')
+    np.save(cifar_c / 'snow.npy', np.zeros((7, 32, 32, 3), np.uint8))
+    with pytest.raises(ValueError, match='five times as many'):
+        CifarC(cifar_c).pick('snow', 1)
     for y in (np.arange(35), np.arange(33)):
-        np.save(cifar_c/'labels.npy', y)
-        with pytest.raises(ValueError, match='same labels five times'): CifarC(cifar_c)
+        np.save(cifar_c / 'labels.npy', y)
+        with pytest.raises(ValueError, match='same labels five times'):
+            CifarC(cifar_c)
 
-WNIDS = ['n01498041','n01531178','n07695742']
+
+WNIDS = ['n01498041', 'n01531178', 'n07695742']
+
 
 def shift_folder(path, names=WNIDS, n=2):
     "Images whose red value says their class"
-    for i,o in enumerate(names):
-        (path/o).mkdir(parents=True)
-        for j in range(n): Image.new('RGB', (40,32), (50*(i+1),0,0)).save(path/o/f'{j}.png')
+    for i, o in enumerate(names):
+        (path / o).mkdir(parents=True)
+        for j in range(n):
+            Image.new('RGB', (40, 32), (50 * (i + 1), 0, 0)).save(path / o / f'{j}.png')
     return path
+
 
 class Reads(nn.Module):
     "Reads the class off the red value, with a louder distractor outside the subset"
-    def __init__(self, at, n=1000, distract=7): super().__init__(); self.at,self.n,self.d = at,n,distract
+
+    def __init__(self, at, n=1000, distract=7):
+        super().__init__()
+        self.at, self.n, self.d = at, n, distract
+
     def forward(self, x):
-        z = torch.zeros(len(x), self.n); k = (x[:,0].mean((1,2))*255/50).round().long()-1
+        z = torch.zeros(len(x), self.n)
+        k = (x[:, 0].mean((1, 2)) * 255 / 50).round().long() - 1
         z[torch.arange(len(x)), torch.tensor(self.at)[k]] = 1
-        if self.d is not None: z[:,self.d] = 2
+        if self.d is not None:
+            z[:, self.d] = 2
         return z
 
+
 def test_wordnet_names_decide_the_outputs(tmp_path):
-    f = shift_folder(tmp_path/'a'); at = class_positions(WNIDS).tolist()
-    assert at==[imagenet_classes().index(o) for o in WNIDS] and at!=[0,1,2]
+    f = shift_folder(tmp_path / 'a')
+    at = class_positions(WNIDS).tolist()
+    assert at == [imagenet_classes().index(o) for o in WNIDS] and at != [0, 1, 2]
     r = subset_report(Reads(at), f, size=32, num_workers=0)
-    assert r.accuracy.tolist()==[1,0] and r.n.tolist()==[6,6] and r.classes.tolist()==[3,1000] and r.index.tolist()==['subset','all']
-    assert subset_report(Reads(at, distract=None), f, size=32, num_workers=0).accuracy.tolist()==[1,1]
-    x,y = wnid_images(f, size=32, num_workers=0).one_batch(); assert sorted(set(y.tolist()))==sorted(at)
+    assert (
+        r.accuracy.tolist() == [1, 0]
+        and r.n.tolist() == [6, 6]
+        and r.classes.tolist() == [3, 1000]
+        and r.index.tolist() == ['subset', 'all']
+    )
+    assert subset_report(Reads(at, distract=None), f, size=32, num_workers=0).accuracy.tolist() == [1, 1]
+    x, y = wnid_images(f, size=32, num_workers=0).one_batch()
+    assert sorted(set(y.tolist())) == sorted(at)
     sub = SubsetLogits(Reads(at), class_positions(WNIDS))
     rep = robust_report(sub, wnid_images(f, subset=True, size=32, num_workers=0), [None])
-    assert rep.df.accuracy[0]==1
+    assert rep.df.accuracy[0] == 1
+
 
 def test_models_with_other_outputs_are_refused(tmp_path):
-    f = shift_folder(tmp_path/'a')
-    for n in (200,21841):
-        with pytest.raises(ValueError, match=f'{n} outputs'): subset_report(Reads([0,1,2], n, None), f, size=32, num_workers=0)
-    with pytest.raises(ValueError, match='2 of 3 class folders are unknown'): class_positions(['n01440764','dog','cat'])
-    own = subset_report(Reads([2,1,0], 3, None), f, classes=WNIDS[::-1], size=32, num_workers=0)
-    assert own.accuracy.tolist()==[1,1]
-    with pytest.raises(ValueError, match='is wanted of a model with 3'): SubsetLogits(Reads([0,1,2], 3, None), [5])(torch.rand(1,3,8,8))
+    f = shift_folder(tmp_path / 'a')
+    for n in (200, 21841):
+        with pytest.raises(ValueError, match=f'{n} outputs'):
+            subset_report(Reads([0, 1, 2], n, None), f, size=32, num_workers=0)
+    with pytest.raises(ValueError, match='2 of 3 class folders are unknown'):
+        class_positions(['n01440764', 'dog', 'cat'])
+    own = subset_report(Reads([2, 1, 0], 3, None), f, classes=WNIDS[::-1], size=32, num_workers=0)
+    assert own.accuracy.tolist() == [1, 1]
+    with pytest.raises(ValueError, match='is wanted of a model with 3'):
+        SubsetLogits(Reads([0, 1, 2], 3, None), [5])(torch.rand(1, 3, 8, 8))
+
 
 def test_numbers_are_sorted_as_numbers(tmp_path):
-    f = shift_folder(tmp_path/'v2', ['0','2','10'])
-    assert class_folders(f)==['0','2','10'] and class_positions(class_folders(f)).tolist()==[0,2,10]
-    assert subset_report(Reads([0,2,10], distract=None), f, size=32, num_workers=0).accuracy.tolist()==[1,1]
+    f = shift_folder(tmp_path / 'v2', ['0', '2', '10'])
+    assert class_folders(f) == ['0', '2', '10'] and class_positions(class_folders(f)).tolist() == [0, 2, 10]
+    assert subset_report(Reads([0, 2, 10], distract=None), f, size=32, num_workers=0).accuracy.tolist() == [1, 1]
+
 
 def test_missing_class_folders_do_not_shift_labels(tmp_path):
-    f = shift_folder(tmp_path/'a'); at = class_positions(WNIDS).tolist()
-    import shutil; shutil.rmtree(f/WNIDS[0])
+    f = shift_folder(tmp_path / 'a')
+    at = class_positions(WNIDS).tolist()
+    import shutil
+
+    shutil.rmtree(f / WNIDS[0])
     m = Reads(at, distract=None)
-    assert subset_report(m, f, size=32, num_workers=0).accuracy.tolist()==[1,1]
-    (f/WNIDS[0]).mkdir()
-    with pytest.raises(FileNotFoundError, match='no images in'): wnid_images(f)
+    assert subset_report(m, f, size=32, num_workers=0).accuracy.tolist() == [1, 1]
+    (f / WNIDS[0]).mkdir()
+    with pytest.raises(FileNotFoundError, match='no images in'):
+        wnid_images(f)
+
 
 def test_answers_that_are_no_numbers_are_wrong_there_too(tmp_path):
-    f = shift_folder(tmp_path/'v2', ['0','1','2'])
+    f = shift_folder(tmp_path / 'v2', ['0', '1', '2'])
+
     class Broken(nn.Module):
-        def forward(self, x): return torch.full((len(x),1000), float('nan'))
-    assert subset_report(Broken(), f, size=32, num_workers=0).accuracy.tolist()==[0,0]
+        def forward(self, x):
+            return torch.full((len(x), 1000), float('nan'))
+
+    assert subset_report(Broken(), f, size=32, num_workers=0).accuracy.tolist() == [0, 0]
+
 
 def test_timm_agrees_on_imagenet_a_and_r():
     import timm.data
     from pathlib import Path
-    info = Path(timm.data.__file__).parent/'_info'
-    for k in 'ar':
-        names = (info/f'imagenet_{k}_synsets.txt').read_text().split() if (info/f'imagenet_{k}_synsets.txt').exists() else pytest.skip('timm has no list')
-        assert len(names)==200 and class_positions(names).tolist()==[int(o) for o in (info/f'imagenet_{k}_indices.txt').read_text().split()]
 
-@pytest.mark.parametrize('between', ['','weather/'])
+    info = Path(timm.data.__file__).parent / '_info'
+    for k in 'ar':
+        names = (
+            (info / f'imagenet_{k}_synsets.txt').read_text().split()
+            if (info / f'imagenet_{k}_synsets.txt').exists()
+            else pytest.skip('timm has no list')
+        )
+        assert len(names) == 200 and class_positions(names).tolist() == [
+            int(o) for o in (info / f'imagenet_{k}_indices.txt').read_text().split()
+        ]
+
+
+@pytest.mark.parametrize('between', ['', 'weather/'])
 def test_imagenet_c_folders(tmp_path, between):
-    for s in (1,2): shift_folder(tmp_path/f'{between}fog'/str(s))
+    for s in (1, 2):
+        shift_folder(tmp_path / f'{between}fog' / str(s))
     src = ImageNetC(tmp_path, size=32, num_workers=0)
     at = class_positions(WNIDS).tolist()
-    rep = corruption_report(Reads(at, distract=None), src, ['fog'], [1,2])
-    assert rep.table.loc['fog'].tolist()==[1,1,1] and rep.imagenet and rep.clean is None and rep.meta['n']==6
-    with pytest.raises(FileNotFoundError, match='no folder snow/1'): src.pick('snow', 1)
+    rep = corruption_report(Reads(at, distract=None), src, ['fog'], [1, 2])
+    assert rep.table.loc['fog'].tolist() == [1, 1, 1] and rep.imagenet and rep.clean is None and rep.meta['n'] == 6
+    with pytest.raises(FileNotFoundError, match='no folder snow/1'):
+        src.pick('snow', 1)
+
 
 def test_imagenet_c_images_are_cut_and_not_resized(tmp_path):
-    d = tmp_path/'fog'/'1'/WNIDS[0]; d.mkdir(parents=True); a = np.arange(40*32).reshape(40,32,1).repeat(3, 2)%251
-    Image.fromarray(a.astype(np.uint8)).save(d/'a.png')
-    x,_ = ImageNetC(tmp_path, size=32, num_workers=0).pick('fog', 1).one_batch()
-    assert (x[0,0].cpu()*255).round().tolist()==a[4:36,:,0].tolist()
+    d = tmp_path / 'fog' / '1' / WNIDS[0]
+    d.mkdir(parents=True)
+    a = np.arange(40 * 32).reshape(40, 32, 1).repeat(3, 2) % 251
+    Image.fromarray(a.astype(np.uint8)).save(d / 'a.png')
+    x, _ = ImageNetC(tmp_path, size=32, num_workers=0).pick('fog', 1).one_batch()
+    assert (x[0, 0].cpu() * 255).round().tolist() == a[4:36, :, 0].tolist()
+
 
 def test_sequences_from_files(tmp_path):
-    x = images(5); a = (torch.stack([perturb(o[None], 'translate')[0] for o in x])*255).round().byte().permute(0,1,3,4,2).numpy()
-    np.save(tmp_path/'translate.npy', a)
+    x = images(5)
+    a = (torch.stack([perturb(o[None], 'translate')[0] for o in x]) * 255).round().byte().permute(0, 1, 3, 4, 2).numpy()
+    np.save(tmp_path / 'translate.npy', a)
     net = tiny_vit(size=32, patch=8, in_chans=3)
-    files,here = [flip_report(net, d, ['translate'], **k) for d,k in ((CifarP(tmp_path, n=4, bs=3),{}),((x,torch.zeros(5).long()),dict(n=4)))]
-    assert files.flip.tolist()==here.flip.tolist() and files.n.tolist()==[4] and files.frames.tolist()==[16]
-    with pytest.raises(FileNotFoundError, match='tilt.npy'): list(CifarP(tmp_path).pick('tilt'))
-    np.save(tmp_path/'tilt.npy', a[0])
-    with pytest.raises(ValueError, match='N,T,H,W,3'): list(CifarP(tmp_path).pick('tilt'))
+    files, here = [
+        flip_report(net, d, ['translate'], **k)
+        for d, k in ((CifarP(tmp_path, n=4, bs=3), {}), ((x, torch.zeros(5).long()), dict(n=4)))
+    ]
+    assert files.flip.tolist() == here.flip.tolist() and files.n.tolist() == [4] and files.frames.tolist() == [16]
+    with pytest.raises(FileNotFoundError, match='tilt.npy'):
+        list(CifarP(tmp_path).pick('tilt'))
+    np.save(tmp_path / 'tilt.npy', a[0])
+    with pytest.raises(ValueError, match='N,T,H,W,3'):
+        list(CifarP(tmp_path).pick('tilt'))
+
 
 def test_videos(tmp_path, monkeypatch):
     cv2 = pytest.importorskip('cv2', exc_type=ImportError)
-    d = tmp_path/'tilt'/'n01440764'; d.mkdir(parents=True)
-    v = cv2.VideoWriter(str(d/'a.avi'), cv2.VideoWriter_fourcc(*'MJPG'), 5, (64,64))
-    if not v.isOpened(): pytest.skip('this OpenCV writes no videos')
-    for i in range(4): v.write(np.full((64,64,3), (20*i,0,200), np.uint8))            # BGR
+    d = tmp_path / 'tilt' / 'n01440764'
+    d.mkdir(parents=True)
+    v = cv2.VideoWriter(str(d / 'a.avi'), cv2.VideoWriter_fourcc(*'MJPG'), 5, (64, 64))
+    if not v.isOpened():
+        pytest.skip('this OpenCV writes no videos')
+    for i in range(4):
+        v.write(np.full((64, 64, 3), (20 * i, 0, 200), np.uint8))  # BGR
     v.release()
     x = next(ImageNetP(tmp_path).pick('tilt'))
-    assert x.shape==(1,4,3,64,64) and x[0,:,0].mean()>.7 and x[0,3,2].mean()>x[0,0,2].mean()+.1
-    with pytest.raises(FileNotFoundError, match='no videos of scale'): list(ImageNetP(tmp_path).pick('scale'))
-    (d/'b.mp4').write_bytes(b'nothing')
-    with pytest.raises(ValueError, match='no video'): read_video(d/'b.mp4')
+    assert x.shape == (1, 4, 3, 64, 64) and x[0, :, 0].mean() > 0.7 and x[0, 3, 2].mean() > x[0, 0, 2].mean() + 0.1
+    with pytest.raises(FileNotFoundError, match='no videos of scale'):
+        list(ImageNetP(tmp_path).pick('scale'))
+    (d / 'b.mp4').write_bytes(b'nothing')
+    with pytest.raises(ValueError, match='no video'):
+        read_video(d / 'b.mp4')
     monkeypatch.setitem(sys.modules, 'cv2', None)
-    with pytest.raises(ImportError, match=r'opencv'): read_video(d/'a.avi')
+    with pytest.raises(ImportError, match=r'opencv'):
+        read_video(d / 'a.avi')
+
 
 def test_folders_of_frames_are_read_by_number(tmp_path):
-    d = tmp_path/'tilt'/'n01440764'/'a'; d.mkdir(parents=True)
-    for i in range(12): Image.new('RGB', (8,8), (20*i,0,0)).save(d/f'img{i}.png')
-    assert (next(ImageNetP(tmp_path).pick('tilt'))[0,:,0].mean((1,2))*255).round().tolist()==[20*i for i in range(12)]
+    d = tmp_path / 'tilt' / 'n01440764' / 'a'
+    d.mkdir(parents=True)
+    for i in range(12):
+        Image.new('RGB', (8, 8), (20 * i, 0, 0)).save(d / f'img{i}.png')
+    assert (next(ImageNetP(tmp_path).pick('tilt'))[0, :, 0].mean((1, 2)) * 255).round().tolist() == [
+        20 * i for i in range(12)
+    ]
 
-# --- reports (R31) -----------------------------------------------------------------------------------------------------------
+
+# --- reports (R31)
+# -----------------------------------------------------------------------------------------------------------
+
 
 class Spy(nn.Module):
     "Counts the images it sees"
-    def __init__(self, model): super().__init__(); self.model,self.seen = model,0
-    def forward(self, x): self.seen += len(x); return self.model(x)
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.seen = model, 0
+
+    def forward(self, x):
+        self.seen += len(x)
+        return self.model(x)
+
 
 @pytest.fixture
 def data():
     x = images(12, 1, 28, 28)
-    return x,torch.arange(12)%4
+    return x, torch.arange(12) % 4
+
 
 def test_report_is_corrupt_and_predict(data):
-    m = Spy(tiny_vit(num_classes=4)); x,y = data
-    m.train(); before,m.seen = state_of(m),0
-    r = corruption_report(m, data, ['fog','contrast'], [1,5], bs=5, seed=3)
-    assert m.seen==12*5 and m.training and state_of(m)==before
-    assert r.table.columns.tolist()==[1,5,'mean'] and r.df.n.unique().tolist()==[12] and len(r.df)==5
-    for n in ('fog','contrast'):
-        for s in (1,5): assert (r.verdicts[f'{n} {s}']==(predict(m, corrupt(x, n, s, 3))==y).numpy()).all() and r.table.loc[n,s]==pytest.approx(r.verdicts[f'{n} {s}'].mean(), abs=1e-6)
-    assert r.clean==pytest.approx((predict(m, x)==y).float().mean().item(), abs=1e-6)
+    m = Spy(tiny_vit(num_classes=4))
+    x, y = data
+    m.train()
+    before, m.seen = state_of(m), 0
+    r = corruption_report(m, data, ['fog', 'contrast'], [1, 5], bs=5, seed=3)
+    assert m.seen == 12 * 5 and m.training and state_of(m) == before
+    assert r.table.columns.tolist() == [1, 5, 'mean'] and r.df.n.unique().tolist() == [12] and len(r.df) == 5
+    for n in ('fog', 'contrast'):
+        for s in (1, 5):
+            assert (r.verdicts[f'{n} {s}'] == (predict(m, corrupt(x, n, s, 3)) == y).numpy()).all() and r.table.loc[
+                n, s
+            ] == pytest.approx(r.verdicts[f'{n} {s}'].mean(), abs=1e-6)
+    assert r.clean == pytest.approx((predict(m, x) == y).float().mean().item(), abs=1e-6)
     assert any('12 images only' in o for o in r.warnings) and any('training mode' in o for o in r.warnings)
     assert 'fog' in repr(r) and '<table' in r._repr_html_() and r.plot() is not None
+
 
 def test_batch_size_and_loader_change_nothing(data):
     m = tiny_vit(num_classes=4)
     dl = DataLoader(list(zip(*data)), batch_size=5)
-    a,b,c = corruption_report(m, data, bs=12, severities=[5]),corruption_report(m, data, bs=5, severities=[5]),corruption_report(m, dl, severities=[5])
-    assert all((a.verdicts[k]==o.verdicts[k]).all() for k in a.verdicts for o in (b,c)) and a.meta['images']==b.meta['images']==c.meta['images']
+    a, b, c = (
+        corruption_report(m, data, bs=12, severities=[5]),
+        corruption_report(m, data, bs=5, severities=[5]),
+        corruption_report(m, dl, severities=[5]),
+    )
+    assert (
+        all((a.verdicts[k] == o.verdicts[k]).all() for k in a.verdicts for o in (b, c))
+        and a.meta['images'] == b.meta['images'] == c.meta['images']
+    )
+
 
 def test_scores_of_reports(data):
-    a,b = [corruption_report(tiny_vit(num_classes=4, seed=o), data) for o in (1,2)]
-    assert mce(a, a)==100 and mce(a, b)==pytest.approx(100*np.mean([a.errors[o]/b.errors[o] for o in CORRUPTIONS]))
-    assert a.accuracy()==pytest.approx(1-np.mean(list(a.errors.values()))) and a.accuracy(noise=False)==pytest.approx(1-np.mean([v for k,v in a.errors.items() if k not in NOISES]))
-    with pytest.raises(ValueError, match='give base='): mce(a)
-    with pytest.raises(ValueError, match='give base='): relative_mce(a)
-    few = corruption_report(tiny_vit(num_classes=4), data, severities=[1,2])
-    with pytest.raises(ValueError, match='all five severities'): few.errors
+    a, b = [corruption_report(tiny_vit(num_classes=4, seed=o), data) for o in (1, 2)]
+    assert mce(a, a) == 100 and mce(a, b) == pytest.approx(
+        100 * np.mean([a.errors[o] / b.errors[o] for o in CORRUPTIONS])
+    )
+    assert a.accuracy() == pytest.approx(1 - np.mean(list(a.errors.values()))) and a.accuracy(
+        noise=False
+    ) == pytest.approx(1 - np.mean([v for k, v in a.errors.items() if k not in NOISES]))
+    with pytest.raises(ValueError, match='give base='):
+        mce(a)
+    with pytest.raises(ValueError, match='give base='):
+        relative_mce(a)
+    few = corruption_report(tiny_vit(num_classes=4), data, severities=[1, 2])
+    with pytest.raises(ValueError, match='all five severities'):
+        few.errors
     some = corruption_report(tiny_vit(num_classes=4), data, ['fog'])
-    with pytest.raises(ValueError, match='missing'): some.accuracy()
+    with pytest.raises(ValueError, match='missing'):
+        some.accuracy()
+
 
 def test_goes_on_where_it_stopped(data, tmp_path):
-    m = Spy(tiny_vit(num_classes=4)); whole = corruption_report(m, data, ['fog','snow'], [1,3])
-    class Stop(Exception): pass
-    real,calls = C.corrupt,[]
+    m = Spy(tiny_vit(num_classes=4))
+    whole = corruption_report(m, data, ['fog', 'snow'], [1, 3])
+
+    class Stop(Exception):
+        pass
+
+    real, calls = C.corrupt, []
+
     def stops(x, name, s, *a, **k):
-        calls.append((name,s))
-        if len(calls)>2: raise Stop()
+        calls.append((name, s))
+        if len(calls) > 2:
+            raise Stop()
         return real(x, name, s, *a, **k)
+
     C.corrupt = stops
     try:
-        with pytest.raises(Stop): corruption_report(m, data, ['fog','snow'], [1,3], out=tmp_path/'r')
-    finally: C.corrupt = real
+        with pytest.raises(Stop):
+            corruption_report(m, data, ['fog', 'snow'], [1, 3], out=tmp_path / 'r')
+    finally:
+        C.corrupt = real
     m.seen = 0
-    r = corruption_report(m, data, ['fog','snow'], [1,3], out=tmp_path/'r')
-    assert m.seen==12*3 and r.table.equals(whole.table) and CorruptionReport.load(tmp_path/'r').table.equals(whole.table)
-    assert {o.name for o in (tmp_path/'r').iterdir()}=={'report.json','report.csv','report.png','verdicts.npz','predictions.npz'}
-    m.seen = 0; corruption_report(m, data, ['fog'], [1], out=tmp_path/'r'); assert m.seen==12
+    r = corruption_report(m, data, ['fog', 'snow'], [1, 3], out=tmp_path / 'r')
+    assert (
+        m.seen == 12 * 3
+        and r.table.equals(whole.table)
+        and CorruptionReport.load(tmp_path / 'r').table.equals(whole.table)
+    )
+    assert {o.name for o in (tmp_path / 'r').iterdir()} == {
+        'report.json',
+        'report.csv',
+        'report.png',
+        'verdicts.npz',
+        'predictions.npz',
+    }
+    m.seen = 0
+    corruption_report(m, data, ['fog'], [1], out=tmp_path / 'r')
+    assert m.seen == 12
+
 
 def test_goes_on_with_nothing_else(data, tmp_path):
-    m,out = tiny_vit(num_classes=4),tmp_path/'r'; corruption_report(m, data, ['fog'], [1], out=out)
-    x,y = data
-    for what,args,kw in (('seed',(m,data),dict(seed=1)), ('fingerprint',(tiny_vit(num_classes=4, seed=5),data),{}), ('images',(m,(x.flip(0),y)),{}), ('images',(m,(x,y.flip(0))),{}), ('n',(m,data),dict(n=6)), ('table',(m,data),dict(table=64))):
-        with pytest.raises(ValueError, match=f'differs in .*{what}'): corruption_report(*args, ['fog'], [1], out=out, **kw)
-    with pytest.raises(ValueError, match='plain function'): f = lambda x: m(x); corruption_report(f, data, ['fog'], [1], out=tmp_path/'f'); corruption_report(f, data, ['fog'], [1], out=tmp_path/'f')
+    m, out = tiny_vit(num_classes=4), tmp_path / 'r'
+    corruption_report(m, data, ['fog'], [1], out=out)
+    x, y = data
+    for what, args, kw in (
+        ('seed', (m, data), dict(seed=1)),
+        ('fingerprint', (tiny_vit(num_classes=4, seed=5), data), {}),
+        ('images', (m, (x.flip(0), y)), {}),
+        ('images', (m, (x, y.flip(0))), {}),
+        ('n', (m, data), dict(n=6)),
+        ('table', (m, data), dict(table=64)),
+    ):
+        with pytest.raises(ValueError, match=f'differs in .*{what}'):
+            corruption_report(*args, ['fog'], [1], out=out, **kw)
+    with pytest.raises(ValueError, match='plain function'):
+        f = lambda x: m(x)
+        corruption_report(f, data, ['fog'], [1], out=tmp_path / 'f')
+        corruption_report(f, data, ['fog'], [1], out=tmp_path / 'f')
     corruption_report(m, data, ['fog'], [1], out=out, overwrite=True, seed=1)
-    (out/'report.json').write_text('{')
-    with pytest.raises(ValueError, match='no readable report'): corruption_report(m, data, ['fog'], [1], out=out, seed=1)
+    (out / 'report.json').write_text('{')
+    with pytest.raises(ValueError, match='no readable report'):
+        corruption_report(m, data, ['fog'], [1], out=out, seed=1)
+
 
 def test_wrong_calls_fail_before_any_work(data):
     m = Spy(tiny_vit(num_classes=4))
-    with pytest.raises(ValueError, match='no corruption'): corruption_report(m, data, ['fog','rain'])
-    with pytest.raises(ValueError, match='from 1 to 5'): corruption_report(m, data, ['fog'], [1,6])
-    with pytest.raises(TypeError, match='learn.corruption_report'): corruption_report(synth_learner(), data)
-    assert m.seen==0
-    with pytest.raises(ValueError, match='asked for n=99'): corruption_report(m, data, ['fog'], [1], n=99)
-    with pytest.raises(ValueError, match='n= goes with clean images'): corruption_report(m, Corrupted(data), ['fog'], [1], n=3)
+    with pytest.raises(ValueError, match='no corruption'):
+        corruption_report(m, data, ['fog', 'rain'])
+    with pytest.raises(ValueError, match='from 1 to 5'):
+        corruption_report(m, data, ['fog'], [1, 6])
+    with pytest.raises(TypeError, match='learn.corruption_report'):
+        corruption_report(synth_learner(), data)
+    assert m.seen == 0
+    with pytest.raises(ValueError, match='asked for n=99'):
+        corruption_report(m, data, ['fog'], [1], n=99)
+    with pytest.raises(ValueError, match='n= goes with clean images'):
+        corruption_report(m, Corrupted(data), ['fog'], [1], n=3)
+
 
 def test_broken_answers_count_as_wrong(data):
-    r = corruption_report(lambda x: torch.full((len(x),4), float('nan')), data, ['fog'], [1])
-    assert r.clean==0 and any('not a number' in o for o in r.warnings)
+    r = corruption_report(lambda x: torch.full((len(x), 4), float('nan')), data, ['fog'], [1])
+    assert r.clean == 0 and any('not a number' in o for o in r.warnings)
+
 
 def test_files_and_clean_images_together(cifar_c):
-    x = images(7, 3); m = tiny_vit(size=32, patch=8, in_chans=3, num_classes=3)
-    r = corruption_report(m, CifarC(cifar_c), ['fog','snow'], clean=(x,torch.arange(7)%3))
-    assert r.clean is not None and len(r.table)==2 and r.meta['n']==7
-    s = corruption_report(m, CifarC(cifar_c), ['fog','snow'])
-    assert s.clean is None and s.clean_error is None and s.table.equals(r.table) and '; clean' not in repr(s).splitlines()[0]
-    with pytest.raises(ValueError, match='clean='): relative_mce({**dict.fromkeys(CORRUPTIONS, .5)}, None, s, None)
+    x = images(7, 3)
+    m = tiny_vit(size=32, patch=8, in_chans=3, num_classes=3)
+    r = corruption_report(m, CifarC(cifar_c), ['fog', 'snow'], clean=(x, torch.arange(7) % 3))
+    assert r.clean is not None and len(r.table) == 2 and r.meta['n'] == 7
+    s = corruption_report(m, CifarC(cifar_c), ['fog', 'snow'])
+    assert (
+        s.clean is None
+        and s.clean_error is None
+        and s.table.equals(r.table)
+        and '; clean' not in repr(s).splitlines()[0]
+    )
+    with pytest.raises(ValueError, match='clean='):
+        relative_mce({**dict.fromkeys(CORRUPTIONS, 0.5)}, None, s, None)
+
 
 def test_learner_verbs():
-    l = synth_learner(cbs=None, metrics=accuracy); before = state_of(l.model)
+    l = synth_learner(cbs=None, metrics=accuracy)
+    before = state_of(l.model)
     r = l.corruption_report(['brightness'], [5])
-    with l.no_bar(): v = l.validate(cbs=CorruptValid('brightness', 5))
-    assert v[1]==pytest.approx(r.table.loc['brightness',5], abs=1e-5) and state_of(l.model)==before
+    with l.no_bar():
+        v = l.validate(cbs=CorruptValid('brightness', 5))
+    assert v[1] == pytest.approx(r.table.loc['brightness', 5], abs=1e-5) and state_of(l.model) == before
     assert not any(isinstance(c, CorruptValid) for c in l.cbs)
-    f = l.flip_report(names=['translate'], n=5); assert f.n.tolist()==[5]
-    p,_ = l.get_preds(cbs=CorruptValid('fog', 3)); assert len(p)==len(l.dls.valid_ds)
-    with pytest.raises(ValueError, match='no corruption'): CorruptValid('rain', 1)
-    l.fit(1, 1e-3)                                                                          # and training goes on as ever
-    import pickle; assert pickle.loads(pickle.dumps(CorruptValid('fog', 1))).corruption=='fog'
-    assert repr(CorruptValid('fog', 2))=="CorruptValid('fog', 2)"
+    f = l.flip_report(names=['translate'], n=5)
+    assert f.n.tolist() == [5]
+    p, _ = l.get_preds(cbs=CorruptValid('fog', 3))
+    assert len(p) == len(l.dls.valid_ds)
+    with pytest.raises(ValueError, match='no corruption'):
+        CorruptValid('rain', 1)
+    # and training goes on as ever
+    l.fit(1, 1e-3)
+    import pickle
+
+    assert pickle.loads(pickle.dumps(CorruptValid('fog', 1))).corruption == 'fog'
+    assert repr(CorruptValid('fog', 2)) == "CorruptValid('fog', 2)"
+
 
 def test_training_batches_stay_clean():
     seen = []
     l = synth_learner(cbs=[CorruptValid('contrast', 5)])
     from fastai.callback.core import Callback
-    l.add_cb(Callback(after_pred=lambda self: seen.append((self.training, self.x.std().item())))); l.fit(1, 1e-3)
-    assert min(s for t,s in seen if t)>2*max(s for t,s in seen if not t)
+
+    l.add_cb(Callback(after_pred=lambda self: seen.append((self.training, self.x.std().item()))))
+    l.fit(1, 1e-3)
+    assert min(s for t, s in seen if t) > 2 * max(s for t, s in seen if not t)
+
 
 def test_normalised_data_is_refused():
     from fastai.vision.all import Normalize
-    l = synth_learner(); l.dls.valid.after_batch.add(Normalize.from_stats([.5],[.5], cuda=False))
-    with pytest.raises(ValueError, match='Normalize'): l.corruption_report(['fog'], [1])
+
+    l = synth_learner()
+    l.dls.valid.after_batch.add(Normalize.from_stats([0.5], [0.5], cuda=False))
+    with pytest.raises(ValueError, match='Normalize'):
+        l.corruption_report(['fog'], [1])
+
 
 def test_flip_report_counts_by_hand():
     x = images(3, 1, 28, 28)
     m = tiny_vit(num_classes=4)
-    r = flip_report(m, (x,torch.zeros(3).long()), ['rotate','gaussian_noise'], bs=2)
-    for n in ('rotate','gaussian_noise'):
+    r = flip_report(m, (x, torch.zeros(3).long()), ['rotate', 'gaussian_noise'], bs=2)
+    for n in ('rotate', 'gaussian_noise'):
         p = torch.stack([predict(m, o) for o in perturb(x, n)])
-        assert r.flip[n]==pytest.approx(flips(p, 'noise' in n).mean())
+        assert r.flip[n] == pytest.approx(flips(p, 'noise' in n).mean())
     const = lambda x: torch.eye(4)[torch.ones(len(x), dtype=torch.long)]
-    assert flip_report(const, (x,torch.zeros(3).long()), ['tilt']).flip['tilt']==0
+    assert flip_report(const, (x, torch.zeros(3).long()), ['tilt']).flip['tilt'] == 0
 
-@pytest.mark.parametrize('bs', [1,20,70,512])
+
+@pytest.mark.parametrize('bs', [1, 20, 70, 512])
 def test_flip_report_holds_few_frames_at_a_time(bs, monkeypatch, tmp_path):
     "`bs` counts frames: the model sees no more at once, and no more sequences are made than have that many"
     import robust_nbdev.corruptions as C
-    x,seen,made,real = images(5, 1, 28, 28),[],[],C.perturb
-    net = tiny_vit(num_classes=4); want = flip_report(net, (x,torch.zeros(5).long()), ['rotate'])
+
+    x, seen, made, real = images(5, 1, 28, 28), [], [], C.perturb
+    net = tiny_vit(num_classes=4)
+    want = flip_report(net, (x, torch.zeros(5).long()), ['rotate'])
     monkeypatch.setattr(C, 'perturb', lambda x, *a: made.append(len(x)) or real(x, *a))
     net.register_forward_pre_hook(lambda m, a: seen.append(len(a[0])))
-    r,k = flip_report(net, (x,torch.zeros(5).long()), ['rotate'], bs=bs),min(max(bs//31, 1), 5)
-    assert r.equals(want) and sum(seen)==5*31 and max(seen)==min(bs, 31*k) and sum(made)==5 and max(made)==k
-    seen.clear(); np.save(tmp_path/'rotate.npy', (real(x.expand(-1,3,-1,-1), 'rotate')*255).byte().permute(0,1,3,4,2).numpy())
-    flip_report(lambda x: net(x[:,:1]), CifarP(tmp_path, bs=4), ['rotate'], bs=bs); assert sum(seen)==5*31 and max(seen)==min(bs, 4*31)
+    r, k = flip_report(net, (x, torch.zeros(5).long()), ['rotate'], bs=bs), min(max(bs // 31, 1), 5)
+    assert r.equals(want) and sum(seen) == 5 * 31 and max(seen) == min(bs, 31 * k) and sum(made) == 5 and max(made) == k
+    seen.clear()
+    np.save(
+        tmp_path / 'rotate.npy', (real(x.expand(-1, 3, -1, -1), 'rotate') * 255).byte().permute(0, 1, 3, 4, 2).numpy()
+    )
+    flip_report(lambda x: net(x[:, :1]), CifarP(tmp_path, bs=4), ['rotate'], bs=bs)
+    assert sum(seen) == 5 * 31 and max(seen) == min(bs, 4 * 31)
+
 
 def test_flip_report_without_images():
-    with pytest.raises(ValueError, match='the data is empty'): flip_report(tiny_vit(), (images(2)[:0],torch.zeros(0).long()), ['tilt'])
+    with pytest.raises(ValueError, match='the data is empty'):
+        flip_report(tiny_vit(), (images(2)[:0], torch.zeros(0).long()), ['tilt'])
+
 
 def test_flip_reports_of_files_take_no_n(tmp_path):
-    x = images(3); np.save(tmp_path/'tilt.npy', np.zeros((3,4,32,32,3), np.uint8)); net = tiny_vit(size=32, patch=8, in_chans=3)
-    with pytest.raises(ValueError, match='n= goes with clean images'): flip_report(net, CifarP(tmp_path), ['tilt'], n=2)
-    assert flip_report(net, CifarP(tmp_path, n=2), ['tilt']).n.tolist()==[2]
+    x = images(3)
+    np.save(tmp_path / 'tilt.npy', np.zeros((3, 4, 32, 32, 3), np.uint8))
+    net = tiny_vit(size=32, patch=8, in_chans=3)
+    with pytest.raises(ValueError, match='n= goes with clean images'):
+        flip_report(net, CifarP(tmp_path), ['tilt'], n=2)
+    assert flip_report(net, CifarP(tmp_path, n=2), ['tilt']).n.tolist() == [2]
+
 
 def test_flip_rates_of_alexnet_are_for_imagenet_p():
     "As for mCE: rates measured on other images need a reference on the same images"
-    x = images(2, 1, 28, 28); r = flip_report(tiny_vit(num_classes=4), (x,torch.zeros(2).long()))
-    with pytest.raises(ValueError, match='give base='): mfr(r)
-    assert mfr(r, {k:.5 for k in r.index})==pytest.approx(200*r.flip.mean())
-    assert mfr(ALEXNET_P)==100 and mfr(pd.DataFrame(dict(flip=ALEXNET_P)))==100
+    x = images(2, 1, 28, 28)
+    r = flip_report(tiny_vit(num_classes=4), (x, torch.zeros(2).long()))
+    with pytest.raises(ValueError, match='give base='):
+        mfr(r)
+    assert mfr(r, {k: 0.5 for k in r.index}) == pytest.approx(200 * r.flip.mean())
+    assert mfr(ALEXNET_P) == 100 and mfr(pd.DataFrame(dict(flip=ALEXNET_P))) == 100
+
 
 def test_no_corruption_at_all_is_told(data, cifar_c):
     m = tiny_vit(size=32, patch=8, in_chans=3, num_classes=3)
     for kw in (dict(corruptions=[]), dict(severities=[])):
-        with pytest.raises(ValueError, match='nothing to measure'): corruption_report(m, CifarC(cifar_c), **kw)
+        with pytest.raises(ValueError, match='nothing to measure'):
+            corruption_report(m, CifarC(cifar_c), **kw)
+
 
 def test_attacks_and_corruptions_meet(data):
     "A corrupted batch is a batch like any other (R03)"
-    x,y = data; m = tiny_vit(num_classes=4)
-    for name in ('fog','jpeg_compression','glass_blur'):
-        x2 = PGD(.1, steps=1)(m, corrupt(x, name, 2), y)
-        assert x2.shape==x.shape and x2.min()>=0 and x2.max()<=1
+    x, y = data
+    m = tiny_vit(num_classes=4)
+    for name in ('fog', 'jpeg_compression', 'glass_blur'):
+        x2 = PGD(0.1, steps=1)(m, corrupt(x, name, 2), y)
+        assert x2.shape == x.shape and x2.min() >= 0 and x2.max() <= 1
+
 
 def test_speed_of_small_images():
-    "Fifteen corruptions of 64 small images stay within a few milliseconds per image (a loop over pixels in Python took seconds)"
+    """Fifteen corruptions of 64 small images stay within a few milliseconds per image (a loop over pixels in Python
+    took seconds)"""
     import time
-    x = images(64); corrupt(x[:2], 'frost', 1); t = time.time()
-    for o in CORRUPTIONS: corrupt(x, o, 5)
-    assert (time.time()-t)/64<.05
+
+    x = images(64)
+    corrupt(x[:2], 'frost', 1)
+    t = time.time()
+    for o in CORRUPTIONS:
+        corrupt(x, o, 5)
+    assert (time.time() - t) / 64 < 0.05
+
 
 def test_figure():
     import matplotlib.pyplot as plt
-    show_corruptions(images(1)[0], ['fog','snow'], [1,5]); assert len(plt.gcf().axes)==6; plt.close('all')
-    d = distortion(images(2), ['contrast']); assert d.shape==(1,5) and (d.loc['contrast'].diff()[1:]>0).all()
 
-# --- nothing of the caller's is changed --------------------------------------------------------------------------------------
+    show_corruptions(images(1)[0], ['fog', 'snow'], [1, 5])
+    assert len(plt.gcf().axes) == 6
+    plt.close('all')
+    d = distortion(images(2), ['contrast'])
+    assert d.shape == (1, 5) and (d.loc['contrast'].diff()[1:] > 0).all()
+
+
+# --- nothing of the caller's is changed
+# --------------------------------------------------------------------------------------
+
 
 def same_after(x, f):
     "`f(x)` leaves `x` as it was"
-    old = x.clone(); f(x)
+    old = x.clone()
+    f(x)
     assert torch.equal(x, old)
 
+
 @kinds
-@pytest.mark.parametrize('dtype', [torch.float32,torch.float64])
-def test_corruptions_leave_their_images_alone(name, dtype): same_after(images().to(dtype), lambda x: corrupt(x, name, 3))
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
+def test_corruptions_leave_their_images_alone(name, dtype):
+    same_after(images().to(dtype), lambda x: corrupt(x, name, 3))
+
 
 @moves
-def test_sequences_leave_their_images_alone(name): same_after(images(), lambda x: perturb(x, name))
+def test_sequences_leave_their_images_alone(name):
+    same_after(images(), lambda x: perturb(x, name))
+
 
 @kinds
 def test_what_is_kept_for_later_is_not_changed(name):
     "Filters and photographs are kept between calls"
-    a = corrupt(images(), name, 3); corrupt(images(seed=1).mul(.5), name, 3)
+    a = corrupt(images(), name, 3)
+    corrupt(images(seed=1).mul(0.5), name, 3)
     assert torch.equal(corrupt(images(), name, 3), a)
+
 
 class InPlace(nn.Module):
     "Normalises its input in place, as many models do"
-    def __init__(self, model): super().__init__(); self.model = model
-    def forward(self, x): return self.model(x.sub_(.5).div_(.5))
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x.sub_(0.5).div_(0.5))
+
 
 class Fair(nn.Module):
-    def __init__(self, model): super().__init__(); self.model = model
-    def forward(self, x): return self.model((x-.5)/.5)
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model((x - 0.5) / 0.5)
+
 
 def test_models_that_change_their_input(data, tmp_path):
-    net = tiny_vit(num_classes=4); f = shift_folder(tmp_path/'a')
-    for g in (lambda m: corruption_report(m, data, ['fog','snow'], n=8).df.accuracy, lambda m: flip_report(m, data, ['rotate','gaussian_noise']).flip):
+    net = tiny_vit(num_classes=4)
+    f = shift_folder(tmp_path / 'a')
+    for g in (
+        lambda m: corruption_report(m, data, ['fog', 'snow'], n=8).df.accuracy,
+        lambda m: flip_report(m, data, ['rotate', 'gaussian_noise']).flip,
+    ):
         same_after(data[0], lambda _: g(InPlace(net)))
-        assert g(InPlace(net)).tolist()==g(Fair(net)).tolist()
-    class Own(nn.Module):
-        def forward(self, x): z = Reads([0,1,2], 3, None)(x); x.zero_(); return z
-    assert subset_report(Own(), f, classes=WNIDS, size=32, num_workers=0).accuracy.tolist()==[1,1]
-    l = synth_learner(metrics=accuracy); fair = l.validate(cbs=CorruptValid('contrast', 5))
-    m = l.model; l.model = InPlace(m); a = l.validate(cbs=CorruptValid('contrast', 5))
-    l.model = Fair(m); assert l.validate(cbs=CorruptValid('contrast', 5))==a
+        assert g(InPlace(net)).tolist() == g(Fair(net)).tolist()
 
-# --- a second copy -----------------------------------------------------------------------------------------------------------
+    class Own(nn.Module):
+        def forward(self, x):
+            z = Reads([0, 1, 2], 3, None)(x)
+            x.zero_()
+            return z
+
+    assert subset_report(Own(), f, classes=WNIDS, size=32, num_workers=0).accuracy.tolist() == [1, 1]
+    l = synth_learner(metrics=accuracy)
+    fair = l.validate(cbs=CorruptValid('contrast', 5))
+    m = l.model
+    l.model = InPlace(m)
+    a = l.validate(cbs=CorruptValid('contrast', 5))
+    l.model = Fair(m)
+    assert l.validate(cbs=CorruptValid('contrast', 5)) == a
+
+
+# --- a second copy
+# -----------------------------------------------------------------------------------------------------------
+
 
 def test_a_second_corruption_of_validation_is_refused():
     l = synth_learner(metrics=accuracy, cbs=CorruptValid('contrast', 5))
-    with pytest.raises(ValueError, match='two CorruptValid'): l.validate(cbs=CorruptValid('fog', 1))
-    with pytest.raises(ValueError, match='two CorruptValid'), l.added_cbs(CorruptValid('contrast', 5)): l.fit(1, 1e-3)
+    with pytest.raises(ValueError, match='two CorruptValid'):
+        l.validate(cbs=CorruptValid('fog', 1))
+    with pytest.raises(ValueError, match='two CorruptValid'), l.added_cbs(CorruptValid('contrast', 5)):
+        l.fit(1, 1e-3)
     l.validate()
 
-# --- settings that are no numbers --------------------------------------------------------------------------------------------
+
+# --- settings that are no numbers
+# --------------------------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize('seed', [1.5, '1', None, True])
 def test_seeds_are_whole_numbers(seed, data):
     x = images()
-    for f in (lambda: corrupt(x, 'gaussian_noise', 1, seed), lambda: perturb(x, 'snow', seed), lambda: CorruptValid('fog', 1, seed), lambda: Corrupted(data, seed=seed),
-              lambda: corruption_report(tiny_vit(num_classes=4), data, ['fog'], seed=seed), lambda: flip_report(tiny_vit(num_classes=4), data, ['snow'], seed=seed)):
-        with pytest.raises(ValueError, match='seed must be a whole number'): f()
+    for f in (
+        lambda: corrupt(x, 'gaussian_noise', 1, seed),
+        lambda: perturb(x, 'snow', seed),
+        lambda: CorruptValid('fog', 1, seed),
+        lambda: Corrupted(data, seed=seed),
+        lambda: corruption_report(tiny_vit(num_classes=4), data, ['fog'], seed=seed),
+        lambda: flip_report(tiny_vit(num_classes=4), data, ['snow'], seed=seed),
+    ):
+        with pytest.raises(ValueError, match='seed must be a whole number'):
+            f()
+
 
 @pytest.mark.parametrize('n', [0, 1.5, True, '2'])
 def test_numbers_of_images_are_whole(n, data, cifar_c, tmp_path):
-    (tmp_path/'p').mkdir()
-    for f in (lambda: CifarC(cifar_c, n), lambda: CifarP(tmp_path/'p', n), lambda: ImageNetP(tmp_path/'p', n), lambda: Corrupted(data, n),
-              lambda: corruption_report(tiny_vit(num_classes=4), data, ['fog'], n=n), lambda: flip_report(tiny_vit(num_classes=4), data, ['snow'], n=n)):
-        with pytest.raises(ValueError, match='n must be'): f()
+    (tmp_path / 'p').mkdir()
+    for f in (
+        lambda: CifarC(cifar_c, n),
+        lambda: CifarP(tmp_path / 'p', n),
+        lambda: ImageNetP(tmp_path / 'p', n),
+        lambda: Corrupted(data, n),
+        lambda: corruption_report(tiny_vit(num_classes=4), data, ['fog'], n=n),
+        lambda: flip_report(tiny_vit(num_classes=4), data, ['snow'], n=n),
+    ):
+        with pytest.raises(ValueError, match='n must be'):
+            f()
+
 
 def test_true_is_no_severity():
-    with pytest.raises(ValueError, match='from 1 to 5'): corrupt(images(), 'fog', True)
+    with pytest.raises(ValueError, match='from 1 to 5'):
+        corrupt(images(), 'fog', True)
+
 
 def test_missing_severities_are_told_before_the_work(data):
-    class Never(Exception): pass
-    def model(x): raise Never()
-    with pytest.warns(UserWarning, match='not all five severities'), pytest.raises(Never): corruption_report(model, data, ['fog'], [3])
+    class Never(Exception):
+        pass
+
+    def model(x):
+        raise Never()
+
+    with pytest.warns(UserWarning, match='not all five severities'), pytest.raises(Never):
+        corruption_report(model, data, ['fog'], [3])
+
 
 def test_more_sequences_than_there_are(tmp_path):
-    np.save(tmp_path/'tilt.npy', np.zeros((3,4,32,32,3), np.uint8))
-    with pytest.raises(ValueError, match='asked for n=4 sequences, .* has 3'): list(CifarP(tmp_path, n=4).pick('tilt'))
-    for i in range(2): (tmp_path/'tilt'/'0'/str(i)).mkdir(parents=True); Image.new('RGB', (8,8)).save(tmp_path/'tilt'/'0'/str(i)/'0.png')
-    with pytest.raises(ValueError, match='asked for n=3 sequences'): list(ImageNetP(tmp_path, n=3).pick('tilt'))
+    np.save(tmp_path / 'tilt.npy', np.zeros((3, 4, 32, 32, 3), np.uint8))
+    with pytest.raises(ValueError, match='asked for n=4 sequences, .* has 3'):
+        list(CifarP(tmp_path, n=4).pick('tilt'))
+    for i in range(2):
+        (tmp_path / 'tilt' / '0' / str(i)).mkdir(parents=True)
+        Image.new('RGB', (8, 8)).save(tmp_path / 'tilt' / '0' / str(i) / '0.png')
+    with pytest.raises(ValueError, match='asked for n=3 sequences'):
+        list(ImageNetP(tmp_path, n=3).pick('tilt'))
 
-# --- files that come class by class ------------------------------------------------------------------------------------------
+
+# --- files that come class by class
+# ------------------------------------------------------------------------------------------
+
 
 def sorted_files(root, k=6, n=5):
     "CIFAR-C whose images come class by class and say their class"
     y = np.repeat(np.arange(k), n)
-    np.save(root/'labels.npy', np.tile(y, 5)); np.save(root/'fog.npy', np.tile(y, 5)[:,None,None,None].astype(np.uint8)*np.ones((1,32,32,3), np.uint8))
-    return CifarC(root),root,y
+    np.save(root / 'labels.npy', np.tile(y, 5))
+    np.save(root / 'fog.npy', np.tile(y, 5)[:, None, None, None].astype(np.uint8) * np.ones((1, 32, 32, 3), np.uint8))
+    return CifarC(root), root, y
 
-@pytest.mark.parametrize('n', [6,12,None])
+
+@pytest.mark.parametrize('n', [6, 12, None])
 def test_sorted_cifar_c_is_mixed(n, tmp_path):
-    _,root,y = sorted_files(tmp_path)
-    x,lab = CifarC(root, n).pick('fog', 2)
-    assert (x[:,0,0,0]*255).round().long().tolist()==lab.tolist() and len(set(lab[:6].tolist()))>3
-    if n: assert lab.bincount(minlength=6).tolist()==[n//6]*6
+    _, root, y = sorted_files(tmp_path)
+    x, lab = CifarC(root, n).pick('fog', 2)
+    assert (x[:, 0, 0, 0] * 255).round().long().tolist() == lab.tolist() and len(set(lab[:6].tolist())) > 3
+    if n:
+        assert lab.bincount(minlength=6).tolist() == [n // 6] * 6
     assert torch.equal(CifarC(root, n).pick('fog', 5)[1], lab)
 
-def test_mixed_cifar_c_is_read_from_the_start(cifar_c): assert CifarC(cifar_c, 4).pick('fog', 1)[1].tolist()==[0,1,2,0]
 
-@pytest.mark.parametrize('take', [lambda f: wnid_images(f, size=32, num_workers=0, bs=12), lambda f: wnid_images(f, subset=True, size=32, num_workers=0, bs=12, n=24),
-    lambda f: ImageNetC(f.parent.parent, size=32, num_workers=0, bs=12).pick('fog', 1)])
+def test_mixed_cifar_c_is_read_from_the_start(cifar_c):
+    assert CifarC(cifar_c, 4).pick('fog', 1)[1].tolist() == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    'take',
+    [
+        lambda f: wnid_images(f, size=32, num_workers=0, bs=12),
+        lambda f: wnid_images(f, subset=True, size=32, num_workers=0, bs=12, n=24),
+        lambda f: ImageNetC(f.parent.parent, size=32, num_workers=0, bs=12).pick('fog', 1),
+    ],
+)
 def test_class_folders_are_mixed(take, tmp_path):
     for c in range(6):
-        (tmp_path/'fog'/'1'/str(c)).mkdir(parents=True)
-        for i in range(6): Image.new('RGB', (32,32), (c,0,0)).save(tmp_path/'fog'/'1'/str(c)/f'{i}.png')
-    x,y = take(tmp_path/'fog'/'1').one_batch()
-    assert len(set(y.tolist()))>3 and (x[:,0,0,0].cpu()*255).round().long().tolist()==y.tolist()
+        (tmp_path / 'fog' / '1' / str(c)).mkdir(parents=True)
+        for i in range(6):
+            Image.new('RGB', (32, 32), (c, 0, 0)).save(tmp_path / 'fog' / '1' / str(c) / f'{i}.png')
+    x, y = take(tmp_path / 'fog' / '1').one_batch()
+    assert len(set(y.tolist())) > 3 and (x[:, 0, 0, 0].cpu() * 255).round().long().tolist() == y.tolist()
 
-# --- what a saved row must share with the row that would be measured ----------------------------------------------------------
+
+# --- what a saved row must share with the row that would be measured
+# ----------------------------------------------------------
+
 
 class Head(nn.Module):
-    def __init__(self, model): super().__init__(); self.model = model
-    def forward(self, x): return self.model(x)
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x)
+
+
 class Head2(nn.Module):
-    def __init__(self, model): super().__init__(); self.model = model
-    def forward(self, x): return self.model(1-x)
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(1 - x)
+
 
 def seen_again(model, data, out, **kw):
     "How many images are judged, and what is said"
     import warnings
+
     m = Spy(model)
-    with warnings.catch_warnings(record=True) as w: warnings.simplefilter('always'); r = corruption_report(m, data, ['fog','snow'], out=out, **kw)
-    return m.seen//12,' '.join(str(o.message) for o in w if 'again' in str(o.message)),r
+    with warnings.catch_warnings(record=True) as w:
+        warnings.simplefilter('always')
+        r = corruption_report(m, data, ['fog', 'snow'], out=out, **kw)
+    return m.seen // 12, ' '.join(str(o.message) for o in w if 'again' in str(o.message)), r
+
 
 def test_a_saved_report_is_taken_as_it_is(data, tmp_path):
     net = Head(tiny_vit(num_classes=4))
-    assert seen_again(net, data, tmp_path/'r')[0]==11
-    assert seen_again(net, data, tmp_path/'r')[:2]==(1,'') and seen_again(net, data, tmp_path/'r', bs=5)[:2]==(1,'')
+    assert seen_again(net, data, tmp_path / 'r')[0] == 11
+    assert seen_again(net, data, tmp_path / 'r')[:2] == (1, '') and seen_again(net, data, tmp_path / 'r', bs=5)[:2] == (
+        1,
+        '',
+    )
+
 
 def test_the_same_weights_behind_another_forward_are_measured_again(data, tmp_path):
-    net = tiny_vit(num_classes=4); _,_,first = seen_again(Head(net), data, tmp_path/'r')
-    n,said,r = seen_again(Head2(net), data, tmp_path/'r')
-    assert n==11 and 'its code' in said and 'its outputs' in said
-    assert r.df.accuracy.tolist()==corruption_report(Spy(Head2(net)), data, ['fog','snow']).df.accuracy.tolist()
+    net = tiny_vit(num_classes=4)
+    _, _, first = seen_again(Head(net), data, tmp_path / 'r')
+    n, said, r = seen_again(Head2(net), data, tmp_path / 'r')
+    assert n == 11 and 'its code' in said and 'its outputs' in said
+    assert r.df.accuracy.tolist() == corruption_report(Spy(Head2(net)), data, ['fog', 'snow']).df.accuracy.tolist()
+
 
 def test_a_report_without_these_fields_is_measured_again(data, tmp_path):
-    net = Head(tiny_vit(num_classes=4)); _,_,r = seen_again(net, data, tmp_path/'r')
-    for k in ('code','outputs','settings'): r.meta.pop(k)
-    r.save(tmp_path/'r', page=False); assert seen_again(net, data, tmp_path/'r')[0]==11
+    net = Head(tiny_vit(num_classes=4))
+    _, _, r = seen_again(net, data, tmp_path / 'r')
+    for k in ('code', 'outputs', 'settings'):
+        r.meta.pop(k)
+    r.save(tmp_path / 'r', page=False)
+    assert seen_again(net, data, tmp_path / 'r')[0] == 11
+
 
 def test_a_corruption_with_another_body_is_measured_again(data, tmp_path, monkeypatch):
-    net = Head(tiny_vit(num_classes=4)); seen_again(net, data, tmp_path/'r')
-    monkeypatch.setattr(C._KINDS['fog'], 'f', lambda x, c, seed: x*.5)
-    n,said,r = seen_again(net, data, tmp_path/'r')
-    assert n==6 and said.count('is measured again')==5 and 'snow' not in said
-    assert r.verdicts['fog 3'].tolist()==(predict(net, corrupt(data[0], 'fog', 3))==data[1]).tolist() and len(r.df)==11
+    net = Head(tiny_vit(num_classes=4))
+    seen_again(net, data, tmp_path / 'r')
+    monkeypatch.setattr(C._KINDS['fog'], 'f', lambda x, c, seed: x * 0.5)
+    n, said, r = seen_again(net, data, tmp_path / 'r')
+    assert n == 6 and said.count('is measured again') == 5 and 'snow' not in said
+    assert (
+        r.verdicts['fog 3'].tolist() == (predict(net, corrupt(data[0], 'fog', 3)) == data[1]).tolist()
+        and len(r.df) == 11
+    )
+
 
 def test_files_that_were_replaced_are_measured_again(cifar_c, tmp_path):
-    m = tiny_vit(size=32, patch=8, in_chans=3, num_classes=3); out = tmp_path/'r'
-    corruption_report(m, CifarC(cifar_c), ['fog','snow'], out=out)
-    np.save(cifar_c/'snow.npy', 255-np.load(cifar_c/'snow.npy'))
-    with pytest.warns(UserWarning, match='snow 1 is measured again'): a = corruption_report(m, CifarC(cifar_c), ['fog','snow'], out=out)
-    assert a.df.accuracy.tolist()==corruption_report(m, CifarC(cifar_c), ['fog','snow']).df.accuracy.tolist()
+    m = tiny_vit(size=32, patch=8, in_chans=3, num_classes=3)
+    out = tmp_path / 'r'
+    corruption_report(m, CifarC(cifar_c), ['fog', 'snow'], out=out)
+    np.save(cifar_c / 'snow.npy', 255 - np.load(cifar_c / 'snow.npy'))
+    with pytest.warns(UserWarning, match='snow 1 is measured again'):
+        a = corruption_report(m, CifarC(cifar_c), ['fog', 'snow'], out=out)
+    assert a.df.accuracy.tolist() == corruption_report(m, CifarC(cifar_c), ['fog', 'snow']).df.accuracy.tolist()
+
 
 def test_other_labels_between_rows_are_told(cifar_c):
-    m = tiny_vit(size=32, patch=8, in_chans=3, num_classes=3); x = images(7, 3)
-    says = [corruption_report(m, CifarC(cifar_c), ['fog'], clean=(x,y)).warnings for y in (torch.arange(7)%3, torch.arange(7).flip(0)%3)]
-    assert [any('other labels' in o for o in s) for s in says]==[False,True]
+    m = tiny_vit(size=32, patch=8, in_chans=3, num_classes=3)
+    x = images(7, 3)
+    says = [
+        corruption_report(m, CifarC(cifar_c), ['fog'], clean=(x, y)).warnings
+        for y in (torch.arange(7) % 3, torch.arange(7).flip(0) % 3)
+    ]
+    assert [any('other labels' in o for o in s) for s in says] == [False, True]
 
-# --- sizes between the published ones ----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('side,told', [(28,False),(32,False),(64,False),(96,True),(48,True),(224,False)])
+# --- sizes between the published ones
+# ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('side,told', [(28, False), (32, False), (64, False), (96, True), (48, True), (224, False)])
 def test_a_size_far_from_its_settings_is_told(side, told):
     class Mean(nn.Module):
-        def forward(self, x): return torch.stack([x.mean((1,2,3)), 1-x.mean((1,2,3))], 1)
-    d = images(2, 1, side, side),torch.tensor([0,1])
-    assert any('not scaled' in o for o in corruption_report(Mean(), d, ['brightness']).warnings)==told
+        def forward(self, x):
+            return torch.stack([x.mean((1, 2, 3)), 1 - x.mean((1, 2, 3))], 1)
 
-# --- a model's own way of cutting images -------------------------------------------------------------------------------------
+    d = images(2, 1, side, side), torch.tensor([0, 1])
+    assert any('not scaled' in o for o in corruption_report(Mean(), d, ['brightness']).warnings) == told
+
+
+# --- a model's own way of cutting images
+# -------------------------------------------------------------------------------------
+
 
 def test_subset_reports_cut_images_as_the_model_says(tmp_path):
-    f = tmp_path/'a'; seen = []
-    for o in WNIDS: (f/o).mkdir(parents=True); Image.fromarray(np.random.default_rng(0).integers(0, 255, (60,90,3), dtype=np.uint8)).save(f/o/'0.png')
+    f = tmp_path / 'a'
+    seen = []
+    for o in WNIDS:
+        (f / o).mkdir(parents=True)
+        Image.fromarray(np.random.default_rng(0).integers(0, 255, (60, 90, 3), dtype=np.uint8)).save(f / o / '0.png')
+
     class Model(nn.Module):
-        pretrained_cfg = dict(input_size=(3,32,32), crop_pct=1., interpolation='bicubic', crop_mode='squash')
-        def forward(self, x): seen.append(x.clone()); return torch.zeros(len(x), 3)
-    for kw,want in (({}, 'pct 1, bicubic, squash'), (dict(pct=.5, interp='nearest'), 'pct 0.5, nearest, squash')):
-        r = subset_report(Model(), f, classes=WNIDS, size=32, num_workers=0, **kw); assert want in r.attrs['images']
+        pretrained_cfg = dict(input_size=(3, 32, 32), crop_pct=1.0, interpolation='bicubic', crop_mode='squash')
+
+        def forward(self, x):
+            seen.append(x.clone())
+            return torch.zeros(len(x), 3)
+
+    for kw, want in (({}, 'pct 1, bicubic, squash'), (dict(pct=0.5, interp='nearest'), 'pct 0.5, nearest, squash')):
+        r = subset_report(Model(), f, classes=WNIDS, size=32, num_workers=0, **kw)
+        assert want in r.attrs['images']
     assert not torch.equal(*seen)
 
+
 def test_what_files_give_is_the_callers_own(cifar_c):
-    src = CifarC(cifar_c); x,y = src.pick('fog', 1); a,b = x.clone(),y.clone(); x.zero_(); y.add_(1)
+    src = CifarC(cifar_c)
+    x, y = src.pick('fog', 1)
+    a, b = x.clone(), y.clone()
+    x.zero_()
+    y.add_(1)
     assert torch.equal(src.pick('fog', 1)[0], a) and torch.equal(src.pick('fog', 1)[1], b)
 
-# --- what else a model is made of ------------------------------------------------------------------------------------------------
 
-FLAT = 9.
+# --- what else a model is made of
+# ------------------------------------------------------------------------------------------------
+
+FLAT = 9.0
+
+
 class Guard(nn.Module):
     "Answers otherwise for images that are nowhere black; what black means is an attribute, a buffer or a global"
-    def __init__(self, model, where, flat):
-        super().__init__(); self.model,self.where,self.flat = model,where,flat if where=='attribute' else 9.
-        self.register_buffer('buffer', torch.tensor(flat if where=='buffer' else 9.), persistent=False)
-    def forward(self, x): return torch.where((x.amin((1,2,3))>min(self.flat, self.buffer, FLAT))[:,None], self.model(x).flip(1), self.model(x))
 
-@pytest.mark.parametrize('where', ['attribute','buffer','global'])
+    def __init__(self, model, where, flat):
+        super().__init__()
+        self.model, self.where, self.flat = model, where, flat if where == 'attribute' else 9.0
+        self.register_buffer('buffer', torch.tensor(flat if where == 'buffer' else 9.0), persistent=False)
+
+    def forward(self, x):
+        return torch.where(
+            (x.amin((1, 2, 3)) > min(self.flat, self.buffer, FLAT))[:, None], self.model(x).flip(1), self.model(x)
+        )
+
+
+@pytest.mark.parametrize('where', ['attribute', 'buffer', 'global'])
 def test_a_model_with_another_setting_is_measured_again(where, data, tmp_path, monkeypatch):
-    net,x = tiny_vit(num_classes=4),data[0].clone(); x[:,:,0,0] = 0; data = x,predict(tiny_vit(num_classes=4), x)
+    net, x = tiny_vit(num_classes=4), data[0].clone()
+    x[:, :, 0, 0] = 0
+    data = x, predict(tiny_vit(num_classes=4), x)
+
     def report(flat, out):
-        monkeypatch.setitem(globals(), 'FLAT', flat if where=='global' else 9.)
+        monkeypatch.setitem(globals(), 'FLAT', flat if where == 'global' else 9.0)
         return corruption_report(Guard(net, where, flat), data, ['brightness'], [5], out=out).df.accuracy.tolist()
-    old = report(9., tmp_path/'r')
-    with pytest.warns(UserWarning, match='attributes or globals changed'): new = report(.01, tmp_path/'r')
-    assert new==report(.01, None)!=old and new[0]==old[0]
+
+    old = report(9.0, tmp_path / 'r')
+    with pytest.warns(UserWarning, match='attributes or globals changed'):
+        new = report(0.01, tmp_path / 'r')
+    assert new == report(0.01, None) != old and new[0] == old[0]
+
 
 def test_another_answer_to_clean_images_is_measured_again(data, tmp_path):
-    m = tiny_vit(num_classes=4); r = corruption_report(m, data, ['fog'], [1], out=tmp_path/'r')
-    r.preds['clean'] = (r.preds['clean']+1)%4; r.save(tmp_path/'r', page=False)
-    with pytest.warns(UserWarning, match='its answers changed'): corruption_report(m, data, ['fog'], [1], out=tmp_path/'r')
+    m = tiny_vit(num_classes=4)
+    r = corruption_report(m, data, ['fog'], [1], out=tmp_path / 'r')
+    r.preds['clean'] = (r.preds['clean'] + 1) % 4
+    r.save(tmp_path / 'r', page=False)
+    with pytest.warns(UserWarning, match='its answers changed'):
+        corruption_report(m, data, ['fog'], [1], out=tmp_path / 'r')
+
 
 def test_every_image_of_a_file_counts(tmp_path):
-    x,y = (images(40, 3)*255).byte().permute(0,2,3,1).numpy(),np.arange(40)%3
-    for name in ('fog','snow'): np.save(tmp_path/f'{name}.npy', np.tile(x, (5,1,1,1)))
-    np.save(tmp_path/'labels.npy', np.tile(y, 5)); m = tiny_vit(size=32, patch=8, in_chans=3, num_classes=3)
-    def report(): return corruption_report(m, CifarC(tmp_path), ['fog','snow'], [1,2], bs=7, out=tmp_path/'r')
-    old = report(); a = np.load(tmp_path/'snow.npy'); a[39] = 255-a[39]; np.save(tmp_path/'snow.npy', a)
-    with pytest.warns(UserWarning, match='snow 1 is measured again') as w: new = report()
-    assert not any('snow 2' in str(o.message) for o in w) and len(new.df)==len(old.df)==4
+    x, y = (images(40, 3) * 255).byte().permute(0, 2, 3, 1).numpy(), np.arange(40) % 3
+    for name in ('fog', 'snow'):
+        np.save(tmp_path / f'{name}.npy', np.tile(x, (5, 1, 1, 1)))
+    np.save(tmp_path / 'labels.npy', np.tile(y, 5))
+    m = tiny_vit(size=32, patch=8, in_chans=3, num_classes=3)
+
+    def report():
+        return corruption_report(m, CifarC(tmp_path), ['fog', 'snow'], [1, 2], bs=7, out=tmp_path / 'r')
+
+    old = report()
+    a = np.load(tmp_path / 'snow.npy')
+    a[39] = 255 - a[39]
+    np.save(tmp_path / 'snow.npy', a)
+    with pytest.warns(UserWarning, match='snow 1 is measured again') as w:
+        new = report()
+    assert not any('snow 2' in str(o.message) for o in w) and len(new.df) == len(old.df) == 4
+
 
 def other_order():
     "A Learner of classes 0 to 11 in the order of text, and images whose classes are ordered by value"
     dls = [synth_dls(16) for _ in range(2)]
-    for d,vocab in zip(dls, (sorted(map(str, range(12))), [*map(str, range(12))])): d.vocab = d.valid.vocab = vocab
-    return Learner(dls[0], tiny_vit(num_classes=12), loss_func=CrossEntropyLossFlat()),dls[1].valid
+    for d, vocab in zip(dls, (sorted(map(str, range(12))), [*map(str, range(12))])):
+        d.vocab = d.valid.vocab = vocab
+    return Learner(dls[0], tiny_vit(num_classes=12), loss_func=CrossEntropyLossFlat()), dls[1].valid
 
-@pytest.mark.parametrize('report', ['corruption_report','flip_report'])
+
+@pytest.mark.parametrize('report', ['corruption_report', 'flip_report'])
 def test_another_dataloader_numbers_its_classes_alike(report):
-    learn,dl = other_order()
-    with pytest.raises(ValueError, match='2 is class 4 of the Learner, but class 2 of dl'): getattr(learn, report)(dl=dl)
+    learn, dl = other_order()
+    with pytest.raises(ValueError, match='2 is class 4 of the Learner, but class 2 of dl'):
+        getattr(learn, report)(dl=dl)
 
-# --- few classes -----------------------------------------------------------------------------------------------------------------
+
+# --- few classes
+# -----------------------------------------------------------------------------------------------------------------
+
 
 class ByClass(Dataset):
     "Images class by class, whose labels cannot be read without them"
-    def __init__(self, each): self.each = each
-    def __len__(self): return 4*self.each
-    def __getitem__(self, i): return images(1, 1, 28, 28, seed=i)[0],i//self.each
 
-@pytest.mark.parametrize('each,told', [(20,'the 40 images are of 2 of 4 classes only'),(40,'the 40 images are of 1 of 4 classes only'),(10,'')])
+    def __init__(self, each):
+        self.each = each
+
+    def __len__(self):
+        return 4 * self.each
+
+    def __getitem__(self, i):
+        return images(1, 1, 28, 28, seed=i)[0], i // self.each
+
+
+@pytest.mark.parametrize(
+    'each,told',
+    [(20, 'the 40 images are of 2 of 4 classes only'), (40, 'the 40 images are of 1 of 4 classes only'), (10, '')],
+)
 def test_images_of_few_classes_are_told(each, told):
     import warnings
-    m,dl = tiny_vit(num_classes=4),DataLoader(ByClass(each), batch_size=16)
+
+    m, dl = tiny_vit(num_classes=4), DataLoader(ByClass(each), batch_size=16)
     says = corruption_report(m, dl, ['fog'], [1], n=40).warnings
-    with warnings.catch_warnings(record=True) as w: warnings.simplefilter('always'); flip_report(m, dl, ['rotate','tilt'], n=40)
+    with warnings.catch_warnings(record=True) as w:
+        warnings.simplefilter('always')
+        flip_report(m, dl, ['rotate', 'tilt'], n=40)
     for o in (says, [str(o.message) for o in w]):
         few = [s for s in o if 'classes only' in s]
-        assert len(few)==bool(told) and all(told in s for s in few)
+        assert len(few) == bool(told) and all(told in s for s in few)
+
 
 def test_a_corruption_comes_before_an_attack_whatever_their_order_in_the_list():
     from robust_nbdev.test_utils import synth_learner
-    learn,c,a = synth_learner(),CorruptValid('brightness', 5),AdvValid(FGSM(.05))
-    assert learn.validate(cbs=[c,a])==learn.validate(cbs=[a,c])
+
+    learn, c, a = synth_learner(), CorruptValid('brightness', 5), AdvValid(FGSM(0.05))
+    assert learn.validate(cbs=[c, a]) == learn.validate(cbs=[a, c])
+
 
 def test_a_timm_model_outside_normalized_is_noticed():
-    m = timm.create_model('vit_tiny_patch16_224', img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=3)
+    m = timm.create_model(
+        'vit_tiny_patch16_224', img_size=16, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=3
+    )
     rep = corruption_report(m, (images(4, h=16, w=16), torch.zeros(4).long()), ['brightness'], [1])
     assert any('wrap it, Normalized(model)' in o for o in rep.warnings)

@@ -1,6 +1,9 @@
-"Two processes on the CPU (gloo), started by torchrun and run by fastai's `distrib_ctx`: they train what one process trains on the joined batch, and measure what it measures (R24)."
+"""Two processes on the CPU (gloo), started by torchrun and run by fastai's `distrib_ctx`: they train what one process
+trains on the joined batch, and measure what it measures (R24)."""
+
 import json, os, re, subprocess, sys
 import pytest
+
 pytest.importorskip('accelerate')
 from concurrent.futures import ThreadPoolExecutor
 
@@ -71,78 +74,133 @@ res['more'] = dict(rows=table(more), seconds=[o['seconds'] for o in more.rows])
 if world>1: dist.destroy_process_group()
 '''
 ENV = dict(OMP_NUM_THREADS='1', PYTHONWARNINGS='ignore', ACCELERATE_USE_CPU='true', CUDA_VISIBLE_DEVICES='')
+
+
 def launch(d, world):
-    (d/'script.py').write_text(SCRIPT); (d/'out').mkdir()
-    how = ['-m','torch.distributed.run','--standalone','--nproc_per_node',str(world)] if world>1 else []
-    env = {k:v for k,v in os.environ.items() if k not in ('RANK','LOCAL_RANK','WORLD_SIZE','MASTER_PORT')}|ENV
-    r = subprocess.run([sys.executable, *how, 'script.py', 'out'], cwd=d, env=env, capture_output=True, text=True, timeout=300)
-    assert r.returncode==0, r.stdout+r.stderr
-    return [json.loads((d/'out'/f'res{i}.json').read_text()) for i in range(world)],d/'out'
+    (d / 'script.py').write_text(SCRIPT)
+    (d / 'out').mkdir()
+    how = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', str(world)] if world > 1 else []
+    env = {k: v for k, v in os.environ.items() if k not in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT')} | ENV
+    r = subprocess.run(
+        [sys.executable, *how, 'script.py', 'out'], cwd=d, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert r.returncode == 0, r.stdout + r.stderr
+    return [json.loads((d / 'out' / f'res{i}.json').read_text()) for i in range(world)], d / 'out'
+
 
 @pytest.fixture(scope='module')
 def runs(tmp_path_factory):
     "(results of one process, [of rank 0, of rank 1], the folder that the two wrote to)"
-    ds = [tmp_path_factory.mktemp(k) for k in ('one','two')]
-    with ThreadPoolExecutor() as ex: (one,_),(two,out) = ex.map(launch, ds, (1,2))
-    return one[0],two,out
+    ds = [tmp_path_factory.mktemp(k) for k in ('one', 'two')]
+    with ThreadPoolExecutor() as ex:
+        (one, _), (two, out) = ex.map(launch, ds, (1, 2))
+    return one[0], two, out
 
-@pytest.mark.parametrize('method', ['at','trades','mart','gat'])
+
+@pytest.mark.parametrize('method', ['at', 'trades', 'mart', 'gat'])
 def test_the_loss_curve_is_that_of_one_process_with_the_joined_batch(runs, method):
-    one,(a,b),_ = runs
-    mean = [(u+v)/2 for u,v in zip(a[method]['losses'], b[method]['losses'])]
-    assert len(mean)==8 and mean==pytest.approx(one[method]['losses'], abs=1e-5) and a[method]['losses']!=b[method]['losses']
-    assert a[method]['weights']==pytest.approx(one[method]['weights'], abs=1e-4)
-    assert max(one[method]['losses'])-min(one[method]['losses'])>.02                                 # it trains
+    one, (a, b), _ = runs
+    mean = [(u + v) / 2 for u, v in zip(a[method]['losses'], b[method]['losses'])]
+    assert (
+        len(mean) == 8
+        and mean == pytest.approx(one[method]['losses'], abs=1e-5)
+        and a[method]['losses'] != b[method]['losses']
+    )
+    assert a[method]['weights'] == pytest.approx(one[method]['weights'], abs=1e-4)
+    assert max(one[method]['losses']) - min(one[method]['losses']) > 0.02  # it trains
 
-@pytest.mark.parametrize('method', ['at','trades','mart','gat','ema','awp','mart_awp','free','some','catch_stop','catch_PGD(8/255, steps=2)','save'])
+
+@pytest.mark.parametrize(
+    'method',
+    [
+        'at',
+        'trades',
+        'mart',
+        'gat',
+        'ema',
+        'awp',
+        'mart_awp',
+        'free',
+        'some',
+        'catch_stop',
+        'catch_PGD(8/255, steps=2)',
+        'save',
+    ],
+)
 def test_ranks_stay_one_model(runs, method):
     "Moved weights, replayed batches, averages and all: bit for bit"
-    a,b = (o[method] for o in runs[1])
-    assert a['weights']==b['weights'] and a.get('ema')==b.get('ema') and a['rows']==b['rows'] and len(a['losses'])==len(b['losses'])
-    assert [v[2:] for v in a['values']]==[v[2:] for v in b['values']]                                # metrics are those of all
+    a, b = (o[method] for o in runs[1])
+    assert (
+        a['weights'] == b['weights']
+        and a.get('ema') == b.get('ema')
+        and a['rows'] == b['rows']
+        and len(a['losses']) == len(b['losses'])
+    )
+    # metrics are those of all
+    assert [v[2:] for v in a['values']] == [v[2:] for v in b['values']]
+
 
 def test_average_is_that_of_one_process(runs):
-    one,(a,_),_ = runs
-    assert a['ema']['ema']==pytest.approx(one['ema']['ema'], abs=1e-4) and one['ema']['ema']!=one['ema']['weights']
+    one, (a, _), _ = runs
+    assert a['ema']['ema'] == pytest.approx(one['ema']['ema'], abs=1e-4) and one['ema']['ema'] != one['ema']['weights']
+
 
 def test_metrics_are_those_of_one_process(runs):
     "37 images: the last batch is uneven and padded, and padding must not count"
-    one,(a,b),_ = runs
-    for method in ('at','trades','mart','gat'): assert [v[2] for v in a[method]['values']]==pytest.approx([v[2] for v in one[method]['values']])
+    one, (a, b), _ = runs
+    for method in ('at', 'trades', 'mart', 'gat'):
+        assert [v[2] for v in a[method]['values']] == pytest.approx([v[2] for v in one[method]['values']])
+
 
 def test_validation_under_attack_is_that_of_one_process(runs):
-    one,(a,b),_ = runs
-    assert a['save']['valid'][1:]==b['save']['valid'][1:] and a['save']['under'][1:]==b['save']['under'][1:]
-    assert a['save']['valid'][1]==a['save']['under'][1]<1 and a['save']['valid'][1]==pytest.approx(one['save']['valid'][1], abs=.03)
+    one, (a, b), _ = runs
+    assert a['save']['valid'][1:] == b['save']['valid'][1:] and a['save']['under'][1:] == b['save']['under'][1:]
+    assert a['save']['valid'][1] == a['save']['under'][1] < 1 and a['save']['valid'][1] == pytest.approx(
+        one['save']['valid'][1], abs=0.03
+    )
+
 
 def test_overfitting_is_caught_by_all_or_none(runs):
     "Each sees other images; the accuracies are those of all, and one speaks"
-    one,(a,b),_ = runs
-    for k in ('catch_stop','catch_PGD(8/255, steps=2)'):
-        assert a[k]['df']==b[k]['df'] and len(a[k]['heard'])>0==len(b[k]['heard']), k
-        assert [r[:2] for r in a[k]['df']]==[r[:2] for r in one[k]['df']] and a[k]['df'][0][2:]==pytest.approx(one[k]['df'][0][2:], abs=1e-6)
+    one, (a, b), _ = runs
+    for k in ('catch_stop', 'catch_PGD(8/255, steps=2)'):
+        assert a[k]['df'] == b[k]['df'] and len(a[k]['heard']) > 0 == len(b[k]['heard']), k
+        assert [r[:2] for r in a[k]['df']] == [r[:2] for r in one[k]['df']] and a[k]['df'][0][2:] == pytest.approx(
+            one[k]['df'][0][2:], abs=1e-6
+        )
+
 
 def test_one_rank_writes(runs):
-    _,_,out = runs
+    _, _, out = runs
     files = {p.relative_to(out).as_posix() for p in out.rglob('*') if p.is_file()}
-    report = {f'{k}/{f}' for k in ('sharded','whole') for f in ('report.json','report.csv','report.html','report.png','verdicts.npz','predictions.npz')}
-    assert files=={'res0.json','res1.json','save/models/avg.pth','save/models/own.pth'}|report
-    assert json.loads((out/'sharded'/'report.json').read_text())['meta']['processes']==2
+    report = {
+        f'{k}/{f}'
+        for k in ('sharded', 'whole')
+        for f in ('report.json', 'report.csv', 'report.html', 'report.png', 'verdicts.npz', 'predictions.npz')
+    }
+    assert files == {'res0.json', 'res1.json', 'save/models/avg.pth', 'save/models/own.pth'} | report
+    assert json.loads((out / 'sharded' / 'report.json').read_text())['meta']['processes'] == 2
 
-@pytest.mark.parametrize('kind', ['sharded','whole'])
+
+@pytest.mark.parametrize('kind', ['sharded', 'whole'])
 def test_a_report_is_that_of_one_process(runs, kind):
-    one,two,_ = runs
-    for o in two: assert o[kind]==one['whole']==one['sharded']
-    assert one['whole']['rows'][1]['attacked']>5 and len(one['whole']['rows'])==5
+    one, two, _ = runs
+    for o in two:
+        assert o[kind] == one['whole'] == one['sharded']
+    assert one['whole']['rows'][1]['attacked'] > 5 and len(one['whole']['rows']) == 5
+
 
 def test_a_sharded_report_goes_on(runs):
-    one,(a,b),_ = runs
-    assert a['more']==b['more'] and a['more']['rows']==one['more']['rows'] and len(a['more']['rows'])==6
+    one, (a, b), _ = runs
+    assert a['more'] == b['more'] and a['more']['rows'] == one['more']['rows'] and len(a['more']['rows']) == 6
+
 
 def test_sharing_needs_processes_that_know_each_other(monkeypatch):
     import torch
     from robust_nbdev.evaluate import robust_report
     from robust_nbdev.attacks import FGSM
     from robust_nbdev.test_utils import tiny_vit
+
     monkeypatch.setenv('WORLD_SIZE', '2')
-    with pytest.raises(RuntimeError, match='init_process_group'): robust_report(tiny_vit(), (torch.rand(4,1,28,28), torch.zeros(4).long()), [FGSM(.1)], shard=True)
+    with pytest.raises(RuntimeError, match='init_process_group'):
+        robust_report(tiny_vit(), (torch.rand(4, 1, 28, 28), torch.zeros(4).long()), [FGSM(0.1)], shard=True)

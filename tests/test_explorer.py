@@ -1,4 +1,6 @@
-"Explorers: the functions that make scenes, widgets without a front end, and static twins, also in a browser where there is one."
+"""Explorers: the functions that make scenes, widgets without a front end, and static twins, also in a browser where
+there is one."""
+
 import base64, html, io, json, os, re, select, shutil, subprocess, sys
 from pathlib import Path
 import numpy as np, pytest, torch
@@ -21,546 +23,1161 @@ from robust_nbdev.explorer import *
 from robust_nbdev.explorer import _options
 from robust_nbdev.test_utils import *
 
-def images(n=4, c=1, size=28, seed=0): return (torch.rand(n, c, size, size, generator=torch.Generator().manual_seed(seed))*255).round()/255
+
+def images(n=4, c=1, size=28, seed=0):
+    return (torch.rand(n, c, size, size, generator=torch.Generator().manual_seed(seed)) * 255).round() / 255
+
+
 y4 = torch.arange(4)
-def grey(t): return Scene({'a':{'picture':torch.full((1,2,2), float(t))}, 'b':{'t':t, 'shares':dict(x=t, rest=1-t), 'gaps':torch.tensor([1.,2+t])}})
-def decode(s): return torch.as_tensor(np.array(Image.open(io.BytesIO(base64.b64decode(s))))).float()/255
 
-# --- scenes ---------------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('c', [1,3])
+def grey(t):
+    return Scene(
+        {
+            'a': {'picture': torch.full((1, 2, 2), float(t))},
+            'b': {'t': t, 'shares': dict(x=t, rest=1 - t), 'gaps': torch.tensor([1.0, 2 + t])},
+        }
+    )
+
+
+def decode(s):
+    return torch.as_tensor(np.array(Image.open(io.BytesIO(base64.b64decode(s))))).float() / 255
+
+
+# --- scenes
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('c', [1, 3])
 def test_png_is_the_picture_to_eight_bits(c):
-    x = images(1, c, 9)[0]; d = decode(png64(x))
-    assert torch.equal((d if c==3 else d[...,None]).permute(2,0,1), x)
+    x = images(1, c, 9)[0]
+    d = decode(png64(x))
+    assert torch.equal((d if c == 3 else d[..., None]).permute(2, 0, 1), x)
+
 
 def test_what_is_no_picture_is_refused():
-    for t in (torch.rand(2,4,4), torch.rand(4,4), torch.rand(1,3,4,4)):
-        with pytest.raises(ValueError, match='picture is a tensor'): png64(t)
-    with pytest.raises(ValueError, match='0,1'): png64(torch.full((1,2,2), 2.))
-    with pytest.raises(TypeError, match='floating point'): png64(torch.ones(1,2,2).long())
+    for t in (torch.rand(2, 4, 4), torch.rand(4, 4), torch.rand(1, 3, 4, 4)):
+        with pytest.raises(ValueError, match='picture is a tensor'):
+            png64(t)
+    with pytest.raises(ValueError, match='0,1'):
+        png64(torch.full((1, 2, 2), 2.0))
+    with pytest.raises(TypeError, match='floating point'):
+        png64(torch.ones(1, 2, 2).long())
+
 
 def test_heat_spans_the_colour_map():
-    h = heat(torch.tensor([[0.,5,10]]), 0, 10, 'bwr')
-    assert h.shape==(3,1,3) and h[:,0,0].tolist()==[0,0,1] and h[:,0,2].tolist()==[1,0,0] and h[:,0,1].min()>.98
-    assert torch.equal(heat(torch.zeros(2,2)), heat(torch.zeros(2,2), 0, 1)) and torch.equal(heat(torch.tensor([[-5.]]), 0, 1), heat(torch.tensor([[0.]]), 0, 1))
+    h = heat(torch.tensor([[0.0, 5, 10]]), 0, 10, 'bwr')
+    assert (
+        h.shape == (3, 1, 3)
+        and h[:, 0, 0].tolist() == [0, 0, 1]
+        and h[:, 0, 2].tolist() == [1, 0, 0]
+        and h[:, 0, 1].min() > 0.98
+    )
+    assert torch.equal(heat(torch.zeros(2, 2)), heat(torch.zeros(2, 2), 0, 1)) and torch.equal(
+        heat(torch.tensor([[-5.0]]), 0, 1), heat(torch.tensor([[0.0]]), 0, 1)
+    )
+
 
 def test_a_scene_draws_every_kind_of_value_and_escapes_names():
-    s = Scene({'<b>':{'"x"':images(1)[0], 'n':1/3, 't':'<i>', 'bars':{'<u>':.256}, 'h':torch.tensor([1.,4.])}})
+    s = Scene(
+        {'<b>': {'"x"': images(1)[0], 'n': 1 / 3, 't': '<i>', 'bars': {'<u>': 0.256}, 'h': torch.tensor([1.0, 4.0])}}
+    )
     t = s._repr_html_()
-    assert [p[0] for p in s.slots]==['src','text','text','text','width','text','height','height']
-    assert [p[1] for p in s.slots[1:]]==['0.333','<i>','<u>',26,'26%',25,100]
-    assert '<b>"' not in t and '&lt;b&gt;' in t and '&lt;i&gt;' in t and '&lt;u&gt;' in t and '&quot;x&quot;' in t and 'aria-live="polite"' in t
-    assert Scene({'a':{'h':torch.zeros(3)}}).slots==[('height',0)]*3
+    assert [p[0] for p in s.slots] == ['src', 'text', 'text', 'text', 'width', 'text', 'height', 'height']
+    assert [p[1] for p in s.slots[1:]] == ['0.333', '<i>', '<u>', 26, '26%', 25, 100]
+    assert (
+        '<b>"' not in t
+        and '&lt;b&gt;' in t
+        and '&lt;i&gt;' in t
+        and '&lt;u&gt;' in t
+        and '&quot;x&quot;' in t
+        and 'aria-live="polite"' in t
+    )
+    assert Scene({'a': {'h': torch.zeros(3)}}).slots == [('height', 0)] * 3
 
-@pytest.mark.parametrize('v', [torch.rand(2,2), None, [1,2]], ids=['matrix','None','list'])
+
+@pytest.mark.parametrize('v', [torch.rand(2, 2), None, [1, 2]], ids=['matrix', 'None', 'list'])
 def test_a_scene_says_what_it_cannot_draw(v):
-    with pytest.raises(TypeError, match="'b' is shown as a picture"): Scene({'a':{'b':v}}).body()
+    with pytest.raises(TypeError, match="'b' is shown as a picture"):
+        Scene({'a': {'b': v}}).body()
 
-# --- twins ----------------------------------------------------------------------------------------------------------------------
 
-def data_of(t): return json.loads(re.search(r'const D = (\{.*?\});\n', t, re.S)[1])
+# --- twins
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def data_of(t):
+    return json.loads(re.search(r'const D = (\{.*?\});\n', t, re.S)[1])
+
 
 def test_twin_is_self_contained_and_has_no_ids():
-    t = static_twin(grey, dict(t=[0.,.5,1.]))
-    assert not re.search(r'(https?:)?//[a-z]', t) and not re.search(r'[\s"]id=|[\s"]name=', t) and t.count('<script')==t.count('</script>')==1
+    t = static_twin(grey, dict(t=[0.0, 0.5, 1.0]))
+    assert (
+        not re.search(r'(https?:)?//[a-z]', t)
+        and not re.search(r'[\s"]id=|[\s"]name=', t)
+        and t.count('<script') == t.count('</script>') == 1
+    )
     assert not re.search(r'\bsrc="(?!data:)|url\(|@import|fetch\(|import\(', t)
 
+
 def test_twin_holds_every_state_in_order_and_the_first_without_a_script():
-    show = lambda u, t: Scene({'p':{'sum':f'{10*u+t}'}})
-    t = static_twin(show, dict(u=[1,2], t=[0,1,2]), start=dict(t=2, u=2)); d = data_of(t)
-    assert [d['texts'][o[0]] for o in d['states']]==['10','11','12','20','21','22'] and d['labels']==[['1','2'],['0','1','2']]
-    assert '<span data-slot="text">22</span>' in t and 'value="2" aria-valuetext="2"' in t and 'value="1" aria-valuetext="2"' in t
+    show = lambda u, t: Scene({'p': {'sum': f'{10 * u + t}'}})
+    t = static_twin(show, dict(u=[1, 2], t=[0, 1, 2]), start=dict(t=2, u=2))
+    d = data_of(t)
+    assert [d['texts'][o[0]] for o in d['states']] == ['10', '11', '12', '20', '21', '22'] and d['labels'] == [
+        ['1', '2'],
+        ['0', '1', '2'],
+    ]
+    assert (
+        '<span data-slot="text">22</span>' in t
+        and 'value="2" aria-valuetext="2"' in t
+        and 'value="1" aria-valuetext="2"' in t
+    )
+
 
 def test_twin_stores_nothing_twice_and_nothing_that_stands_still():
-    still = torch.zeros(1,2,2)
-    show = lambda i, t: Scene({'p':{'moves':torch.full((1,2,2), i/2), 'still':still, 'same':'text', 't':t}})
-    d = data_of(static_twin(show, dict(i=[0,1,2], t=[0,1,2])))
-    assert len(d['pictures'])==3 and len(d['texts'])==3 and len(d['slots'])==2 and len(d['states'])==9
+    still = torch.zeros(1, 2, 2)
+    show = lambda i, t: Scene({'p': {'moves': torch.full((1, 2, 2), i / 2), 'still': still, 'same': 'text', 't': t}})
+    d = data_of(static_twin(show, dict(i=[0, 1, 2], t=[0, 1, 2])))
+    assert len(d['pictures']) == 3 and len(d['texts']) == 3 and len(d['slots']) == 2 and len(d['states']) == 9
+
 
 def test_states_that_differ_in_shape_are_refused():
-    for bad in (lambda t: Scene({'p':{'a':1} if t else {'b':1}}), lambda t: Scene({'p':{'a':{'x':.5} if t else {'x':.5, 'y':.5}}}), lambda t: Scene({f'p{t}':{'a':1}})):
-        with pytest.raises(ValueError, match="state {'t': 1} shows other things"): static_twin(bad, dict(t=[0,1]))
+    for bad in (
+        lambda t: Scene({'p': {'a': 1} if t else {'b': 1}}),
+        lambda t: Scene({'p': {'a': {'x': 0.5} if t else {'x': 0.5, 'y': 0.5}}}),
+        lambda t: Scene({f'p{t}': {'a': 1}}),
+    ):
+        with pytest.raises(ValueError, match="state {'t': 1} shows other things"):
+            static_twin(bad, dict(t=[0, 1]))
 
-def test_labels_of_bars_may_change(): static_twin(lambda t: Scene({'p':{'a':{f'x{t}':.5}}}), dict(t=[0,1]))
 
-@pytest.mark.parametrize('controls,error,match', [({}, ValueError, 'needs controls'), (dict(t=[]), ValueError, "'t' has no values"), (dict(t=.5), TypeError, 'list of values'), (dict(t='abc'), TypeError, 'list of values')], ids=['none','empty','number','text'])
+def test_labels_of_bars_may_change():
+    static_twin(lambda t: Scene({'p': {'a': {f'x{t}': 0.5}}}), dict(t=[0, 1]))
+
+
+@pytest.mark.parametrize(
+    'controls,error,match',
+    [
+        ({}, ValueError, 'needs controls'),
+        (dict(t=[]), ValueError, "'t' has no values"),
+        (dict(t=0.5), TypeError, 'list of values'),
+        (dict(t='abc'), TypeError, 'list of values'),
+    ],
+    ids=['none', 'empty', 'number', 'text'],
+)
 @pytest.mark.parametrize('front', [static_twin, live_widget, Explorer])
 def test_bad_controls(front, controls, error, match):
     pytest.importorskip('ipywidgets')
-    with pytest.raises(error, match=match): front(grey, controls)
+    with pytest.raises(error, match=match):
+        front(grey, controls)
+
 
 def test_too_many_states_and_unknown_starts_are_refused_before_anything_is_computed():
-    def never(**kw): raise AssertionError
-    with pytest.raises(ValueError, match='10000 states'): static_twin(never, dict(a=range(100), b=range(100)))
-    with pytest.raises(ValueError, match="start names \\['x'\\]"): Explorer(never, dict(t=[0]), dict(x=1))
+    def never(**kw):
+        raise AssertionError
+
+    with pytest.raises(ValueError, match='10000 states'):
+        static_twin(never, dict(a=range(100), b=range(100)))
+    with pytest.raises(ValueError, match="start names \\['x'\\]"):
+        Explorer(never, dict(t=[0]), dict(x=1))
+
 
 def test_numbers_are_sliders_and_the_rest_are_menus():
-    assert _options('eps', [0,.5/255,8/255,.1])==(False, ['0','0.5/255','8/255','0.1'], [0,.5/255,8/255,.1]) and _options('lam', np.array([.1,.5]))[1]==['0.1','0.5']
-    assert _options('on', [True,False])[0] and _options('k', ['a','b'])[0] and _options('k', {'a':1})==(True, ['a'], [1])
+    assert _options('eps', [0, 0.5 / 255, 8 / 255, 0.1]) == (
+        False,
+        ['0', '0.5/255', '8/255', '0.1'],
+        [0, 0.5 / 255, 8 / 255, 0.1],
+    ) and _options('lam', np.array([0.1, 0.5]))[1] == ['0.1', '0.5']
+    assert (
+        _options('on', [True, False])[0]
+        and _options('k', ['a', 'b'])[0]
+        and _options('k', {'a': 1}) == (True, ['a'], [1])
+    )
+
 
 def test_names_are_escaped_in_controls_and_data():
-    t = static_twin(lambda a: Scene({'p':{'t':a}}), {'a':['</script><img src=x>','b&"c']})
-    assert '</script><img' not in t and data_of(t)['texts']==['</script><img src=x>','b&"c'] and t.count('</script>')==1
+    t = static_twin(lambda a: Scene({'p': {'t': a}}), {'a': ['</script><img src=x>', 'b&"c']})
+    assert (
+        '</script><img' not in t
+        and data_of(t)['texts'] == ['</script><img src=x>', 'b&"c']
+        and t.count('</script>') == 1
+    )
+
 
 def test_twin_saves_a_page_and_prints_short(tmp_path):
-    t = static_twin(grey, dict(t=[0.,1.])); t.save(tmp_path/'t.html', 'A <title>')
-    p = (tmp_path/'t.html').read_text()
-    assert p.startswith('<!doctype html>') and '<title>A &lt;title&gt;</title>' in p and 'width=device-width' in p and str(t) in p
-    assert re.fullmatch(r'Twin\(\d+ kB\)', repr(t)) and t._repr_html_()==t
+    t = static_twin(grey, dict(t=[0.0, 1.0]))
+    t.save(tmp_path / 't.html', 'A <title>')
+    p = (tmp_path / 't.html').read_text()
+    assert (
+        p.startswith('<!doctype html>')
+        and '<title>A &lt;title&gt;</title>' in p
+        and 'width=device-width' in p
+        and str(t) in p
+    )
+    assert re.fullmatch(r'Twin\(\d+ kB\)', repr(t)) and t._repr_html_() == t
+
 
 def test_docs_keep_scripts_on_the_page_and_out_of_its_markdown():
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]/'tools'))
-    try: docs = pytest.importorskip('docs')
-    finally: sys.path.pop(0)
-    page = f'text\n\n{static_twin(grey, dict(t=[0.,1.]))}\n\n```python\n_CSS = "<style></style>"; s = f"<script>{{x}}</script>"\n```\n<img src="data:image/png;base64,{"A"*300}">'
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'tools'))
+    try:
+        docs = pytest.importorskip('docs')
+    finally:
+        sys.path.pop(0)
+    page = (
+        f'text\n\n{static_twin(grey, dict(t=[0.0, 1.0]))}\n\n```python\n_CSS = "<style></style>"; s ='
+        f' f"<script>{{x}}</script>"\n```\n<img src="data:image/png;base64,{"A" * 300}">'
+    )
     s = docs.lean(page)
-    assert 'const D' not in s and 'A'*300 not in s and 'f"<script>{x}</script>"' in s and s.startswith('text') and '<select' not in s and 'type="range"' in s
+    assert (
+        'const D' not in s
+        and 'A' * 300 not in s
+        and 'f"<script>{x}</script>"' in s
+        and s.startswith('text')
+        and '<select' not in s
+        and 'type="range"' in s
+    )
 
-def test_the_same_table_gives_the_same_twin(): assert static_twin(grey, dict(t=[0.,1.]))==static_twin(grey, dict(t=[0.,1.]))!=static_twin(grey, dict(t=[0.,.9]))
 
-# --- widgets --------------------------------------------------------------------------------------------------------------------
+def test_the_same_table_gives_the_same_twin():
+    assert (
+        static_twin(grey, dict(t=[0.0, 1.0]))
+        == static_twin(grey, dict(t=[0.0, 1.0]))
+        != static_twin(grey, dict(t=[0.0, 0.9]))
+    )
+
+
+# --- widgets
+# --------------------------------------------------------------------------------------------------------------------
+
 
 def test_widget_fires_when_its_value_is_set():
     ipw = pytest.importorskip('ipywidgets')
     seen = []
-    def show(kind, t): seen.append((kind,t)); return grey(t)
-    w = live_widget(show, dict(kind={'first':1, 'second':2}, t=[0.,.5,1.]), start=dict(t=.5))
-    assert isinstance(w.controls['kind'], ipw.Dropdown) and isinstance(w.controls['t'], ipw.SelectionSlider) and seen==[(1,.5)]
+
+    def show(kind, t):
+        seen.append((kind, t))
+        return grey(t)
+
+    w = live_widget(show, dict(kind={'first': 1, 'second': 2}, t=[0.0, 0.5, 1.0]), start=dict(t=0.5))
+    assert (
+        isinstance(w.controls['kind'], ipw.Dropdown)
+        and isinstance(w.controls['t'], ipw.SelectionSlider)
+        and seen == [(1, 0.5)]
+    )
     before = w.scene.value
-    w.controls['t'].value = 1.; assert w.scene.value!=before and '<span data-slot="text">1</span>' in w.scene.value
-    w.controls['kind'].value = 2; assert seen==[(1,.5),(1,1.),(2,1.)]
+    w.controls['t'].value = 1.0
+    assert w.scene.value != before and '<span data-slot="text">1</span>' in w.scene.value
+    w.controls['kind'].value = 2
+    assert seen == [(1, 0.5), (1, 1.0), (2, 1.0)]
+
 
 def test_explorer_knows_its_controls():
-    e = Explorer(grey, dict(t=[0.,.5,1.]), dict(t=.5))
-    assert e()['b']['t']==.5 and e(t=1.)['b']['t']==1. and repr(e)=='Explorer(t: 3)'
-    assert data_of(e.twin(t=[0.,1.]))['labels']==[['0','1']]
+    e = Explorer(grey, dict(t=[0.0, 0.5, 1.0]), dict(t=0.5))
+    assert e()['b']['t'] == 0.5 and e(t=1.0)['b']['t'] == 1.0 and repr(e) == 'Explorer(t: 3)'
+    assert data_of(e.twin(t=[0.0, 1.0]))['labels'] == [['0', '1']]
     for f in (e, e.twin):
-        with pytest.raises(TypeError, match="no control \\['eps'\\]"): f(eps=1)
+        with pytest.raises(TypeError, match="no control \\['eps'\\]"):
+            f(eps=1)
+
 
 def test_without_ipywidgets_the_widget_says_what_to_install_and_the_twin_works(monkeypatch):
     monkeypatch.setitem(sys.modules, 'ipywidgets', None)
-    e = Explorer(grey, dict(t=[0.,1.]))
-    with pytest.raises(ImportError, match='pip install ipywidgets'): e.widget()
-    assert len(e.twin())>0
+    e = Explorer(grey, dict(t=[0.0, 1.0]))
+    with pytest.raises(ImportError, match='pip install ipywidgets'):
+        e.widget()
+    assert len(e.twin()) > 0
 
-# --- explorers ------------------------------------------------------------------------------------------------------------------
+
+# --- explorers
+# ------------------------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope='module')
-def nets(): return {k:small_model('vit', robust=k=='robust', data='fashion_mnist') for k in ('plain','robust')}
+def nets():
+    return {k: small_model('vit', robust=k == 'robust', data='fashion_mnist') for k in ('plain', 'robust')}
+
+
 @pytest.fixture(scope='module')
 def data():
-    x,y = fashion_mnist(64, 16, bs=16, seed=0).valid.one_batch()
-    return x.as_subclass(torch.Tensor).cpu(),y.as_subclass(torch.Tensor).cpu()
+    x, y = fashion_mnist(64, 16, bs=16, seed=0).valid.one_batch()
+    return x.as_subclass(torch.Tensor).cpu(), y.as_subclass(torch.Tensor).cpu()
+
 
 def test_attention_of_the_class_token(nets, data):
     x = data[0][:3]
-    for m in (nets['plain'], small_model('xcit', data='fashion_mnist'), add_tokens(tiny_vit(), 3), tiny_vit(reg_tokens=2), tiny_vit(class_token=False, global_pool='avg')):
+    for m in (
+        nets['plain'],
+        small_model('xcit', data='fashion_mnist'),
+        add_tokens(tiny_vit(), 3),
+        tiny_vit(reg_tokens=2),
+        tiny_vit(class_token=False, global_pool='avg'),
+    ):
         a = class_attention(m, x)
-        assert a.shape==(3,*patch_grid(m, x)) and (a>=0).all() and (a.sum((1,2))<=1+1e-5).all()
-    m = nets['plain']; a = attn_maps(m, x)[-1].mean(1)[:,0,1:].view(3,4,4)
+        assert a.shape == (3, *patch_grid(m, x)) and (a >= 0).all() and (a.sum((1, 2)) <= 1 + 1e-5).all()
+    m = nets['plain']
+    a = attn_maps(m, x)[-1].mean(1)[:, 0, 1:].view(3, 4, 4)
     assert torch.allclose(class_attention(m, x), a)
-    with pytest.raises(TypeError, match='no class token'): class_attention(nn.Conv2d(1,1,1), x)
+    with pytest.raises(TypeError, match='no class token'):
+        class_attention(nn.Conv2d(1, 1, 1), x)
+
 
 def test_chances_mark_the_label_and_keep_the_likeliest():
-    assert chances(torch.tensor([.2,.8]), 1, ['a','b'])==pytest.approx({'a':.2, 'b (label)':.8})
-    p = torch.arange(20.)/190
-    assert list(chances(p, 0, most=3))==['19','18','17']
+    assert chances(torch.tensor([0.2, 0.8]), 1, ['a', 'b']) == pytest.approx({'a': 0.2, 'b (label)': 0.8})
+    p = torch.arange(20.0) / 190
+    assert list(chances(p, 0, most=3)) == ['19', '18', '17']
+
 
 def test_eps_moves_picture_and_numbers_and_stays_in_the_ball(nets, data):
-    x,y = [o[:2] for o in data]; before = {k:state_of(m) for k,m in nets.items()}
-    e = explore_attack(nets, x, y, eps=[0,.02,.1], steps=[3])
-    got = [e(eps=o, attack=e.controls['attack']['PGD']) for o in (0,.02,.1)]
-    for sc,eps in zip(got, (0,.02,.1)):
-        for k in nets: assert (sc[k]['attacked']-x[0]).abs().max()<=eps+1e-6 and sc[k]['attention'].shape==(3,4,4) and sc[k]['change, magnified'].shape==(1,28,28)
-    assert torch.equal(got[0]['plain']['attacked'], x[0]) and got[0]['plain']['largest change']=='0.0/255'
-    assert not torch.equal(got[1]['plain']['attacked'], got[2]['plain']['attacked']) and got[1]['plain']['probabilities']!=got[2]['plain']['probabilities']
-    assert got[2]['plain']['largest change']=='25.5/255'
-    assert {k:state_of(m) for k,m in nets.items()}==before
+    x, y = [o[:2] for o in data]
+    before = {k: state_of(m) for k, m in nets.items()}
+    e = explore_attack(nets, x, y, eps=[0, 0.02, 0.1], steps=[3])
+    got = [e(eps=o, attack=e.controls['attack']['PGD']) for o in (0, 0.02, 0.1)]
+    for sc, eps in zip(got, (0, 0.02, 0.1)):
+        for k in nets:
+            assert (
+                (sc[k]['attacked'] - x[0]).abs().max() <= eps + 1e-6
+                and sc[k]['attention'].shape == (3, 4, 4)
+                and sc[k]['change, magnified'].shape == (1, 28, 28)
+            )
+    assert torch.equal(got[0]['plain']['attacked'], x[0]) and got[0]['plain']['largest change'] == '0.0/255'
+    assert (
+        not torch.equal(got[1]['plain']['attacked'], got[2]['plain']['attacked'])
+        and got[1]['plain']['probabilities'] != got[2]['plain']['probabilities']
+    )
+    assert got[2]['plain']['largest change'] == '25.5/255'
+    assert {k: state_of(m) for k, m in nets.items()} == before
+
 
 def test_attack_view_is_the_attack_that_was_given(nets, data):
-    x,y = [o[:3] for o in data]; a = PGD(.05, steps=2, norm='Linf')
+    x, y = [o[:3] for o in data]
+    a = PGD(0.05, steps=2, norm='Linf')
     got = attack_view(nets['plain'], x, y, a, vocab=list('abcdefghij'), seed=5)
-    assert torch.equal(torch.stack([o['model']['attacked'] for o in got]), a(nets['plain'], x, y, seed=5)) and len(got)==3
+    assert (
+        torch.equal(torch.stack([o['model']['attacked'] for o in got]), a(nets['plain'], x, y, seed=5))
+        and len(got) == 3
+    )
     p = nets['plain'](a(nets['plain'], x, y, seed=5)).softmax(1)
-    for i,o in enumerate(got):
-        assert sum(o['model']['probabilities'].values())==pytest.approx(1, abs=1e-5)
-        assert o['model']['says']==f'{"abcdefghij"[p[i].argmax()]}, {"right" if p[i].argmax()==y[i] else "wrong"}' and o['image']['attack']=='PGD(0.05, steps=2)'
+    for i, o in enumerate(got):
+        assert sum(o['model']['probabilities'].values()) == pytest.approx(1, abs=1e-5)
+        assert (
+            o['model']['says'] == f'{"abcdefghij"[p[i].argmax()]}, {"right" if p[i].argmax() == y[i] else "wrong"}'
+            and o['image']['attack'] == 'PGD(0.05, steps=2)'
+        )
+
 
 def test_fgsm_ignores_steps_and_settings_are_attacked_once(nets, data):
-    x,y = [o[:1] for o in data]; c = Counted(nets['plain'])
-    e = explore_attack(c, x, y, attacks=(FGSM(),PGD()), eps=[0,.1], steps=[1,2]); fgsm = e.controls['attack']['FGSM']
-    assert torch.equal(e(eps=.1, attack=fgsm, steps=1)['model']['attacked'], e(eps=.1, attack=fgsm, steps=2)['model']['attacked'])
-    n = c.passes; e(eps=.1, attack=fgsm, steps=1); assert c.passes==n
+    x, y = [o[:1] for o in data]
+    c = Counted(nets['plain'])
+    e = explore_attack(c, x, y, attacks=(FGSM(), PGD()), eps=[0, 0.1], steps=[1, 2])
+    fgsm = e.controls['attack']['FGSM']
+    assert torch.equal(
+        e(eps=0.1, attack=fgsm, steps=1)['model']['attacked'], e(eps=0.1, attack=fgsm, steps=2)['model']['attacked']
+    )
+    n = c.passes
+    e(eps=0.1, attack=fgsm, steps=1)
+    assert c.passes == n
+
 
 def test_attacks_are_told_apart_and_those_inside_others_move(nets, data):
-    x,y = [o[:1] for o in data]; a = AAS(PGD(), ascent=1)
-    e = explore_attack(nets['robust'], x, y, attacks=(PGD(),PGD(loss=dlr),a), eps=[.05,.1], steps=[1,2])
-    assert list(e.controls['attack'])==['PGD(8/255, steps=10)','PGD(8/255, loss=dlr, steps=10)','AAS']
-    assert e(attack=a, eps=.05, steps=2)['image']['attack']==repr(a.but(eps=.05, steps=2)) and (e(attack=a, eps=.05)['model']['attacked']-x[0]).abs().max()<=.05+1e-6
+    x, y = [o[:1] for o in data]
+    a = AAS(PGD(), ascent=1)
+    e = explore_attack(nets['robust'], x, y, attacks=(PGD(), PGD(loss=dlr), a), eps=[0.05, 0.1], steps=[1, 2])
+    assert list(e.controls['attack']) == ['PGD(8/255, steps=10)', 'PGD(8/255, loss=dlr, steps=10)', 'AAS']
+    assert (
+        e(attack=a, eps=0.05, steps=2)['image']['attack'] == repr(a.but(eps=0.05, steps=2))
+        and (e(attack=a, eps=0.05)['model']['attacked'] - x[0]).abs().max() <= 0.05 + 1e-6
+    )
     for bad in (Occlusion(), lambda model, x, y=None, seed=0: x):
-        with pytest.raises(TypeError, match='no eps'): explore_attack(nets, x, y, attacks=[bad])
-    with pytest.raises(TypeError, match='class of attacks'): explore_attack(nets, x, y, attacks=[PGD])
+        with pytest.raises(TypeError, match='no eps'):
+            explore_attack(nets, x, y, attacks=[bad])
+    with pytest.raises(TypeError, match='class of attacks'):
+        explore_attack(nets, x, y, attacks=[PGD])
+
 
 def test_any_classifier_can_be_explored(data):
-    m = nn.Sequential(nn.Flatten(), nn.Linear(784, 4)); x,y = data[0][:2],torch.tensor([0,3])
-    sc = explore_attack(m, x, y, eps=[.05], steps=[2])()
-    assert 'attention' not in sc['model'] and len(sc['model']['probabilities'])==4
-    assert len(explore_corruption(m, x, y, ['fog'])()['model']['probabilities'])==4
+    m = nn.Sequential(nn.Flatten(), nn.Linear(784, 4))
+    x, y = data[0][:2], torch.tensor([0, 3])
+    sc = explore_attack(m, x, y, eps=[0.05], steps=[2])()
+    assert 'attention' not in sc['model'] and len(sc['model']['probabilities']) == 4
+    assert len(explore_corruption(m, x, y, ['fog'])()['model']['probabilities']) == 4
+
 
 def test_errors_of_attacks_reach_the_reader(nets, data):
-    with pytest.raises(ValueError, match='images must lie in'): explore_attack(nets, data[0]*255, data[1])()
-    with pytest.raises(TypeError, match='give learn.model'): explore_attack(synth_learner(), *data)()
+    with pytest.raises(ValueError, match='images must lie in'):
+        explore_attack(nets, data[0] * 255, data[1])()
+    with pytest.raises(TypeError, match='give learn.model'):
+        explore_attack(synth_learner(), *data)()
+
 
 def test_corruption_explorer(nets, data):
-    x,y = data
-    e = explore_corruption(nets, x, y, ['fog','gaussian_noise'], shown=2, seed=3)
-    assert torch.equal(e(severity=0)['image']['corrupted'], x[0]) and list(e.controls['image'].values())==[0,1]
-    sc = e(severity=4, corruption='gaussian_noise', image=1); xc = corrupt(x, 'gaussian_noise', 4, 3)
+    x, y = data
+    e = explore_corruption(nets, x, y, ['fog', 'gaussian_noise'], shown=2, seed=3)
+    assert torch.equal(e(severity=0)['image']['corrupted'], x[0]) and list(e.controls['image'].values()) == [0, 1]
+    sc = e(severity=4, corruption='gaussian_noise', image=1)
+    xc = corrupt(x, 'gaussian_noise', 4, 3)
     assert torch.equal(sc['image']['corrupted'], xc[1])
-    for k,m in nets.items(): assert sc[k]['accuracy']==f'{100*(predict(m, xc)==y).float().mean():.1f}% of 16 images'
-    with pytest.raises(ValueError, match="no corruption 'rain'"): corruption_view(nets, x, y, 'rain', 1)
-    with pytest.raises(ValueError, match='severity must be'): corruption_view(nets, x, y, 'fog', 6)
+    for k, m in nets.items():
+        assert sc[k]['accuracy'] == f'{100 * (predict(m, xc) == y).float().mean():.1f}% of 16 images'
+    with pytest.raises(ValueError, match="no corruption 'rain'"):
+        corruption_view(nets, x, y, 'rain', 1)
+    with pytest.raises(ValueError, match='severity must be'):
+        corruption_view(nets, x, y, 'fog', 6)
+
 
 def probes(n=3):
-    torch.manual_seed(0); m = add_tokens(small_model('vit', data='fashion_mnist'), n, 'cls_patch')
+    torch.manual_seed(0)
+    m = add_tokens(small_model('vit', data='fashion_mnist'), n, 'cls_patch')
     tokens_of(m).weight.data.mul_(100)
-    return LinearProbe(WithoutTokens(m), 10),LinearProbe(m, 10)
+    return LinearProbe(WithoutTokens(m), 10), LinearProbe(m, 10)
+
 
 def test_token_explorer_on_off_and_who_is_attacked(data):
-    x,y = data; off,on = ps = probes(); a = PGD(.1, steps=2, loss=feat_cos); before = state_of(on)
-    e = explore_tokens(ps, x, y, a, eps=[0,.1], shown=2)
-    clean = e(tokens=False, eps=0)['model']; key = "cosine with the plain backbone's clean features"
-    assert clean[key]=='1.000' and float(e(tokens=True, eps=0)['model'][key])<1
-    blind,aware = [e(tokens=True, eps=.1, attacker=o) for o in (False,True)]
-    assert torch.equal(blind['image']['attacked'], a(off.model, x, seed=0)[0]) and torch.equal(aware['image']['attacked'], a(on.model, x, seed=0)[0])
-    assert torch.equal(e(tokens=False, eps=.1)['image']['attacked'], blind['image']['attacked'])
+    x, y = data
+    off, on = ps = probes()
+    a = PGD(0.1, steps=2, loss=feat_cos)
+    before = state_of(on)
+    e = explore_tokens(ps, x, y, a, eps=[0, 0.1], shown=2)
+    clean = e(tokens=False, eps=0)['model']
+    key = "cosine with the plain backbone's clean features"
+    assert clean[key] == '1.000' and float(e(tokens=True, eps=0)['model'][key]) < 1
+    blind, aware = [e(tokens=True, eps=0.1, attacker=o) for o in (False, True)]
+    assert torch.equal(blind['image']['attacked'], a(off.model, x, seed=0)[0]) and torch.equal(
+        aware['image']['attacked'], a(on.model, x, seed=0)[0]
+    )
+    assert torch.equal(e(tokens=False, eps=0.1)['image']['attacked'], blind['image']['attacked'])
     xa = a(off.model, x, seed=0)
-    assert blind['model']['accuracy, attacked']==f'{100*((predict(on, xa)==y)&(predict(on, x)==y)).float().mean():.1f}% of 16 images'
-    assert blind['model'][key]==f'{feature_cosine(on.model, x, xa, clean=off.model)[0]:.3f}'
-    assert state_of(on)==before
+    assert (
+        blind['model']['accuracy, attacked']
+        == f'{100 * ((predict(on, xa) == y) & (predict(on, x) == y)).float().mean():.1f}% of 16 images'
+    )
+    assert blind['model'][key] == f'{feature_cosine(on.model, x, xa, clean=off.model)[0]:.3f}'
+    assert state_of(on) == before
+
 
 def test_token_explorer_refuses_what_it_cannot_do(data):
-    with pytest.raises(ValueError, match='two classifiers'): explore_tokens(probes()[:1], *data)
-    with pytest.raises(ValueError, match='needs labels'): token_view(probes(), *data, PGD(.1, steps=1))
+    with pytest.raises(ValueError, match='two classifiers'):
+        explore_tokens(probes()[:1], *data)
+    with pytest.raises(ValueError, match='needs labels'):
+        token_view(probes(), *data, PGD(0.1, steps=1))
+
 
 def dial():
-    torch.manual_seed(0); m = tora_vit(small_model('vit', data='fashion_mnist')); gates = {}
-    for p in tora_parts(m)['acc']+tora_parts(m)['rob']: p.data += .05*torch.randn_like(p)
+    torch.manual_seed(0)
+    m = tora_vit(small_model('vit', data='fashion_mnist'))
+    gates = {}
+    for p in tora_parts(m)['acc'] + tora_parts(m)['rob']:
+        p.data += 0.05 * torch.randn_like(p)
     g0 = gates_of(m)
-    for lam in (.1,.9): gates[lam] = {k:v+.5*torch.randn_like(v) for k,v in g0.items()}
+    for lam in (0.1, 0.9):
+        gates[lam] = {k: v + 0.5 * torch.randn_like(v) for k, v in g0.items()}
     return GateDial(m, gates)
 
+
 def test_lam_explorer_shows_the_gates_of_its_lam_and_gives_the_old_ones_back(data):
-    x,y = data; d = dial(); was,st = gates_of(d.model),state_of(d.model)
-    e = explore_lam(d, x, y, PGD(.05, steps=1), lams=[.1,.5,.9], shown=2)
-    got = {o:e(lam=o, image=1) for o in (.1,.5,.9)}
-    assert all(torch.equal(v, was[k]) for k,v in gates_of(d.model).items()) and state_of(d.model)==st
+    x, y = data
+    d = dial()
+    was, st = gates_of(d.model), state_of(d.model)
+    e = explore_lam(d, x, y, PGD(0.05, steps=1), lams=[0.1, 0.5, 0.9], shown=2)
+    got = {o: e(lam=o, image=1) for o in (0.1, 0.5, 0.9)}
+    assert all(torch.equal(v, was[k]) for k, v in gates_of(d.model).items()) and state_of(d.model) == st
     title = 'weight of the accuracy adapter, block by block'
-    assert len(got[.1][title])==6 and not torch.equal(got[.1][title]['block 3'], got[.9][title]['block 3'])
-    m = d(.5); p = m(x).softmax(1)
-    assert got[.5]['clean']['probabilities']==chances(p[1], int(y[1])) and got[.5]['clean']['accuracy']==f'{100*(p.argmax(1)==y).float().mean():.1f}% of 16 images'
-    xa = PGD(.05, steps=1)(m, x, y, seed=0); assert torch.equal(got[.5]['attacked, PGD(0.05, steps=1)']['picture'], xa[1])
-    with pytest.raises(ValueError, match='lam must lie between'): lam_view(d, x, y, PGD(.05, steps=1), .95)
+    assert len(got[0.1][title]) == 6 and not torch.equal(got[0.1][title]['block 3'], got[0.9][title]['block 3'])
+    m = d(0.5)
+    p = m(x).softmax(1)
+    assert (
+        got[0.5]['clean']['probabilities'] == chances(p[1], int(y[1]))
+        and got[0.5]['clean']['accuracy'] == f'{100 * (p.argmax(1) == y).float().mean():.1f}% of 16 images'
+    )
+    xa = PGD(0.05, steps=1)(m, x, y, seed=0)
+    assert torch.equal(got[0.5]['attacked, PGD(0.05, steps=1)']['picture'], xa[1])
+    with pytest.raises(ValueError, match='lam must lie between'):
+        lam_view(d, x, y, PGD(0.05, steps=1), 0.95)
+
 
 def test_lam_view_gives_the_gates_back_when_the_attack_fails(data):
-    d = dial(); was = gates_of(d.model)
-    def broken(model, x, y=None, seed=0): raise RuntimeError('broken')
-    with pytest.raises(RuntimeError, match='broken'): lam_view(d, *data, broken, .5)
-    assert all(torch.equal(v, was[k]) for k,v in gates_of(d.model).items())
+    d = dial()
+    was = gates_of(d.model)
+
+    def broken(model, x, y=None, seed=0):
+        raise RuntimeError('broken')
+
+    with pytest.raises(RuntimeError, match='broken'):
+        lam_view(d, *data, broken, 0.5)
+    assert all(torch.equal(v, was[k]) for k, v in gates_of(d.model).items())
+
 
 def test_mask_explorer_covers_what_the_corruption_model_chooses(nets, data):
-    x,y = data; m = nets['plain']; cs = {0:occlusion_for(m, x, 0), 5:occlusion_for(m, x, 1)}; before = state_of(m)
-    e = explore_masks(m, x, y, cs, shares=[0,.25,1.], shown=2, seed=2)
-    none = e(share=0, steps=0); assert torch.equal(none['learned patches']['picture'], x[0]) and none['learned patches']['alignment loss']=='0.0000' and none['image']['patches covered']=='0 of 16'
-    some = e(share=.25, steps=5, image=1); keep = cs[5](x, 4).detach()
-    assert torch.equal(some['learned patches']['picture'], occlude(x, keep, (7,7), patch_cover(x, 2, 'noise', m))[1]) and some['image']['patches covered']=='4 of 16'
-    changed = (some['random patches']['picture']!=x[1]).view(1,4,7,4,7).any(4).any(2).sum()
-    assert changed<=4 and float(some['random patches']['alignment loss'])>0
-    x2 = Occlusion(share=.25, by=cs[5])(m, x, y, seed=2)
-    assert some['learned patches']['accuracy']==f'{100*((predict(m, x)==y)&(predict(m, x2)==y)).float().mean():.1f}% of 16 images' and state_of(m)==before
+    x, y = data
+    m = nets['plain']
+    cs = {0: occlusion_for(m, x, 0), 5: occlusion_for(m, x, 1)}
+    before = state_of(m)
+    e = explore_masks(m, x, y, cs, shares=[0, 0.25, 1.0], shown=2, seed=2)
+    none = e(share=0, steps=0)
+    assert (
+        torch.equal(none['learned patches']['picture'], x[0])
+        and none['learned patches']['alignment loss'] == '0.0000'
+        and none['image']['patches covered'] == '0 of 16'
+    )
+    some = e(share=0.25, steps=5, image=1)
+    keep = cs[5](x, 4).detach()
+    assert (
+        torch.equal(some['learned patches']['picture'], occlude(x, keep, (7, 7), patch_cover(x, 2, 'noise', m))[1])
+        and some['image']['patches covered'] == '4 of 16'
+    )
+    changed = (some['random patches']['picture'] != x[1]).view(1, 4, 7, 4, 7).any(4).any(2).sum()
+    assert changed <= 4 and float(some['random patches']['alignment loss']) > 0
+    x2 = Occlusion(share=0.25, by=cs[5])(m, x, y, seed=2)
+    assert (
+        some['learned patches']['accuracy']
+        == f'{100 * ((predict(m, x) == y) & (predict(m, x2) == y)).float().mean():.1f}% of 16 images'
+        and state_of(m) == before
+    )
+
 
 def test_scale_explorer_moves_the_histogram_and_counts_as_two_models_does(nets, data):
-    x,y = data; a = PGD(.1, steps=2); m = nets['robust']; before = state_of(m)
-    e = explore_scales(nets, x, y, a, scales=[.1,1.,10.])
-    assert e.first==dict(model='robust', scale=1.)
-    hs = [e(scale=o)['numbers before the softmax']['gaps in block 1, 0.001 to 1000, log scale'] for o in (.1,1.,10.)]
-    mean = [(h*torch.linspace(-2.9,2.9,30)).sum()/h.sum() for h in hs]
-    assert mean[0]+.8<mean[1]<mean[2]-.8 and hs[0].sum()==hs[1].sum()          # in block 1 by exactly one decade, but for what the ends of the axis hold
-    v = two_models(m, x, y, Scaled(a, .1))
-    got = e(scale=.1)[f'accuracy on 16 images, {a!r}']['share of images that are right']
-    assert got['the stronger attack of the two']==v['worst'].float().mean() and got['scaled model, attacked itself']==v['on_scaled'].float().mean() and state_of(m)==before
+    x, y = data
+    a = PGD(0.1, steps=2)
+    m = nets['robust']
+    before = state_of(m)
+    e = explore_scales(nets, x, y, a, scales=[0.1, 1.0, 10.0])
+    assert e.first == dict(model='robust', scale=1.0)
+    hs = [
+        e(scale=o)['numbers before the softmax']['gaps in block 1, 0.001 to 1000, log scale'] for o in (0.1, 1.0, 10.0)
+    ]
+    mean = [(h * torch.linspace(-2.9, 2.9, 30)).sum() / h.sum() for h in hs]
+    # in block 1 by exactly one decade, but for what the ends of the axis hold
+    assert mean[0] + 0.8 < mean[1] < mean[2] - 0.8 and hs[0].sum() == hs[1].sum()
+    v = two_models(m, x, y, Scaled(a, 0.1))
+    got = e(scale=0.1)[f'accuracy on 16 images, {a!r}']['share of images that are right']
+    assert (
+        got['the stronger attack of the two'] == v['worst'].float().mean()
+        and got['scaled model, attacked itself'] == v['on_scaled'].float().mean()
+        and state_of(m) == before
+    )
+
 
 def test_plain_attack_is_made_once_for_all_scales(nets, data):
-    x,y = data; calls = []
-    class Spy(PGD):
-        def __call__(self, model, *args, **kw): calls.append(type(model).__name__); return super().__call__(model, *args, **kw)
-    e = explore_scales(nets['robust'], x, y, Spy(.1, steps=1), scales=[.5,1.,2.]); e.twin()
-    assert calls.count('Normalized')==1
+    x, y = data
+    calls = []
 
-# --- what holds, and what no longer does ------------------------------------------------------------------------------------------
+    class Spy(PGD):
+        def __call__(self, model, *args, **kw):
+            calls.append(type(model).__name__)
+            return super().__call__(model, *args, **kw)
+
+    e = explore_scales(nets['robust'], x, y, Spy(0.1, steps=1), scales=[0.5, 1.0, 2.0])
+    e.twin()
+    assert calls.count('Normalized') == 1
+
+
+# --- what holds, and what no longer does
+# ------------------------------------------------------------------------------------------
+
 
 class InPlace(Normalized):
     "Normalises the very tensor that it is called with"
-    def forward(self, x): return self.model(x.sub_(self.mean).div_(self.std))
-def in_place(m): return InPlace(m.model, m.mean, m.std).eval()
 
-FEW = dict(attack=lambda m,x,y: explore_attack(m, x, y, attacks=[FGSM(),PGD()], eps=[.1], steps=[2]), corruption=lambda m,x,y: explore_corruption(m, x, y, ['fog'], [0,3], shown=2), masks=lambda m,x,y: explore_masks(m, x, y, {0:occlusion_for(m, x)}, shares=[0,.25], shown=2),
-    scales=lambda m,x,y: explore_scales(m, x, y, PGD(.1, steps=2), scales=[.1,1.]))
+    def forward(self, x):
+        return self.model(x.sub_(self.mean).div_(self.std))
+
+
+def in_place(m):
+    return InPlace(m.model, m.mean, m.std).eval()
+
+
+FEW = dict(
+    attack=lambda m, x, y: explore_attack(m, x, y, attacks=[FGSM(), PGD()], eps=[0.1], steps=[2]),
+    corruption=lambda m, x, y: explore_corruption(m, x, y, ['fog'], [0, 3], shown=2),
+    masks=lambda m, x, y: explore_masks(m, x, y, {0: occlusion_for(m, x)}, shares=[0, 0.25], shown=2),
+    scales=lambda m, x, y: explore_scales(m, x, y, PGD(0.1, steps=2), scales=[0.1, 1.0]),
+)
 few = pytest.mark.parametrize('k', FEW)
+
+
 @few
 def test_a_model_that_works_in_place(k, nets, data):
-    x,y = [o[:4].clone() for o in data]; x0,m = x.clone(),nets['plain']
-    assert FEW[k](in_place(m), x, y).twin()==FEW[k](m, x, y).twin() and torch.equal(x, x0)
+    x, y = [o[:4].clone() for o in data]
+    x0, m = x.clone(), nets['plain']
+    assert FEW[k](in_place(m), x, y).twin() == FEW[k](m, x, y).twin() and torch.equal(x, x0)
+
 
 @few
 def test_a_model_that_was_trained_further_is_asked_again(k, data):
-    x,y = [o[:4] for o in data]; m = small_model('vit', data='fashion_mnist'); e = FEW[k](m, x, y); old = e.twin(); assert e.twin()==old
-    for p in m.parameters(): p.data.mul_(1.2)
-    new = e.twin(); assert new!=old and new==FEW[k](m, x, y).twin()
+    x, y = [o[:4] for o in data]
+    m = small_model('vit', data='fashion_mnist')
+    e = FEW[k](m, x, y)
+    old = e.twin()
+    assert e.twin() == old
+    for p in m.parameters():
+        p.data.mul_(1.2)
+    new = e.twin()
+    assert new != old and new == FEW[k](m, x, y).twin()
+
 
 def test_a_model_whose_code_was_repaired_is_asked_again(nets, data):
     "The same weights behind another forward: in a notebook, a cell that was run again"
-    x,y = [o[:2] for o in data]; hard = type('Hard', (Wrapper,), {'forward':lambda self, x: self.model(x).detach()+0*x.sum()}); m = hard(nets['plain'])
-    e = explore_attack(m, x, y, attacks=[PGD()], eps=[.1], steps=[2]); old = e()['model']['attacked']
+    x, y = [o[:2] for o in data]
+    hard = type('Hard', (Wrapper,), {'forward': lambda self, x: self.model(x).detach() + 0 * x.sum()})
+    m = hard(nets['plain'])
+    e = explore_attack(m, x, y, attacks=[PGD()], eps=[0.1], steps=[2])
+    old = e()['model']['attacked']
     hard.forward = lambda self, x: self.model(x)
-    assert not torch.equal(e()['model']['attacked'], old) and torch.equal(e()['model']['attacked'], PGD(.1, steps=2)(nets['plain'], x, y)[0])
+    assert not torch.equal(e()['model']['attacked'], old) and torch.equal(
+        e()['model']['attacked'], PGD(0.1, steps=2)(nets['plain'], x, y)[0]
+    )
+
 
 def test_a_loss_that_has_changed_is_asked_again(nets, data):
-    x,y = [o[:2] for o in data]; m,how = nets['plain'],dict(sign=1)
-    a = PGD(.1, steps=2, loss=lambda z,y: how['sign']*ce(z,y)); e = explore_attack(m, x, y, attacks=[a], eps=[.1], steps=[2]); old = e()['model']['attacked']
-    how['sign'] = -1; assert not torch.equal(e()['model']['attacked'], old) and torch.equal(e()['model']['attacked'], a(m, x, y)[0])
+    x, y = [o[:2] for o in data]
+    m, how = nets['plain'], dict(sign=1)
+    a = PGD(0.1, steps=2, loss=lambda z, y: how['sign'] * ce(z, y))
+    e = explore_attack(m, x, y, attacks=[a], eps=[0.1], steps=[2])
+    old = e()['model']['attacked']
+    how['sign'] = -1
+    assert not torch.equal(e()['model']['attacked'], old) and torch.equal(e()['model']['attacked'], a(m, x, y)[0])
+
 
 def test_a_step_that_was_given_moves_with_the_radius(nets, data):
-    x,y = [o[:2] for o in data]; a = PGD(.1, steps=3, alpha=.02); e = explore_attack(nets['plain'], x, y, attacks=[a, AAS(a, ascent=1)], eps=[0,.05,.2], steps=[3])
+    x, y = [o[:2] for o in data]
+    a = PGD(0.1, steps=3, alpha=0.02)
+    e = explore_attack(nets['plain'], x, y, attacks=[a, AAS(a, ascent=1)], eps=[0, 0.05, 0.2], steps=[3])
     for o in e.controls['attack'].values():
-        for eps in (0,.05,.2): assert e(attack=o, eps=eps)['image']['attack']==repr(o.at_eps(eps))
-    assert torch.equal(e(eps=.2)['model']['attacked'], PGD(.2, steps=3, alpha=.04)(nets['plain'], x, y)[0])
-    t = PGD(.1, steps=3, alpha=.02, loss=feat_cos); assert explore_tokens(probes(), x, y, t, eps=[.2])()['image']['attack']==repr(t.at_eps(.2))
+        for eps in (0, 0.05, 0.2):
+            assert e(attack=o, eps=eps)['image']['attack'] == repr(o.at_eps(eps))
+    assert torch.equal(e(eps=0.2)['model']['attacked'], PGD(0.2, steps=3, alpha=0.04)(nets['plain'], x, y)[0])
+    t = PGD(0.1, steps=3, alpha=0.02, loss=feat_cos)
+    assert explore_tokens(probes(), x, y, t, eps=[0.2])()['image']['attack'] == repr(t.at_eps(0.2))
+
 
 def test_what_only_prints_alike_is_refused(nets, data):
-    x,y = data; f,g = lambda z,y: ce(z,y),lambda z,y: -ce(z,y)
-    with pytest.raises(ValueError, match='print as'): explore_attack(nets, x, y, attacks=[PGD(loss=f), PGD(loss=g)])
-    with pytest.raises(ValueError, match='print alike'): explore_corruption({1:nets['plain'], '1':nets['robust']}, x, y)
+    x, y = data
+    f, g = lambda z, y: ce(z, y), lambda z, y: -ce(z, y)
+    with pytest.raises(ValueError, match='print as'):
+        explore_attack(nets, x, y, attacks=[PGD(loss=f), PGD(loss=g)])
+    with pytest.raises(ValueError, match='print alike'):
+        explore_corruption({1: nets['plain'], '1': nets['robust']}, x, y)
     c = occlusion_for(nets['plain'], x)
-    with pytest.raises(ValueError, match='keep copies'): explore_masks(nets['plain'], x, y, {0:c, 5:c})
+    with pytest.raises(ValueError, match='keep copies'):
+        explore_masks(nets['plain'], x, y, {0: c, 5: c})
+
 
 def test_right_under_attack_is_right_before_and_after(nets, data):
     "Labels that only the attacked images get: nobody is right about them"
-    x,_ = data; a = PGD(.1, steps=3, loss=margin); none = '0.0% of 16 images'
-    d = dial(); m = d(.5); xa = a(m, x, predict(m, x), seed=0); y = predict(m, xa); y[y==predict(m, x)] = (y[y==predict(m, x)]+1)%10
+    x, _ = data
+    a = PGD(0.1, steps=3, loss=margin)
+    none = '0.0% of 16 images'
+    d = dial()
+    m = d(0.5)
+    xa = a(m, x, predict(m, x), seed=0)
+    y = predict(m, xa)
+    y[y == predict(m, x)] = (y[y == predict(m, x)] + 1) % 10
     fixed = lambda model, x, y=None, *, seed=0: xa
-    sc = lam_view(d, x, y, fixed, .5)[0]; assert (predict(m, xa)==y).any() and sc[f'attacked, {fixed!r}']['accuracy']==sc['clean']['accuracy']==none
-    off,on = ps = probes(); y = predict(on, xa); keep = predict(on, x)!=y; assert keep.any()
-    got = token_view(ps, x[keep], y[keep], PGD(.1, loss=feat_cos), x_adv=xa[keep])[0]['model']; assert got['accuracy, attacked']==f'0.0% of {int(keep.sum())} images'
-    m = nets['plain']; c = occlusion_for(m, x); x2 = Occlusion(share=.5, by=c)(m, x, None); y = predict(m, x2); keep = predict(m, x)!=y; assert keep.any()
-    assert mask_view(m, x[keep], y[keep], c, .5)[0]['learned patches']['accuracy']==f'0.0% of {int(keep.sum())} images'
+    sc = lam_view(d, x, y, fixed, 0.5)[0]
+    assert (predict(m, xa) == y).any() and sc[f'attacked, {fixed!r}']['accuracy'] == sc['clean']['accuracy'] == none
+    off, on = ps = probes()
+    y = predict(on, xa)
+    keep = predict(on, x) != y
+    assert keep.any()
+    got = token_view(ps, x[keep], y[keep], PGD(0.1, loss=feat_cos), x_adv=xa[keep])[0]['model']
+    assert got['accuracy, attacked'] == f'0.0% of {int(keep.sum())} images'
+    m = nets['plain']
+    c = occlusion_for(m, x)
+    x2 = Occlusion(share=0.5, by=c)(m, x, None)
+    y = predict(m, x2)
+    keep = predict(m, x) != y
+    assert keep.any()
+    assert (
+        mask_view(m, x[keep], y[keep], c, 0.5)[0]['learned patches']['accuracy'] == f'0.0% of {int(keep.sum())} images'
+    )
+
 
 def test_every_explorer_has_a_widget_and_a_twin(nets, data):
     pytest.importorskip('ipywidgets')
-    x,y = data; m = nets['plain']
-    for e,k,v in ((explore_attack(nets, x[:2], y[:2], eps=[0,.1], steps=[1]),'eps',0), (explore_corruption(nets, x, y, ['fog','contrast'], range(2)),'severity',0), (explore_tokens(probes(), x, y, PGD(steps=1, loss=feat_cos), eps=[0,.1]),'tokens',False),
-        (explore_lam(dial(), x, y, FGSM(.05), lams=[.1,.9]),'lam',.9), (explore_masks(m, x, y, {0:occlusion_for(m, x, 0)}, shares=[0,.5]),'share',0), (explore_scales(nets, x, y, FGSM(.05), scales=[.5,1.]),'scale',.5)):
-        w = e.widget(); before = w.scene.value; w.controls[k].value = v
-        assert w.scene.value!=before and len(e.twin())>2000
+    x, y = data
+    m = nets['plain']
+    for e, k, v in (
+        (explore_attack(nets, x[:2], y[:2], eps=[0, 0.1], steps=[1]), 'eps', 0),
+        (explore_corruption(nets, x, y, ['fog', 'contrast'], range(2)), 'severity', 0),
+        (explore_tokens(probes(), x, y, PGD(steps=1, loss=feat_cos), eps=[0, 0.1]), 'tokens', False),
+        (explore_lam(dial(), x, y, FGSM(0.05), lams=[0.1, 0.9]), 'lam', 0.9),
+        (explore_masks(m, x, y, {0: occlusion_for(m, x, 0)}, shares=[0, 0.5]), 'share', 0),
+        (explore_scales(nets, x, y, FGSM(0.05), scales=[0.5, 1.0]), 'scale', 0.5),
+    ):
+        w = e.widget()
+        before = w.scene.value
+        w.controls[k].value = v
+        assert w.scene.value != before and len(e.twin()) > 2000
 
-# --- as users call them -----------------------------------------------------------------------------------------------------------
 
-def cnn(c=1, n=5): torch.manual_seed(0); return nn.Sequential(nn.Conv2d(c,4,3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(.5), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4,n)).train()
-x3,y3 = images(3),torch.arange(3)
+# --- as users call them
+# -----------------------------------------------------------------------------------------------------------
+
+
+def cnn(c=1, n=5):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(c, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, n),
+    ).train()
+
+
+x3, y3 = images(3), torch.arange(3)
+
 
 def drive(e):
     "Every value of every control of the live widget, once; the scenes"
-    w = e.widget(); got = [w.scene.value]
+    w = e.widget()
+    got = [w.scene.value]
     for c in w.controls.values():
-        for o in c.options: c.value = o[1]; got.append(w.scene.value)
+        for o in c.options:
+            c.value = o[1]
+            got.append(w.scene.value)
     return got
 
-@pytest.mark.parametrize('make', [lambda: (cnn(), x3), lambda: (cnn(), x3[:1]), lambda: (nn.Sequential(TVNormalize([.5]*3, [.5]*3), tiny_vit(size=32, patch=8, in_chans=3)).train(), images(2, 3, 32))], ids=['grey, train mode','batch of one','Normalize inside'])
+
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda: (cnn(), x3),
+        lambda: (cnn(), x3[:1]),
+        lambda: (
+            nn.Sequential(TVNormalize([0.5] * 3, [0.5] * 3), tiny_vit(size=32, patch=8, in_chans=3)).train(),
+            images(2, 3, 32),
+        ),
+    ],
+    ids=['grey, train mode', 'batch of one', 'Normalize inside'],
+)
 def test_own_models_stay_as_they_are(make):
     pytest.importorskip('ipywidgets')
-    m,x = make(); y = torch.arange(len(x)); before,weights = state_of(m),{k:v.clone() for k,v in m.state_dict().items()}
-    for e in (explore_attack(m, x, y, eps=[0,.1], steps=[1]), explore_corruption(m, x, y, ['fog','contrast'], [0,5])): assert len(set(drive(e)))>=3 and len(e.twin())
-    assert state_of(m)==before and all(torch.equal(v, weights[k]) for k,v in m.state_dict().items()) and all(p.grad is None for p in m.parameters())
+    m, x = make()
+    y = torch.arange(len(x))
+    before, weights = state_of(m), {k: v.clone() for k, v in m.state_dict().items()}
+    for e in (
+        explore_attack(m, x, y, eps=[0, 0.1], steps=[1]),
+        explore_corruption(m, x, y, ['fog', 'contrast'], [0, 5]),
+    ):
+        assert len(set(drive(e))) >= 3 and len(e.twin())
+    assert (
+        state_of(m) == before
+        and all(torch.equal(v, weights[k]) for k, v in m.state_dict().items())
+        and all(p.grad is None for p in m.parameters())
+    )
 
-LAM = lambda *a, **kw: explore_lam(cnn(), *a, PGD(.1), **kw)
-@pytest.mark.parametrize('make,error,match', [
-    (lambda: explore_attack(cnn(), x3[0], 0), ValueError, r'batch of images \[B,C,H,W\], got shape \[1, 28, 28\]: x\[None\]'),
-    (lambda: explore_attack(cnn(), x3, y3[:2]), ValueError, '3 images need 3 labels'), (lambda: explore_attack(cnn(), x3, y3.float()), TypeError, 'use y.long'),
-    (lambda: explore_attack(cnn(), x3, torch.eye(3)), TypeError, r'class numbers \[B\]'), (lambda: explore_attack(cnn(), x3, y3, vocab=['a','b']), ValueError, 'label 2, and vocab names 2'),
-    (lambda: explore_attack(cnn(), x3[:1], [0], vocab=['a','b'])(), ValueError, 'names 2 classes, the model has 5'), (lambda: explore_attack(cnn(), x3, y3+9)(), ValueError, 'do not fit a model with 5'),
-    (lambda: explore_attack(cnn(), (x3*255).byte(), y3), TypeError, 'floating point'), (lambda: explore_attack(cnn(), x3*4-2, y3), ValueError, 'images must lie in'),
-    (lambda: explore_attack(cnn(), x3, y3, eps=[0,8]), ValueError, 'write 8/255'), (lambda: explore_attack(cnn(), x3, y3, steps=[-1]), ValueError, 'steps must be'),
-    (lambda: explore_attack(cnn(), x3, y3, eps=[]), ValueError, "'eps' has no values"), (lambda: explore_attack([cnn()], x3, y3), TypeError, 'dict of models by name, got list'),
-    (lambda: explore_attack({}, x3, y3), TypeError, 'dict of models by name, got {}'), (lambda: explore_attack(x3, x3, y3), TypeError, 'is the model'), (lambda: explore_corruption(synth_learner(), x3, y3), TypeError, 'give learn.model'),
-    (lambda: explore_corruption(cnn(), x3, y3, ['fog','rain']), ValueError, "no corruption .'rain'., there are: gaussian_noise"), (lambda: explore_corruption(cnn(), x3, y3, severities=[0,6]), ValueError, r'from 0 \(none\) to 5, got .6'),
-    (lambda: explore_tokens(cnn(), x3, y3), ValueError, "two classifiers, such as `LinearProbe`.*got Sequential"), (lambda: explore_tokens((cnn(),cnn()), x3, y3), ValueError, 'two classifiers'),
-    (lambda: LAM(x3, y3), TypeError, 'needs a GateDial'), (lambda: explore_masks(cnn(), x3, y3, {}), TypeError, 'corruption models by the number of steps'), (lambda: explore_masks(cnn(), x3, y3, [1]), TypeError, 'corruption models by'),
-    (lambda: explore_scales(cnn(), x3, y3, None), TypeError, 'expected an attack'), (lambda: explore_scales(cnn(), x3, y3, PGD(.1))(), TypeError, 'timm families'),
-    (lambda: static_twin(lambda a: 3, dict(a=[1,2])), TypeError, r'must return a scene.*got int'), (lambda: Explorer(lambda a: {'v':a}, dict(a=[1,2])).twin(), TypeError, "its panel 'v' is 1"), (lambda: static_twin(grey, [1,2]), ValueError, 'needs controls')])
+
+LAM = lambda *a, **kw: explore_lam(cnn(), *a, PGD(0.1), **kw)
+
+
+@pytest.mark.parametrize(
+    'make,error,match',
+    [
+        (
+            lambda: explore_attack(cnn(), x3[0], 0),
+            ValueError,
+            r'batch of images \[B,C,H,W\], got shape \[1, 28, 28\]: x\[None\]',
+        ),
+        (lambda: explore_attack(cnn(), x3, y3[:2]), ValueError, '3 images need 3 labels'),
+        (lambda: explore_attack(cnn(), x3, y3.float()), TypeError, 'use y.long'),
+        (lambda: explore_attack(cnn(), x3, torch.eye(3)), TypeError, r'class numbers \[B\]'),
+        (lambda: explore_attack(cnn(), x3, y3, vocab=['a', 'b']), ValueError, 'label 2, and vocab names 2'),
+        (
+            lambda: explore_attack(cnn(), x3[:1], [0], vocab=['a', 'b'])(),
+            ValueError,
+            'names 2 classes, the model has 5',
+        ),
+        (lambda: explore_attack(cnn(), x3, y3 + 9)(), ValueError, 'do not fit a model with 5'),
+        (lambda: explore_attack(cnn(), (x3 * 255).byte(), y3), TypeError, 'floating point'),
+        (lambda: explore_attack(cnn(), x3 * 4 - 2, y3), ValueError, 'images must lie in'),
+        (lambda: explore_attack(cnn(), x3, y3, eps=[0, 8]), ValueError, 'write 8/255'),
+        (lambda: explore_attack(cnn(), x3, y3, steps=[-1]), ValueError, 'steps must be'),
+        (lambda: explore_attack(cnn(), x3, y3, eps=[]), ValueError, "'eps' has no values"),
+        (lambda: explore_attack([cnn()], x3, y3), TypeError, 'dict of models by name, got list'),
+        (lambda: explore_attack({}, x3, y3), TypeError, 'dict of models by name, got {}'),
+        (lambda: explore_attack(x3, x3, y3), TypeError, 'is the model'),
+        (lambda: explore_corruption(synth_learner(), x3, y3), TypeError, 'give learn.model'),
+        (
+            lambda: explore_corruption(cnn(), x3, y3, ['fog', 'rain']),
+            ValueError,
+            "no corruption .'rain'., there are: gaussian_noise",
+        ),
+        (lambda: explore_corruption(cnn(), x3, y3, severities=[0, 6]), ValueError, r'from 0 \(none\) to 5, got .6'),
+        (lambda: explore_tokens(cnn(), x3, y3), ValueError, "two classifiers, such as `LinearProbe`.*got Sequential"),
+        (lambda: explore_tokens((cnn(), cnn()), x3, y3), ValueError, 'two classifiers'),
+        (lambda: LAM(x3, y3), TypeError, 'needs a GateDial'),
+        (lambda: explore_masks(cnn(), x3, y3, {}), TypeError, 'corruption models by the number of steps'),
+        (lambda: explore_masks(cnn(), x3, y3, [1]), TypeError, 'corruption models by'),
+        (lambda: explore_scales(cnn(), x3, y3, None), TypeError, 'expected an attack'),
+        (lambda: explore_scales(cnn(), x3, y3, PGD(0.1))(), TypeError, 'timm families'),
+        (lambda: static_twin(lambda a: 3, dict(a=[1, 2])), TypeError, r'must return a scene.*got int'),
+        (lambda: Explorer(lambda a: {'v': a}, dict(a=[1, 2])).twin(), TypeError, "its panel 'v' is 1"),
+        (lambda: static_twin(grey, [1, 2]), ValueError, 'needs controls'),
+    ],
+)
 def test_mistakes_are_named_before_anything_is_shown(make, error, match):
-    with pytest.raises(error, match=match): make()
+    with pytest.raises(error, match=match):
+        make()
 
-@pytest.mark.parametrize('make', [lambda *a: explore_attack(cnn(), *a), lambda *a: explore_corruption(cnn(), *a), lambda *a: explore_tokens(probes(), *a), lambda *a: explore_lam(dial(), *a, PGD(.1)), lambda *a: explore_masks(small_model('vit', data='fashion_mnist'), *a, {0:None}), lambda *a: explore_scales(cnn(), *a, PGD(.1))], ids=['attack','corruption','tokens','lam','masks','scales'])
+
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda *a: explore_attack(cnn(), *a),
+        lambda *a: explore_corruption(cnn(), *a),
+        lambda *a: explore_tokens(probes(), *a),
+        lambda *a: explore_lam(dial(), *a, PGD(0.1)),
+        lambda *a: explore_masks(small_model('vit', data='fashion_mnist'), *a, {0: None}),
+        lambda *a: explore_scales(cnn(), *a, PGD(0.1)),
+    ],
+    ids=['attack', 'corruption', 'tokens', 'lam', 'masks', 'scales'],
+)
 def test_every_explorer_looks_at_images_and_labels(make):
-    for x,y,match in ((x3, y3[:2], '3 images need 3 labels'), (x3*255, y3, 'images must lie in'), (x3[0], y3[:1], 'batch of images')):
-        with pytest.raises(ValueError, match=match): make(x, y)
+    for x, y, match in (
+        (x3, y3[:2], '3 images need 3 labels'),
+        (x3 * 255, y3, 'images must lie in'),
+        (x3[0], y3[:1], 'batch of images'),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make(x, y)
+
 
 def test_one_value_arrays_and_tensors_do_for_a_control():
-    e = explore_attack({1:cnn()}, x3, y3.tolist(), attacks=PGD(), eps=.1, steps=1)
-    assert {k:list(v) for k,v in e.controls.items()}=={'image':['1: 0','2: 1','3: 2'], 'attack':['PGD'], 'eps':[.1], 'steps':[1]} and list(e())==['image','1']
-    for kw in (dict(eps=torch.tensor([.25,.5]), steps=torch.tensor([1,2])), dict(eps=np.array([.25,.5]), steps=np.array([1,2])), dict(eps=(o/4 for o in (1,2)), steps=range(1,3))):
-        e = explore_attack(cnn(), x3, y3, PGD(), **kw); assert e.controls['eps']==[.25,.5] and e.controls['steps']==[1,2] and e(eps=.5, steps=2)
-    assert list(explore_corruption(cnn(), x3, y3, 'fog', 3).controls['corruption'])==['fog']
+    e = explore_attack({1: cnn()}, x3, y3.tolist(), attacks=PGD(), eps=0.1, steps=1)
+    assert {k: list(v) for k, v in e.controls.items()} == {
+        'image': ['1: 0', '2: 1', '3: 2'],
+        'attack': ['PGD'],
+        'eps': [0.1],
+        'steps': [1],
+    } and list(e()) == ['image', '1']
+    for kw in (
+        dict(eps=torch.tensor([0.25, 0.5]), steps=torch.tensor([1, 2])),
+        dict(eps=np.array([0.25, 0.5]), steps=np.array([1, 2])),
+        dict(eps=(o / 4 for o in (1, 2)), steps=range(1, 3)),
+    ):
+        e = explore_attack(cnn(), x3, y3, PGD(), **kw)
+        assert e.controls['eps'] == [0.25, 0.5] and e.controls['steps'] == [1, 2] and e(eps=0.5, steps=2)
+    assert list(explore_corruption(cnn(), x3, y3, 'fog', 3).controls['corruption']) == ['fog']
+
 
 def test_an_error_stands_where_the_scene_stood_and_goes():
     pytest.importorskip('ipywidgets')
+
     def show(t):
-        if t: raise ValueError('no <such> state')
-        return grey(0.)
-    w = live_widget(show, dict(t=[0,1])); good = w.scene.value
-    with pytest.raises(ValueError, match='such'): w.controls['t'].value = 1
-    assert w.scene.value=='<div class="rx">ValueError: no &lt;such&gt; state</div>'
-    w.controls['t'].value = 0; assert w.scene.value==good
+        if t:
+            raise ValueError('no <such> state')
+        return grey(0.0)
 
-def test_bars_of_a_broken_model_say_nan(): assert [p[1] for p in Scene({'p':{'bars':{'a':float('nan'), 1:.5}}}).slots]==['a',0,'nan%','1',50,'50%']
+    w = live_widget(show, dict(t=[0, 1]))
+    good = w.scene.value
+    with pytest.raises(ValueError, match='such'):
+        w.controls['t'].value = 1
+    assert w.scene.value == '<div class="rx">ValueError: no &lt;such&gt; state</div>'
+    w.controls['t'].value = 0
+    assert w.scene.value == good
 
-@pytest.mark.parametrize('w,size', [(28,88),(160,160),(640,224)])
+
+def test_bars_of_a_broken_model_say_nan():
+    assert [p[1] for p in Scene({'p': {'bars': {'a': float('nan'), 1: 0.5}}}).slots] == ['a', 0, 'nan%', '1', 50, '50%']
+
+
+@pytest.mark.parametrize('w,size', [(28, 88), (160, 160), (640, 224)])
 def test_pictures_are_shown_at_a_size_where_pixels_can_be_seen(w, size):
-    t = Scene({'p':{'photo':torch.zeros(1,w//2,w), 'map':torch.zeros(1,7,14)}}).body(); assert f'--rx-size:{size}px' in t
+    t = Scene({'p': {'photo': torch.zeros(1, w // 2, w), 'map': torch.zeros(1, 7, 14)}}).body()
+    assert f'--rx-size:{size}px' in t
 
-# --- in a browser ---------------------------------------------------------------------------------------------------------------
 
-CHROME = next((p for o in ('chromium','chromium-browser','google-chrome','chrome') if (p:=shutil.which(o))), None)
+# --- in a browser
+# ---------------------------------------------------------------------------------------------------------------
+
+CHROME = next((p for o in ('chromium', 'chromium-browser', 'google-chrome', 'chrome') if (p := shutil.which(o))), None)
 browser = pytest.mark.skipif(CHROME is None, reason='no chromium here')
+
 
 def in_browser(tmp_path, body, script):
     "What `script`, a function body, returns on a page"
-    f = tmp_path/'page.html'
-    f.write_text(f'<!doctype html><html lang="en"><meta charset="utf-8"><body>{body}<script>const got = (() => {{{script}}})(); document.body.innerHTML = ""; const p = document.createElement("pre"); p.id = "result"; p.textContent = JSON.stringify(got); document.body.append(p);</script></body></html>')
-    cmd = [CHROME,'--headless','--no-sandbox','--disable-gpu','--no-first-run','--disable-background-networking','--disable-component-update','--disable-sync',f'--user-data-dir={tmp_path/"profile"}','--dump-dom',f.as_uri()]
+    f = tmp_path / 'page.html'
+    f.write_text(
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><body>{body}<script>const got = (() => {{{script}}})();'
+        ' document.body.innerHTML = ""; const p = document.createElement("pre"); p.id = "result"; p.textContent ='
+        ' JSON.stringify(got); document.body.append(p);</script></body></html>'
+    )
+    cmd = [
+        CHROME,
+        '--headless',
+        '--no-sandbox',
+        '--disable-gpu',
+        '--no-first-run',
+        '--disable-background-networking',
+        '--disable-component-update',
+        '--disable-sync',
+        f'--user-data-dir={tmp_path / "profile"}',
+        '--dump-dom',
+        f.as_uri(),
+    ]
     out = subprocess.run(cmd, capture_output=True, text=True, timeout=120).stdout
     assert (m := re.search(r'<pre id="result">(.*?)</pre>', out, re.S)), out[-2000:]
     return json.loads(html.unescape(m[1]))
 
-SEE = 'const see = r => [...r.querySelectorAll("[data-slot]")].map(e => e.dataset.slot === "src" ? e.src.split(",")[1] : e.dataset.slot === "text" ? e.textContent : parseInt(e.style[e.dataset.slot])); const set = (c, v) => { c.value = v; c.dispatchEvent(new Event("input")); };'
+
+SEE = (
+    'const see = r => [...r.querySelectorAll("[data-slot]")].map(e => e.dataset.slot === "src" ? e.src.split(",")[1] :'
+    ' e.dataset.slot === "text" ? e.textContent : parseInt(e.style[e.dataset.slot])); const set = (c, v) => { c.value ='
+    ' v; c.dispatchEvent(new Event("input")); };'
+)
+
 
 @browser
 def test_moving_eps_changes_picture_and_numbers_in_the_browser(nets, data, tmp_path):
-    e = explore_attack(nets, data[0][:2], data[1][:2], attacks=(FGSM(),PGD()), eps=[0,.05,.1], steps=[1,2])
-    got = in_browser(tmp_path, e.twin(), SEE+'''
+    e = explore_attack(nets, data[0][:2], data[1][:2], attacks=(FGSM(), PGD()), eps=[0, 0.05, 0.1], steps=[1, 2])
+    got = in_browser(
+        tmp_path,
+        e.twin(),
+        SEE
+        + '''
         const root = document.querySelector("[data-twin]"), c = [...root.querySelectorAll("[data-control]")], eps = c[2], before = see(root);
         set(eps, 2); const after = see(root), said = [eps.getAttribute("aria-valuetext"), eps.nextElementSibling.textContent], all = [];
         for (let i = 0; i < 2; i++) for (let a = 0; a < 2; a++) for (let s = 0; s < 3; s++) for (let k = 0; k < 2; k++) { set(c[0], i); set(c[1], a); set(c[2], s); set(c[3], k); all.push(see(root)); }
-        return {type: eps.type, label: eps.closest("label").innerText, before, after, said, all};''')
+        return {type: eps.type, label: eps.closest("label").innerText, before, after, said, all};''',
+    )
     want = lambda **st: [p[1] for p in e(**st).slots]
-    assert got['type']=='range' and got['label'].startswith('eps') and got['said']==['0.1','0.1']
-    assert got['before']==want() and got['after']==want(eps=.1) and got['before']!=got['after']
+    assert got['type'] == 'range' and got['label'].startswith('eps') and got['said'] == ['0.1', '0.1']
+    assert got['before'] == want() and got['after'] == want(eps=0.1) and got['before'] != got['after']
     kinds = [p[0] for p in e().slots]
-    for kind in ('src','text','width'): assert any(a!=b for k,a,b in zip(kinds, got['before'], got['after']) if k==kind), kind
+    for kind in ('src', 'text', 'width'):
+        assert any(a != b for k, a, b in zip(kinds, got['before'], got['after']) if k == kind), kind
     attacks = list(e.controls['attack'].values())
-    assert got['all']==[want(image=i, attack=a, eps=o, steps=k) for i in range(2) for a in attacks for o in (0,.05,.1) for k in (1,2)]
+    assert got['all'] == [
+        want(image=i, attack=a, eps=o, steps=k)
+        for i in range(2)
+        for a in attacks
+        for o in (0, 0.05, 0.1)
+        for k in (1, 2)
+    ]
+
 
 @browser
 def test_twins_on_one_page_do_not_disturb_each_other(tmp_path):
-    a,b = static_twin(grey, dict(t=[0.,1.])),static_twin(lambda t: Scene({'p':{'t':f'text {t}'}}), dict(t=dict(one=1, two=2)))
-    got = in_browser(tmp_path, a+b+a, SEE+'const r = [...document.querySelectorAll("[data-twin]")], c = r.map(o => o.querySelector("[data-control]")); set(c[2], 1); const first = r.map(see); set(c[1], 1); return [first, r.map(see), c[1].tagName];')
-    at = {t:[p[1] for p in grey(t).slots] for t in (0.,1.)}
-    assert got==[[at[0.],['text 1'],at[1.]],[at[0.],['text 2'],at[1.]],'SELECT']
+    a, b = (
+        static_twin(grey, dict(t=[0.0, 1.0])),
+        static_twin(lambda t: Scene({'p': {'t': f'text {t}'}}), dict(t=dict(one=1, two=2))),
+    )
+    got = in_browser(
+        tmp_path,
+        a + b + a,
+        SEE
+        + 'const r = [...document.querySelectorAll("[data-twin]")], c = r.map(o => o.querySelector("[data-control]"));'
+        ' set(c[2], 1); const first = r.map(see); set(c[1], 1); return [first, r.map(see), c[1].tagName];',
+    )
+    at = {t: [p[1] for p in grey(t).slots] for t in (0.0, 1.0)}
+    assert got == [[at[0.0], ['text 1'], at[1.0]], [at[0.0], ['text 2'], at[1.0]], 'SELECT']
+
 
 @browser
-@pytest.mark.parametrize('width', [320,900])
+@pytest.mark.parametrize('width', [320, 900])
 def test_twin_fits_a_phone(nets, data, tmp_path, width):
-    e = explore_attack(nets, data[0][:1], data[1][:1], eps=[0,.1], steps=[1], vocab=[f'a long name {i}' for i in range(10)])
-    got = in_browser(tmp_path, f'<div style="width:{width}px">{e.twin()}</div>', 'const r = document.querySelector("[data-twin]"); return [r.scrollWidth, r.clientWidth, r.offsetWidth, r.querySelector("img").offsetWidth, getComputedStyle(r.querySelector("img")).imageRendering];')
-    assert got[0]<=got[1] and got[2]<=width and got[3]>=80 and got[4]=='pixelated'
+    e = explore_attack(
+        nets, data[0][:1], data[1][:1], eps=[0, 0.1], steps=[1], vocab=[f'a long name {i}' for i in range(10)]
+    )
+    got = in_browser(
+        tmp_path,
+        f'<div style="width:{width}px">{e.twin()}</div>',
+        'const r = document.querySelector("[data-twin]"); return [r.scrollWidth, r.clientWidth, r.offsetWidth,'
+        ' r.querySelector("img").offsetWidth, getComputedStyle(r.querySelector("img")).imageRendering];',
+    )
+    assert got[0] <= got[1] and got[2] <= width and got[3] >= 80 and got[4] == 'pixelated'
+
 
 class Tab:
     "A page in Chromium with a hand on mouse and keyboard, over DevTools' pipe"
+
     def __init__(self, url, tmp, width=1200, dark=False):
-        (r,self.w),(self.r,w) = os.pipe(),os.pipe()
-        cmd = [CHROME,'--headless','--no-sandbox','--disable-gpu','--disable-quic','--no-first-run','--disable-background-networking','--disable-component-update','--disable-sync','--remote-debugging-pipe',f'--user-data-dir={tmp}','about:blank']
-        self.p = subprocess.Popen(['bash','-c','r=$1 w=$2; shift 2; exec "$@" 3<&$r 4>&$w','bash',str(r),str(w),*cmd], pass_fds=(r,w), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        os.close(r); os.close(w)
-        self.n,self.buf,self.session = 0,b'',None
+        (r, self.w), (self.r, w) = os.pipe(), os.pipe()
+        cmd = [
+            CHROME,
+            '--headless',
+            '--no-sandbox',
+            '--disable-gpu',
+            '--disable-quic',
+            '--no-first-run',
+            '--disable-background-networking',
+            '--disable-component-update',
+            '--disable-sync',
+            '--remote-debugging-pipe',
+            f'--user-data-dir={tmp}',
+            'about:blank',
+        ]
+        self.p = subprocess.Popen(
+            ['bash', '-c', 'r=$1 w=$2; shift 2; exec "$@" 3<&$r 4>&$w', 'bash', str(r), str(w), *cmd],
+            pass_fds=(r, w),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(r)
+        os.close(w)
+        self.n, self.buf, self.session = 0, b'', None
         target = self.do('Target.createTarget', url='about:blank')['targetId']
         self.session = self.do('Target.attachToTarget', targetId=target, flatten=True)['sessionId']
         self.do('Emulation.setDeviceMetricsOverride', width=width, height=900, deviceScaleFactor=1, mobile=False)
-        self.do('Emulation.setEmulatedMedia', features=[dict(name='prefers-color-scheme', value='dark' if dark else 'light')])
-        self.do('Page.enable'); self.do('Page.navigate', url=url); self.until('Page.loadEventFired')
+        self.do(
+            'Emulation.setEmulatedMedia',
+            features=[dict(name='prefers-color-scheme', value='dark' if dark else 'light')],
+        )
+        self.do('Page.enable')
+        self.do('Page.navigate', url=url)
+        self.until('Page.loadEventFired')
+
     def _read(self):
         while b'\0' not in self.buf:
-            if not select.select([self.r], [], [], 60)[0]: raise TimeoutError('the browser does not answer')
-            got = os.read(self.r, 1<<20)
-            if not got: raise EOFError('the browser has gone')
+            if not select.select([self.r], [], [], 60)[0]:
+                raise TimeoutError('the browser does not answer')
+            got = os.read(self.r, 1 << 20)
+            if not got:
+                raise EOFError('the browser has gone')
             self.buf += got
-        m,_,self.buf = self.buf.partition(b'\0')
+        m, _, self.buf = self.buf.partition(b'\0')
         return json.loads(m)
+
     def do(self, method, **params):
-        self.n += 1; os.write(self.w, json.dumps(dict(id=self.n, method=method, params=params, **({'sessionId':self.session} if self.session else {}))).encode()+b'\0')
-        while (m:=self._read()).get('id')!=self.n: pass
+        self.n += 1
+        os.write(
+            self.w,
+            json.dumps(
+                dict(id=self.n, method=method, params=params, **({'sessionId': self.session} if self.session else {}))
+            ).encode()
+            + b'\0',
+        )
+        while (m := self._read()).get('id') != self.n:
+            pass
         assert 'error' not in m, m
         return m['result']
+
     def until(self, event):
-        while self._read().get('method')!=event: pass
+        while self._read().get('method') != event:
+            pass
+
     def js(self, code):
         r = self.do('Runtime.evaluate', expression=code, returnByValue=True)
         assert 'exceptionDetails' not in r, r
         return r['result'].get('value')
+
     def key(self, key):
         code = dict(ArrowRight=39, ArrowLeft=37, ArrowDown=40, ArrowUp=38, Tab=9, Home=36, End=35)[key]
-        for t in ('rawKeyDown','keyUp'): self.do('Input.dispatchKeyEvent', type=t, key=key, code=key, windowsVirtualKeyCode=code)
+        for t in ('rawKeyDown', 'keyUp'):
+            self.do('Input.dispatchKeyEvent', type=t, key=key, code=key, windowsVirtualKeyCode=code)
+
     def press(self, x, y):
-        for t in ('mouseMoved','mousePressed','mouseReleased'): self.do('Input.dispatchMouseEvent', type=t, x=x, y=y, button='left' if t!='mouseMoved' else 'none', clickCount=1)
+        for t in ('mouseMoved', 'mousePressed', 'mouseReleased'):
+            self.do(
+                'Input.dispatchMouseEvent',
+                type=t,
+                x=x,
+                y=y,
+                button='left' if t != 'mouseMoved' else 'none',
+                clickCount=1,
+            )
+
     def close(self):
-        self.p.kill(); self.p.wait()
-        for f in (self.r,self.w): os.close(f)
+        self.p.kill()
+        self.p.wait()
+        for f in (self.r, self.w):
+            os.close(f)
+
 
 def saved_twins():
     "The explorers on the page, as the notebook has saved them"
-    cells = json.loads((Path(__file__).resolve().parents[1]/'nbs/07_explorer.ipynb').read_text())['cells']
-    return [t for c in cells for o in c.get('outputs', []) for t in [''.join(o.get('data', {}).get('text/html', ''))] if 'data-twin' in t]
+    cells = json.loads((Path(__file__).resolve().parents[1] / 'nbs/07_explorer.ipynb').read_text())['cells']
+    return [
+        t
+        for c in cells
+        for o in c.get('outputs', [])
+        for t in [''.join(o.get('data', {}).get('text/html', ''))]
+        if 'data-twin' in t
+    ]
 
-HANDS = SEE+'''
+
+HANDS = (
+    SEE
+    + '''
     window.root = i => document.querySelectorAll("[data-twin]")[i];
     window.state = i => ({seen: see(root(i)), kinds: [...root(i).querySelectorAll("[data-slot]")].map(e => e.dataset.slot), at: [...root(i).querySelectorAll("[data-control]")].map(e => e.value), said: [...root(i).querySelectorAll("input")].map(e => [e.getAttribute("aria-valuetext"), e.nextElementSibling.textContent])});
     window.sliders = i => [...root(i).querySelectorAll("input")].map(e => e.closest("label").firstChild.textContent.trim());
     window.bounds = (i, k) => { const e = root(i).querySelectorAll("input")[k]; e.scrollIntoView({block: "center"}); const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; };
     window.ring = () => { const s = getComputedStyle(document.activeElement); return [document.activeElement.dataset.control !== undefined, s.outlineStyle, parseFloat(s.outlineWidth)]; };'''
+)
+
 
 @browser
 def test_mouse_and_keys_move_every_slider_of_the_page(tmp_path):
-    "On the twins that the notebook has saved: what a slider says, pictures and numbers follow a press and an arrow, and come back"
-    twins = saved_twins(); assert len(twins)>=8
-    (tmp_path/'page.html').write_text('<!doctype html><html lang="en"><meta charset="utf-8"><body>'+''.join(twins)+'</body></html>')
-    tab = Tab((tmp_path/'page.html').as_uri(), tmp_path/'profile')
+    """On the twins that the notebook has saved: what a slider says, pictures and numbers follow a press and an arrow,
+    and come back"""
+    twins = saved_twins()
+    assert len(twins) >= 8
+    (tmp_path / 'page.html').write_text(
+        '<!doctype html><html lang="en"><meta charset="utf-8"><body>' + ''.join(twins) + '</body></html>'
+    )
+    tab = Tab((tmp_path / 'page.html').as_uri(), tmp_path / 'profile')
     try:
-        tab.js(HANDS); names = [tab.js(f'sliders({i})') for i in range(len(twins))]; moved = {}
-        assert {'eps','steps','severity','lam','share','scale','mix'}<={n for o in names for n in o}
-        for i,o in enumerate(names):
-            for k,name in enumerate(o):
+        tab.js(HANDS)
+        names = [tab.js(f'sliders({i})') for i in range(len(twins))]
+        moved = {}
+        assert {'eps', 'steps', 'severity', 'lam', 'share', 'scale', 'mix'} <= {n for o in names for n in o}
+        for i, o in enumerate(names):
+            for k, name in enumerate(o):
                 b = tab.js(f'bounds({i},{k})')
-                tab.press(b[0]+2, b[1]+b[3]/2); low = tab.js(f'state({i})')
-                tab.press(b[0]+b[2]-2, b[1]+b[3]/2); high = tab.js(f'state({i})')
-                assert low['at']!=high['at'] and low['said'][k]!=high['said'][k] and high['said'][k][0]==high['said'][k][1], (i, name)
-                ctrl,style,width = tab.js('ring()'); assert ctrl, (i, name)
-                tab.key('ArrowLeft'); back = tab.js(f'state({i})'); assert back['at']!=high['at']
-                assert tab.js('ring()')[1]=='solid' and tab.js('ring()')[2]>=2, (i, name)          # a key has made the focus visible
-                tab.key('Home'); assert tab.js(f'state({i})')==low
-                tab.key('ArrowRight'); assert tab.js(f'state({i})')['at']!=low['at']
-                tab.key('End'); assert tab.js(f'state({i})')==high
-                moved.setdefault(name, []).append({kind for kind,a,z in zip(low['kinds'], low['seen'], high['seen']) if a!=z})
-        assert all(o>={'src','text'} for o in moved['eps']+moved['severity']+moved['lam']+moved['share']) and all('height' in o for o in moved['scale']), moved
-    finally: tab.close()
+                tab.press(b[0] + 2, b[1] + b[3] / 2)
+                low = tab.js(f'state({i})')
+                tab.press(b[0] + b[2] - 2, b[1] + b[3] / 2)
+                high = tab.js(f'state({i})')
+                assert (
+                    low['at'] != high['at']
+                    and low['said'][k] != high['said'][k]
+                    and high['said'][k][0] == high['said'][k][1]
+                ), (i, name)
+                ctrl, style, width = tab.js('ring()')
+                assert ctrl, (i, name)
+                tab.key('ArrowLeft')
+                back = tab.js(f'state({i})')
+                assert back['at'] != high['at']
+                # a key has made the focus visible
+                assert tab.js('ring()')[1] == 'solid' and tab.js('ring()')[2] >= 2, (i, name)
+                tab.key('Home')
+                assert tab.js(f'state({i})') == low
+                tab.key('ArrowRight')
+                assert tab.js(f'state({i})')['at'] != low['at']
+                tab.key('End')
+                assert tab.js(f'state({i})') == high
+                moved.setdefault(name, []).append(
+                    {kind for kind, a, z in zip(low['kinds'], low['seen'], high['seen']) if a != z}
+                )
+        assert all(
+            o >= {'src', 'text'} for o in moved['eps'] + moved['severity'] + moved['lam'] + moved['share']
+        ) and all('height' in o for o in moved['scale']), moved
+    finally:
+        tab.close()
+
 
 @browser
 def test_tab_reaches_the_controls_in_order_and_each_has_a_name(tmp_path):
-    t = static_twin(lambda kind, t: grey(t), dict(kind=['a','b'], t=[0.,.5,1.]))
-    (tmp_path/'page.html').write_text(f'<!doctype html><html lang="en"><meta charset="utf-8"><body>{t}</body></html>')
-    tab = Tab((tmp_path/'page.html').as_uri(), tmp_path/'profile')
+    t = static_twin(lambda kind, t: grey(t), dict(kind=['a', 'b'], t=[0.0, 0.5, 1.0]))
+    (tmp_path / 'page.html').write_text(f'<!doctype html><html lang="en"><meta charset="utf-8"><body>{t}</body></html>')
+    tab = Tab((tmp_path / 'page.html').as_uri(), tmp_path / 'profile')
     try:
         tags = []
-        for _ in range(2): tab.key('Tab'); tags.append(tab.js('document.activeElement.tagName'))
-        assert tags==['SELECT','INPUT']
-        ax = [n for n in tab.do('Accessibility.getFullAXTree')['nodes'] if n.get('role',{}).get('value') in ('combobox','slider')]
-        assert [n['name']['value'] for n in ax]==['kind','t'] and next(p['value']['value'] for p in ax[1]['properties'] if p['name']=='valuetext')=='0'
-    finally: tab.close()
+        for _ in range(2):
+            tab.key('Tab')
+            tags.append(tab.js('document.activeElement.tagName'))
+        assert tags == ['SELECT', 'INPUT']
+        ax = [
+            n
+            for n in tab.do('Accessibility.getFullAXTree')['nodes']
+            if n.get('role', {}).get('value') in ('combobox', 'slider')
+        ]
+        assert [n['name']['value'] for n in ax] == ['kind', 't'] and next(
+            p['value']['value'] for p in ax[1]['properties'] if p['name'] == 'valuetext'
+        ) == '0'
+    finally:
+        tab.close()

@@ -1,4 +1,6 @@
-"`hunt`, `run_attack`, `robust_report`: verdicts against the plain call, costs, resumption, planted faults, files (R26-R29, R31-R33, R35, R42)."
+"""`hunt`, `run_attack`, `robust_report`: verdicts against the plain call, costs, resumption, planted faults, files
+(R26-R29, R31-R33, R35, R42)."""
+
 import copy, itertools, json, os, random, signal, subprocess, sys, textwrap, time, warnings
 import numpy as np, pandas as pd, pytest, torch, torch.nn.functional as F
 from torch import nn
@@ -11,291 +13,572 @@ from robust_nbdev.evaluate import *
 from robust_nbdev.evaluate import Feed, Trial, Report, eval_batches, fingerprint, hunt, run_attack, to_8bit
 from robust_nbdev.test_utils import *
 
-C,H,W,N = 4,6,7,61
+C, H, W, N = 4, 6, 7, 61
+
 
 class Dense(nn.Module):
-    def __init__(self, c=C, seed=0, k=1., shape=(1,H,W), dtype=torch.float64):
+    def __init__(self, c=C, seed=0, k=1.0, shape=(1, H, W), dtype=torch.float64):
         super().__init__()
-        g,n = torch.Generator().manual_seed(seed),int(np.prod(shape))
-        self.a,self.b,self.k = nn.Parameter((torch.randn(16, n, generator=g)*3/n**.5).to(dtype)),nn.Parameter(torch.randn(c, 16, generator=g).to(dtype)),k
-    def forward(self, x): return ((x.flatten(1)-.5)@self.a.T).tanh()@self.b.T*self.k
+        g, n = torch.Generator().manual_seed(seed), int(np.prod(shape))
+        self.a, self.b, self.k = (
+            nn.Parameter((torch.randn(16, n, generator=g) * 3 / n**0.5).to(dtype)),
+            nn.Parameter(torch.randn(c, 16, generator=g).to(dtype)),
+            k,
+        )
+
+    def forward(self, x):
+        return ((x.flatten(1) - 0.5) @ self.a.T).tanh() @ self.b.T * self.k
+
 
 class Stop(nn.Module):
-    "`m`, which counts its calls and images, and raises at call number `at`: all in one counter, which is no part of the model"
-    def __init__(self, m, at=None): super().__init__(); self.m,self.k = m,dict(at=at, calls=0, images=0)
-    calls,images = [property(lambda self, k=k: self.k[k]) for k in ('calls','images')]
+    """`m`, which counts its calls and images, and raises at call number `at`: all in one counter, which is no part of
+    the model"""
+
+    def __init__(self, m, at=None):
+        super().__init__()
+        self.m, self.k = m, dict(at=at, calls=0, images=0)
+
+    calls, images = [property(lambda self, k=k: self.k[k]) for k in ('calls', 'images')]
+
     def forward(self, x):
-        self.k['calls'] += 1; self.k['images'] += len(x)
-        if self.k['at'] is not None and self.calls>=self.k['at']: raise KeyboardInterrupt('stop')
+        self.k['calls'] += 1
+        self.k['images'] += len(x)
+        if self.k['at'] is not None and self.calls >= self.k['at']:
+            raise KeyboardInterrupt('stop')
         return self.m(x)
 
-def images(b, seed=0, dtype=torch.float64, shape=(1,H,W)): return (torch.rand(b, *shape, generator=torch.Generator().manual_seed(seed))*1.4-.2).clamp(0,1).to(dtype)
+
+def images(b, seed=0, dtype=torch.float64, shape=(1, H, W)):
+    return (torch.rand(b, *shape, generator=torch.Generator().manual_seed(seed)) * 1.4 - 0.2).clamp(0, 1).to(dtype)
+
+
 @pytest.fixture(scope='module')
-def net(): return Dense()
+def net():
+    return Dense()
+
+
 @pytest.fixture(scope='module')
 def data(net):
-    x = images(N); y = predict(net, x); y[:5] = (y[:5]+1)%C                      # wrong from the start
-    return x,y
+    x = images(N)
+    y = predict(net, x)
+    y[:5] = (y[:5] + 1) % C  # wrong from the start
+    return x, y
 
-EPS = dict(Linf=.03, L2=.14)
-ZOO = dict(pgd=lambda e,n: PGD(e, norm=n, steps=6), pgd_far=lambda e,n: PGD(e, norm=n, steps=6, alpha=2*e if n=='L2' else 1.7*e), fgsm=lambda e,n: FGSM(e, norm=n), fgsm_rs=lambda e,n: FGSM_RS(e, norm=n), mifgsm=lambda e,n: MIFGSM(e, norm=n, steps=5),
-    cwpgd=lambda e,n: CWPGD(e, norm=n, steps=5), gama=lambda e,n: GAMAPGD(e, norm=n, steps=8), gamafw=lambda e,n: GAMAFW(e, norm=n, steps=8), apgd=lambda e,n: APGD(e, norm=n, steps=9), apgd_dlr=lambda e,n: APGD(e, norm=n, steps=9, loss=dlr), pgd_kl=lambda e,n: PGD(e, norm=n, steps=5, loss=kl),
-    pgd_restarts=lambda e,n: PGD(e, norm=n, steps=2, restarts=4), apgd_restarts=lambda e,n: APGD(e, norm=n, steps=3, restarts=3), gama_restarts=lambda e,n: GAMAPGD(e, norm=n, steps=4, restarts=2), mifgsm_restarts=lambda e,n: MIFGSM(e, norm=n, steps=3, rand=True, restarts=3))
-ALL = [(k,n) for k in ZOO for n in EPS]
-each = pytest.mark.parametrize('kind,norm', ALL, ids=[f'{k}-{n}' for k,n in ALL])
-def make(kind, norm): return ZOO[kind](EPS[norm], norm)
-APGDT_ = dict(Linf=APGDT(.03, steps=4, targets=3), L2=APGDT(.14, norm='L2', steps=4, targets=3, restarts=2))
+
+EPS = dict(Linf=0.03, L2=0.14)
+ZOO = dict(
+    pgd=lambda e, n: PGD(e, norm=n, steps=6),
+    pgd_far=lambda e, n: PGD(e, norm=n, steps=6, alpha=2 * e if n == 'L2' else 1.7 * e),
+    fgsm=lambda e, n: FGSM(e, norm=n),
+    fgsm_rs=lambda e, n: FGSM_RS(e, norm=n),
+    mifgsm=lambda e, n: MIFGSM(e, norm=n, steps=5),
+    cwpgd=lambda e, n: CWPGD(e, norm=n, steps=5),
+    gama=lambda e, n: GAMAPGD(e, norm=n, steps=8),
+    gamafw=lambda e, n: GAMAFW(e, norm=n, steps=8),
+    apgd=lambda e, n: APGD(e, norm=n, steps=9),
+    apgd_dlr=lambda e, n: APGD(e, norm=n, steps=9, loss=dlr),
+    pgd_kl=lambda e, n: PGD(e, norm=n, steps=5, loss=kl),
+    pgd_restarts=lambda e, n: PGD(e, norm=n, steps=2, restarts=4),
+    apgd_restarts=lambda e, n: APGD(e, norm=n, steps=3, restarts=3),
+    gama_restarts=lambda e, n: GAMAPGD(e, norm=n, steps=4, restarts=2),
+    mifgsm_restarts=lambda e, n: MIFGSM(e, norm=n, steps=3, rand=True, restarts=3),
+)
+ALL = [(k, n) for k in ZOO for n in EPS]
+each = pytest.mark.parametrize('kind,norm', ALL, ids=[f'{k}-{n}' for k, n in ALL])
+
+
+def make(kind, norm):
+    return ZOO[kind](EPS[norm], norm)
+
+
+APGDT_ = dict(Linf=APGDT(0.03, steps=4, targets=3), L2=APGDT(0.14, norm='L2', steps=4, targets=3, restarts=2))
+
 
 def hunted(m, x, y, a, bs=64, seed=0, parts=None):
     "[N] bool: right, by `hunt`"
-    b = [(torch.arange(len(x))[i:i+13], x[i:i+13], y[i:i+13]) for i in range(0,len(x),13)] if parts is None else parts
-    return torch.as_tensor(run_attack(m, a, b, np.ones(len(x), bool), bs, seed).got['share']>0)
-def plain(m, x, y, a, seed=0): return predict(m, a(m, x, y, seed=seed))==y
+    b = (
+        [(torch.arange(len(x))[i : i + 13], x[i : i + 13], y[i : i + 13]) for i in range(0, len(x), 13)]
+        if parts is None
+        else parts
+    )
+    return torch.as_tensor(run_attack(m, a, b, np.ones(len(x), bool), bs, seed).got['share'] > 0)
 
-# --- verdicts ------------------------------------------------------------------------------------------------------------------
+
+def plain(m, x, y, a, seed=0):
+    return predict(m, a(m, x, y, seed=seed)) == y
+
+
+# --- verdicts
+# ------------------------------------------------------------------------------------------------------------------
+
 
 @each
 def test_right_under_the_hunt_means_right_under_the_plain_call(net, data, kind, norm):
-    x,y = data; a = make(kind, norm); h,p = hunted(net, x, y, a),plain(net, x, y, a)
-    assert not (h&~p).any() and 0<h.sum()<N-5
-    if 'apgd' in kind: assert torch.equal(h, p)                                  # keeps the first fooling point itself
+    x, y = data
+    a = make(kind, norm)
+    h, p = hunted(net, x, y, a), plain(net, x, y, a)
+    assert not (h & ~p).any() and 0 < h.sum() < N - 5
+    if 'apgd' in kind:
+        assert torch.equal(h, p)  # keeps the first fooling point itself
+
 
 class Band(nn.Module):
     "Wrong where the mean lies in a narrow band: a walk may step in and out of it"
-    def forward(self, x): s = x.flatten(1).mean(1); return torch.stack([.1*s, ((s-.53).abs()<.012)*1.-.5+s], 1)
-@pytest.mark.parametrize('bs', [1,5,64])
+
+    def forward(self, x):
+        s = x.flatten(1).mean(1)
+        return torch.stack([0.1 * s, ((s - 0.53).abs() < 0.012) * 1.0 - 0.5 + s], 1)
+
+
+@pytest.mark.parametrize('bs', [1, 5, 64])
 def test_pgd_survives_the_hunt_if_every_point_on_its_way_is_right(bs):
-    x = torch.rand(40, generator=torch.Generator().manual_seed(0)).double()[:,None,None,None].expand(-1,1,4,4)*.1+.44; y = torch.zeros(40).long()
-    a,seen = PGD(.09, steps=5, alpha=.02, rand=False),[]
+    x = (
+        torch.rand(40, generator=torch.Generator().manual_seed(0)).double()[:, None, None, None].expand(-1, 1, 4, 4)
+        * 0.1
+        + 0.44
+    )
+    y = torch.zeros(40).long()
+    a, seen = PGD(0.09, steps=5, alpha=0.02, rand=False), []
+
     class Seen(nn.Module):
-        def forward(self, v): z = Band()(v); seen.append(z.argmax(1)==y); return z
+        def forward(self, v):
+            z = Band()(v)
+            seen.append(z.argmax(1) == y)
+            return z
+
     end = plain(Seen(), x, y, a)
     way = torch.stack(seen).all(0)
-    assert torch.equal(hunted(Band(), x, y, a, bs), way) and way.sum()<end.sum() and not (way&~end).any()
+    assert torch.equal(hunted(Band(), x, y, a, bs), way) and way.sum() < end.sum() and not (way & ~end).any()
 
-@pytest.mark.parametrize('kind,norm,bs', [(k,n,bs) for k,n in ALL for bs in ((1,3,7) if k in ('pgd','apgd_restarts','gama_restarts') and n=='L2' else (5,) if n=='L2' or k=='gamafw' else ())])
+
+@pytest.mark.parametrize(
+    'kind,norm,bs',
+    [
+        (k, n, bs)
+        for k, n in ALL
+        for bs in (
+            (1, 3, 7)
+            if k in ('pgd', 'apgd_restarts', 'gama_restarts') and n == 'L2'
+            else (5,)
+            if n == 'L2' or k == 'gamafw'
+            else ()
+        )
+    ],
+)
 def test_batch_size_and_order_change_no_verdict(net, data, kind, norm, bs):
-    x,y = data; a,want = make(kind, norm),hunted(net, x, y, make(kind, norm))
+    x, y = data
+    a, want = make(kind, norm), hunted(net, x, y, make(kind, norm))
     assert torch.equal(hunted(net, x, y, a, bs), want)
     p = torch.randperm(N, generator=torch.Generator().manual_seed(bs))
     assert torch.equal(hunted(net, x[p], y[p], a, bs), want[p])
 
+
 @pytest.mark.parametrize('norm', list(EPS))
-@pytest.mark.parametrize('bs', [1,7])
+@pytest.mark.parametrize('bs', [1, 7])
 def test_targeted_rounds_are_independent_of_the_batch_and_as_strong(net, data, norm, bs):
-    x,y = data; a = APGDT_[norm]; h,p = hunted(net, x, y, a, bs),plain(net, x, y, a)
-    assert torch.equal(h, hunted(net, x, y, a)) and abs(int(h.sum())-int(p.sum()))<=2 and 0<h.sum()<N-5
+    x, y = data
+    a = APGDT_[norm]
+    h, p = hunted(net, x, y, a, bs), plain(net, x, y, a)
+    assert torch.equal(h, hunted(net, x, y, a)) and abs(int(h.sum()) - int(p.sum())) <= 2 and 0 < h.sum() < N - 5
+
 
 def test_targeted_rounds_start_where_the_plain_call_starts(net, data):
-    x,y = data; a,starts = APGDT_['Linf'],dict(hunt=[],plain=[])
+    x, y = data
+    a, starts = APGDT_['Linf'], dict(hunt=[], plain=[])
+
     class See(nn.Module):
-        def __init__(self, to): super().__init__(); self.to_ = to
-        def forward(self, v): self.to_.append(v.detach().clone()); return net(v)
-    hunted(See(starts['hunt']), x[:1], y[:1]*0+predict(net, x[:1]), a); plain(See(starts['plain']), x[:1], predict(net, x[:1]), a)
+        def __init__(self, to):
+            super().__init__()
+            self.to_ = to
+
+        def forward(self, v):
+            self.to_.append(v.detach().clone())
+            return net(v)
+
+    hunted(See(starts['hunt']), x[:1], y[:1] * 0 + predict(net, x[:1]), a)
+    plain(See(starts['plain']), x[:1], predict(net, x[:1]), a)
     assert torch.equal(starts['hunt'][1], starts['plain'][1])
+
 
 @pytest.mark.parametrize('norm', list(EPS))
 def test_the_seed_reaches_the_hunt(net, data, norm):
-    x,y = data; a = PGD(10*EPS[norm], norm=norm, steps=1, alpha=0.)
-    v = [hunted(net, x, y, a, seed=s) for s in (0,0,1)]
+    x, y = data
+    a = PGD(10 * EPS[norm], norm=norm, steps=1, alpha=0.0)
+    v = [hunted(net, x, y, a, seed=s) for s in (0, 0, 1)]
     assert torch.equal(v[0], v[1]) and not torch.equal(v[0], v[2])
-    assert torch.equal(v[2]&plain(net, x, y, a, 1), v[2])
+    assert torch.equal(v[2] & plain(net, x, y, a, 1), v[2])
+
 
 def test_every_judged_image_is_inside_the_ball(net, data):
     "And the classes that are recorded are those of the image that was judged (R27)"
-    x,y = data
-    for a in (make('apgd','Linf'), make('pgd_restarts','L2'), make('gama','Linf')):
+    x, y = data
+    for a in (make('apgd', 'Linf'), make('pgd_restarts', 'L2'), make('gama', 'Linf')):
         seen = {}
+
         def judge(v):
             p = predict(net, v)
-            assert v.min()>=0 and v.max()<=1
-            near = (v[:,None]-x[None]).flatten(2); near = near.abs().amax(2) if a.norm=='Linf' else near.norm(dim=2)
-            assert (near.amin(1)<=a.eps+1e-9).all()
-            for k,o in zip(near.argmin(1).tolist(), p.tolist()): seen[k] = o
+            assert v.min() >= 0 and v.max() <= 1
+            near = (v[:, None] - x[None]).flatten(2)
+            near = near.abs().amax(2) if a.norm == 'Linf' else near.norm(dim=2)
+            assert (near.amin(1) <= a.eps + 1e-9).all()
+            for k, o in zip(near.argmin(1).tolist(), p.tolist()):
+                seen[k] = o
             return p
-        with attack_mode(net): got = list(hunt(a, net, Feed(eval_batches((x,y), bs=9), np.ones(N, bool)), judge, 8))
-        pos,ok,p = [torch.cat(o) for o in zip(*got)]
-        assert sorted(pos.tolist())==list(range(N)) and all(seen[i]==c for i,c in zip(pos.tolist(), p.tolist())) and torch.equal(ok, p==y[pos])
 
-@pytest.mark.parametrize('draw', [False, True], ids=['hunt','plain'])
+        with attack_mode(net):
+            got = list(hunt(a, net, Feed(eval_batches((x, y), bs=9), np.ones(N, bool)), judge, 8))
+        pos, ok, p = [torch.cat(o) for o in zip(*got)]
+        assert (
+            sorted(pos.tolist()) == list(range(N))
+            and all(seen[i] == c for i, c in zip(pos.tolist(), p.tolist()))
+            and torch.equal(ok, p == y[pos])
+        )
+
+
+@pytest.mark.parametrize('draw', [False, True], ids=['hunt', 'plain'])
 def test_verdicts_of_a_report_are_those_of_a_fresh_forward(net, data, draw):
     "R27: at another batch size, after a round trip through float32"
-    x,y = data; a = Square(.1, queries=20) if draw else make('apgd','Linf')
+    x, y = data
+    a = Square(0.1, queries=20) if draw else make('apgd', 'Linf')
     rep = robust_report(net, data, [a], bs=7, cascade=False)
     x_adv = a(net, x, y).float().double()
-    fresh = torch.cat([predict(net, o) for o in x_adv.split(17)])==y
-    assert (fresh.numpy()&rep.verdicts['clean']==rep.verdicts[repr(a)]).all() and rep.rows[1]['accuracy']==pytest.approx(rep.verdicts[repr(a)].mean(), abs=1e-6)
+    fresh = torch.cat([predict(net, o) for o in x_adv.split(17)]) == y
+    assert (fresh.numpy() & rep.verdicts['clean'] == rep.verdicts[repr(a)]).all() and rep.rows[1][
+        'accuracy'
+    ] == pytest.approx(rep.verdicts[repr(a)].mean(), abs=1e-6)
+
 
 @pytest.mark.parametrize('cascade', [True, False])
 def test_cascades_have_the_same_worst_case(net, data, cascade):
-    att = [make('fgsm','Linf'), make('pgd_restarts','Linf'), APGDT_['Linf'], WorstCase([make('apgd','Linf'), Square(.03, queries=20)])]
-    a,b = robust_report(net, data, att, bs=9, cascade=cascade),robust_report(net, data, att, bs=64)
-    assert (np.minimum.reduce([a.verdicts[repr(o)] for o in att])==np.minimum.reduce([b.verdicts[repr(o)] for o in att])).all()
-    if cascade: assert all((a.verdicts[repr(o)]<=a.verdicts[repr(p)]).all() for p,o in zip(att, att[1:]))
+    att = [
+        make('fgsm', 'Linf'),
+        make('pgd_restarts', 'Linf'),
+        APGDT_['Linf'],
+        WorstCase([make('apgd', 'Linf'), Square(0.03, queries=20)]),
+    ]
+    a, b = robust_report(net, data, att, bs=9, cascade=cascade), robust_report(net, data, att, bs=64)
+    assert (
+        np.minimum.reduce([a.verdicts[repr(o)] for o in att]) == np.minimum.reduce([b.verdicts[repr(o)] for o in att])
+    ).all()
+    if cascade:
+        assert all((a.verdicts[repr(o)] <= a.verdicts[repr(p)]).all() for p, o in zip(att, att[1:]))
 
-# --- loaders, costs, memory -------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('odd', [1,5,60,61,200])
-@pytest.mark.parametrize('bs', [4,64])
+# --- loaders, costs, memory
+# -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('odd', [1, 5, 60, 61, 200])
+@pytest.mark.parametrize('bs', [4, 64])
 def test_loaders_of_any_batch_size(net, data, odd, bs):
-    a = make('apgd_restarts','Linf'); want = robust_report(net, data, [a]).verdicts[repr(a)]
+    a = make('apgd_restarts', 'Linf')
+    want = robust_report(net, data, [a]).verdicts[repr(a)]
     rep = robust_report(net, DataLoader(TensorDataset(*data), batch_size=odd), [a], bs=bs)
-    assert (rep.verdicts[repr(a)]==want).all()
+    assert (rep.verdicts[repr(a)] == want).all()
+
 
 class Never(nn.Module):
     "Right whatever happens, with a gradient"
-    def forward(self, x): s = x.flatten(1).mean(1); return torch.stack([s+9, s*.1, -s, s*0], 1)
-@pytest.mark.parametrize('bs', [3,16])
-@pytest.mark.parametrize('a,want', [(PGD(.1, steps=7), 2*7+1), (PGD(.1, steps=5, restarts=3), 3*(2*5+1)), (APGD(.1, steps=6), 2*6+1), (FGSM(.1), 3), (PGD(.1, steps=3, draws=4), 4*2*3+1), (APGDT(.1, steps=4, targets=2), 1+2*(2*4+1)), (GAMAPGD(.1, steps=6), 1+2*6+1)], ids=repr)
+
+    def forward(self, x):
+        s = x.flatten(1).mean(1)
+        return torch.stack([s + 9, s * 0.1, -s, s * 0], 1)
+
+
+@pytest.mark.parametrize('bs', [3, 16])
+@pytest.mark.parametrize(
+    'a,want',
+    [
+        (PGD(0.1, steps=7), 2 * 7 + 1),
+        (PGD(0.1, steps=5, restarts=3), 3 * (2 * 5 + 1)),
+        (APGD(0.1, steps=6), 2 * 6 + 1),
+        (FGSM(0.1), 3),
+        (PGD(0.1, steps=3, draws=4), 4 * 2 * 3 + 1),
+        (APGDT(0.1, steps=4, targets=2), 1 + 2 * (2 * 4 + 1)),
+        (GAMAPGD(0.1, steps=6), 1 + 2 * 6 + 1),
+    ],
+    ids=repr,
+)
 def test_passes_of_a_model_that_never_falls(a, want, bs):
-    x,y = images(16),torch.zeros(16).long()
-    m = Stop(Never()); t = run_attack(m, a, eval_batches((x,y), bs=5), np.ones(16, bool), bs)
-    assert t.got['share'].all() and t.got['cost'][0]==16*want
-    assert robust_report(Never(), (x,y), [a], bs=bs).rows[1]['passes']==16*want
+    x, y = images(16), torch.zeros(16).long()
+    m = Stop(Never())
+    t = run_attack(m, a, eval_batches((x, y), bs=5), np.ones(16, bool), bs)
+    assert t.got['share'].all() and t.got['cost'][0] == 16 * want
+    assert robust_report(Never(), (x, y), [a], bs=bs).rows[1]['passes'] == 16 * want
+
 
 def test_images_that_fall_cost_no_more(net, data):
-    x,y = data; a = PGD(.3, steps=40, alpha=.05, rand=False); st = predict(net, x)==y
+    x, y = data
+    a = PGD(0.3, steps=40, alpha=0.05, rand=False)
+    st = predict(net, x) == y
     t = run_attack(net, a, eval_batches(data), st.numpy(), 8)
-    assert not t.got['share'].any() and t.got['cost'][0]<8*2*int(st.sum())
-    m = Stop(net); run_attack(m, a, eval_batches(data), st.numpy(), 8)
-    assert m.images<t.got['cost'][0]                                              # forwards alone
+    assert not t.got['share'].any() and t.got['cost'][0] < 8 * 2 * int(st.sum())
+    m = Stop(net)
+    run_attack(m, a, eval_batches(data), st.numpy(), 8)
+    assert m.images < t.got['cost'][0]  # forwards alone
+
 
 def test_wrong_images_are_never_attacked(net, data):
-    x,y = data; seen = []
+    x, y = data
+    seen = []
+
     class See(nn.Module):
-        def forward(self, v): seen.append(v.detach()); return net(v)
-    run_attack(See(), PGD(.03, steps=2), eval_batches(data), np.arange(N)>=5, 8)
-    near = torch.cat([(v[:,None]-x[None]).flatten(2).abs().amax(2) for v in seen]).argmin(1)
-    assert near.min()==5 and set(near.tolist())==set(range(5,N))
+        def forward(self, v):
+            seen.append(v.detach())
+            return net(v)
+
+    run_attack(See(), PGD(0.03, steps=2), eval_batches(data), np.arange(N) >= 5, 8)
+    near = torch.cat([(v[:, None] - x[None]).flatten(2).abs().amax(2) for v in seen]).argmin(1)
+    assert near.min() == 5 and set(near.tolist()) == set(range(5, N))
+
 
 def test_feed_gives_every_kept_image_once_in_any_portions():
-    for sizes in ([7],[1,4,2],[64],[3,50,1]):
-        for step in (1,4,9,40):
-            keep = torch.rand(97, generator=torch.Generator().manual_seed(step))<.4
-            src = ((torch.arange(i,min(i+step,97)),torch.arange(i,min(i+step,97)).float()[:,None],torch.arange(i,min(i+step,97))) for i in range(0,97,step))
-            feed,got,want = Feed(src, keep.numpy()),[],itertools.cycle(sizes)
-            while (b := feed(n := next(want))) is not None: assert len(b[0])<=n and torch.equal(b[0].float(), b[1][:,0]); got.append(b[0])
-            assert torch.equal(torch.cat(got), keep.nonzero()[:,0]) and feed(3) is None
+    for sizes in ([7], [1, 4, 2], [64], [3, 50, 1]):
+        for step in (1, 4, 9, 40):
+            keep = torch.rand(97, generator=torch.Generator().manual_seed(step)) < 0.4
+            src = (
+                (
+                    torch.arange(i, min(i + step, 97)),
+                    torch.arange(i, min(i + step, 97)).float()[:, None],
+                    torch.arange(i, min(i + step, 97)),
+                )
+                for i in range(0, 97, step)
+            )
+            feed, got, want = Feed(src, keep.numpy()), [], itertools.cycle(sizes)
+            while (b := feed(n := next(want))) is not None:
+                assert len(b[0]) <= n and torch.equal(b[0].float(), b[1][:, 0])
+                got.append(b[0])
+            assert torch.equal(torch.cat(got), keep.nonzero()[:, 0]) and feed(3) is None
+
 
 def test_the_hunt_holds_few_images_and_batches_stay_full():
     "Drawn from the source and neither out nor in the batch: less than two batches; all calls but the last few are full"
-    drawn,worst,sizes,m = 0,0,[],Dense()
-    x = images(400); y = predict(m, x)
+    drawn, worst, sizes, m = 0, 0, [], Dense()
+    x = images(400)
+    y = predict(m, x)
+
     def src():
         nonlocal drawn
-        for i in range(0,400,11): drawn += min(11, 400-i); yield torch.arange(i,min(i+11,400)),x[i:i+11],y[i:i+11]
+        for i in range(0, 400, 11):
+            drawn += min(11, 400 - i)
+            yield torch.arange(i, min(i + 11, 400)), x[i : i + 11], y[i : i + 11]
+
     class See(nn.Module):
-        def forward(self, v): sizes.append(len(v)); return m(v)
+        def forward(self, v):
+            sizes.append(len(v))
+            return m(v)
+
     out = 0
     with attack_mode(m):
-        for i,_,_ in hunt(PGD(.03, steps=6), See(), Feed(src(), np.ones(400, bool)), lambda v: predict(m, v), 16): out += len(i); worst = max(worst, drawn-out)
-    assert out==400 and worst<=3*16 and max(sizes)==16 and np.mean(np.array(sizes)>=10)>.85
+        for i, _, _ in hunt(PGD(0.03, steps=6), See(), Feed(src(), np.ones(400, bool)), lambda v: predict(m, v), 16):
+            out += len(i)
+            worst = max(worst, drawn - out)
+    assert out == 400 and worst <= 3 * 16 and max(sizes) == 16 and np.mean(np.array(sizes) >= 10) > 0.85
 
-# --- resumption -----------------------------------------------------------------------------------------------------------------------
 
-drop = lambda rep: [{k:v for k,v in r.items() if k not in ('seconds','passes','parts')} for r in rep.rows]
-def same(a, b): return drop(a)==drop(b) and a.verdicts.keys()==b.verdicts.keys() and all((a.verdicts[k]==b.verdicts[k]).all() for k in a.verdicts) and all((a.preds[k]==b.preds[k]).all() for k in a.preds)
+# --- resumption
+# -----------------------------------------------------------------------------------------------------------------------
+
+drop = lambda rep: [{k: v for k, v in r.items() if k not in ('seconds', 'passes', 'parts')} for r in rep.rows]
+
+
+def same(a, b):
+    return (
+        drop(a) == drop(b)
+        and a.verdicts.keys() == b.verdicts.keys()
+        and all((a.verdicts[k] == b.verdicts[k]).all() for k in a.verdicts)
+        and all((a.preds[k] == b.preds[k]).all() for k in a.preds)
+    )
+
+
 def killed(m, data, attacks, out, at, **kw):
     s = Stop(m, at)
-    with pytest.raises(KeyboardInterrupt): robust_report(s, data, attacks, out=out, **kw)
+    with pytest.raises(KeyboardInterrupt):
+        robust_report(s, data, attacks, out=out, **kw)
     return s
 
-ROWS = [PGD(.01, steps=5), APGD(.01, steps=8, restarts=2)]
-@pytest.mark.parametrize('share', [.3,.6,.9])
-@pytest.mark.parametrize('bs', [4,64])
+
+ROWS = [PGD(0.01, steps=5), APGD(0.01, steps=8, restarts=2)]
+
+
+@pytest.mark.parametrize('share', [0.3, 0.6, 0.9])
+@pytest.mark.parametrize('bs', [4, 64])
 def test_killed_in_the_middle_of_a_row(net, data, tmp_path, share, bs):
-    whole = Stop(net); want = robust_report(whole, data, ROWS, bs=bs)
-    killed(net, data, ROWS, tmp_path, int(share*whole.calls), bs=bs)
-    again = Stop(net); got = robust_report(again, data, ROWS, out=tmp_path, bs=bs)
-    assert same(got, want) and not (tmp_path/'running.npz').exists()
-    assert again.images<whole.images if bs==64 else again.images<=(1-share)*whole.images+2*N+8*2*4*9+64     # the first pass and the images under way are lost
-    third = Stop(net); assert same(robust_report(third, data, ROWS, out=tmp_path, bs=bs), want) and third.images<=2*N+64
+    whole = Stop(net)
+    want = robust_report(whole, data, ROWS, bs=bs)
+    killed(net, data, ROWS, tmp_path, int(share * whole.calls), bs=bs)
+    again = Stop(net)
+    got = robust_report(again, data, ROWS, out=tmp_path, bs=bs)
+    assert same(got, want) and not (tmp_path / 'running.npz').exists()
+    # the first pass and the images under way are lost
+    assert (
+        again.images < whole.images
+        if bs == 64
+        else again.images <= (1 - share) * whole.images + 2 * N + 8 * 2 * 4 * 9 + 64
+    )
+    third = Stop(net)
+    assert same(robust_report(third, data, ROWS, out=tmp_path, bs=bs), want) and third.images <= 2 * N + 64
+
 
 def test_again_and_again(net, data, tmp_path):
-    want,k = robust_report(net, data, ROWS, bs=4),0
-    while k<60:
-        s = Stop(net, 45+k); k += 1
-        try: got = robust_report(s, data, ROWS, out=tmp_path, bs=4)
-        except KeyboardInterrupt: continue
+    want, k = robust_report(net, data, ROWS, bs=4), 0
+    while k < 60:
+        s = Stop(net, 45 + k)
+        k += 1
+        try:
+            got = robust_report(s, data, ROWS, out=tmp_path, bs=4)
+        except KeyboardInterrupt:
+            continue
         break
-    assert 2<k<60 and same(got, want)
+    assert 2 < k < 60 and same(got, want)
+
 
 def test_only_what_is_missing_is_attacked(net, data, tmp_path):
-    x,y = data; a = ROWS[0]; st = (predict(net, x)==y).numpy(); path = tmp_path/'running.npz'; t = Trial('k', st, path)
-    with pytest.raises(KeyboardInterrupt): run_attack(Stop(net, 40), a, eval_batches(data, bs=4), st, 4, trial=t)
-    done = t.got['done'].copy(); assert 8<done.sum()<N-8 and path.exists()
+    x, y = data
+    a = ROWS[0]
+    st = (predict(net, x) == y).numpy()
+    path = tmp_path / 'running.npz'
+    t = Trial('k', st, path)
+    with pytest.raises(KeyboardInterrupt):
+        run_attack(Stop(net, 40), a, eval_batches(data, bs=4), st, 4, trial=t)
+    done = t.got['done'].copy()
+    assert 8 < done.sum() < N - 8 and path.exists()
     seen = []
+
     class See(nn.Module):
-        def forward(self, v): seen.append(v.detach()); return net(v)
-    t2 = Trial('k', st, path); assert (t2.got['done']==done).all()
+        def forward(self, v):
+            seen.append(v.detach())
+            return net(v)
+
+    t2 = Trial('k', st, path)
+    assert (t2.got['done'] == done).all()
     run_attack(See(), a, eval_batches(data, bs=4), st, 4, trial=t2)
-    near = {i for v in seen for i in (v[:,None]-x[None]).flatten(2).abs().amax(2).argmin(1).tolist()}
-    assert near==set(np.flatnonzero(~done).tolist()) and (t2.got['share']==run_attack(net, a, eval_batches(data), st, 64).got['share']).all()
+    near = {i for v in seen for i in (v[:, None] - x[None]).flatten(2).abs().amax(2).argmin(1).tolist()}
+    assert (
+        near == set(np.flatnonzero(~done).tolist())
+        and (t2.got['share'] == run_attack(net, a, eval_batches(data), st, 64).got['share']).all()
+    )
+
 
 def test_a_state_of_another_row_is_not_taken(net, data, tmp_path):
-    st = np.arange(N)>=5; path = tmp_path/'running.npz'
-    for key,stand,n in (('a',st,N),('b',st,N)):
-        if key=='a':
+    st = np.arange(N) >= 5
+    path = tmp_path / 'running.npz'
+    for key, stand, n in (('a', st, N), ('b', st, N)):
+        if key == 'a':
             t = Trial('a', st, path)
-            with pytest.raises(KeyboardInterrupt): run_attack(Stop(net, 40), ROWS[0], eval_batches(data, bs=4), st, 4, trial=t)
-            assert t.got['done'].sum()>10
-    assert Trial('b', st, path).got['done'].sum()==5 and Trial('a', st, path).got['done'].sum()>10
-    fewer = st.copy(); fewer[20:] = False
-    t = Trial('a', fewer, path); assert (t.got['done'][20:]).all()
-    short = Trial('a', st[:30], path); assert len(short.got['done'])==30
+            with pytest.raises(KeyboardInterrupt):
+                run_attack(Stop(net, 40), ROWS[0], eval_batches(data, bs=4), st, 4, trial=t)
+            assert t.got['done'].sum() > 10
+    assert Trial('b', st, path).got['done'].sum() == 5 and Trial('a', st, path).got['done'].sum() > 10
+    fewer = st.copy()
+    fewer[20:] = False
+    t = Trial('a', fewer, path)
+    assert (t.got['done'][20:]).all()
+    short = Trial('a', st[:30], path)
+    assert len(short.got['done']) == 30
 
-@pytest.mark.parametrize('junk', [b'', b'PK\x03\x04', b'nonsense', None], ids=['empty','zip','text','cut'])
+
+@pytest.mark.parametrize('junk', [b'', b'PK\x03\x04', b'nonsense', None], ids=['empty', 'zip', 'text', 'cut'])
 def test_a_damaged_state_is_ignored(net, data, tmp_path, junk):
-    want = robust_report(net, data, ROWS, bs=4); killed(net, data, ROWS, tmp_path, 60, bs=4); p = tmp_path/'running.npz'
-    p.write_bytes(p.read_bytes()[:len(p.read_bytes())//2] if junk is None else junk)
+    want = robust_report(net, data, ROWS, bs=4)
+    killed(net, data, ROWS, tmp_path, 60, bs=4)
+    p = tmp_path / 'running.npz'
+    p.write_bytes(p.read_bytes()[: len(p.read_bytes()) // 2] if junk is None else junk)
     assert same(robust_report(net, data, ROWS, out=tmp_path, bs=4), want)
 
-CHANGED = dict(seed=lambda d: dict(kw=dict(seed=5)), model=lambda d: dict(model=Dense(seed=7)), images=lambda d: dict(data=(d[0]*.9,d[1])), order=lambda d: dict(data=(d[0].flip(0),d[1].flip(0))))
+
+CHANGED = dict(
+    seed=lambda d: dict(kw=dict(seed=5)),
+    model=lambda d: dict(model=Dense(seed=7)),
+    images=lambda d: dict(data=(d[0] * 0.9, d[1])),
+    order=lambda d: dict(data=(d[0].flip(0), d[1].flip(0))),
+)
+
+
 @pytest.mark.parametrize('row', [0, pytest.param(1)])
 @pytest.mark.parametrize('what', CHANGED)
 def test_a_state_begun_on_something_else_is_not_taken(tmp_path, what, row):
     "Killed in the first row there is no report.json yet that could refuse"
-    att = [PGD(.01, steps=1, alpha=.005), APGD(.01, steps=8)]; x = images(N)
-    y = predict(Dense(), x)                                                             # all right, so that the set that stands is the same
-    whole = Stop(Dense()); robust_report(whole, (x,y), att[:1], bs=4)
-    killed(Dense(), (x,y), att, tmp_path, int(whole.calls*.7) if row==0 else whole.calls+30, bs=4)
-    ch = CHANGED[what]((x,y)); m,d = ch.get('model', Dense()),ch.get('data', (x,y)); d = (d[0],predict(m, d[0]))
-    try: got = robust_report(Stop(m), d, att, out=tmp_path, bs=4, **ch.get('kw', {}))
-    except ValueError as e: assert 'overwrite=True' in str(e)
+    att = [PGD(0.01, steps=1, alpha=0.005), APGD(0.01, steps=8)]
+    x = images(N)
+    # all right, so that the set that stands is the same
+    y = predict(Dense(), x)
+    whole = Stop(Dense())
+    robust_report(whole, (x, y), att[:1], bs=4)
+    killed(Dense(), (x, y), att, tmp_path, int(whole.calls * 0.7) if row == 0 else whole.calls + 30, bs=4)
+    ch = CHANGED[what]((x, y))
+    m, d = ch.get('model', Dense()), ch.get('data', (x, y))
+    d = (d[0], predict(m, d[0]))
+    try:
+        got = robust_report(Stop(m), d, att, out=tmp_path, bs=4, **ch.get('kw', {}))
+    except ValueError as e:
+        assert 'overwrite=True' in str(e)
     else:
-        for o in att: assert (got.verdicts[repr(o)]==robust_report(Stop(m), d, att, bs=4, **ch.get('kw', {})).verdicts[repr(o)]).all()
+        for o in att:
+            assert (
+                got.verdicts[repr(o)] == robust_report(Stop(m), d, att, bs=4, **ch.get('kw', {})).verdicts[repr(o)]
+            ).all()
+
 
 def test_an_ensemble_goes_on_where_it_was_killed(net, data, tmp_path):
-    a = [WorstCase([PGD(.01, steps=8), APGD(.01, steps=8)])]
-    whole = Stop(net); want = robust_report(whole, data, a, bs=4)
-    killed(net, data, a, tmp_path, int(.9*whole.calls), bs=4)
-    again = Stop(net); assert same(robust_report(again, data, a, out=tmp_path, bs=4), want) and again.images<.6*whole.images
+    a = [WorstCase([PGD(0.01, steps=8), APGD(0.01, steps=8)])]
+    whole = Stop(net)
+    want = robust_report(whole, data, a, bs=4)
+    killed(net, data, a, tmp_path, int(0.9 * whole.calls), bs=4)
+    again = Stop(net)
+    assert same(robust_report(again, data, a, out=tmp_path, bs=4), want) and again.images < 0.6 * whole.images
+
 
 def test_a_killed_ensemble_gives_the_same_table(net, data, tmp_path):
-    a = [WorstCase([PGD(.01, steps=8), APGD(.01, steps=8)])]
-    want = robust_report(net, data, a, bs=4); killed(net, data, a, tmp_path, 190, bs=4)
+    a = [WorstCase([PGD(0.01, steps=8), APGD(0.01, steps=8)])]
+    want = robust_report(net, data, a, bs=4)
+    killed(net, data, a, tmp_path, 190, bs=4)
     assert same(robust_report(net, data, a, out=tmp_path, bs=4), want)
+
 
 def test_rows_below_a_loss_of_ones_own(net, data, tmp_path):
     "What the own loss lets stand may have changed, and with it what the row below attacks"
-    def mine(z, y): return -ce(z, y)
-    low = PGD(.03, steps=1, alpha=.003); robust_report(net, data, [PGD(.03, steps=3, loss=mine), low], out=tmp_path)
-    def mine(z, y): return ce(z, y)
-    att = [PGD(.03, steps=3, loss=mine), low]
+
+    def mine(z, y):
+        return -ce(z, y)
+
+    low = PGD(0.03, steps=1, alpha=0.003)
+    robust_report(net, data, [PGD(0.03, steps=3, loss=mine), low], out=tmp_path)
+
+    def mine(z, y):
+        return ce(z, y)
+
+    att = [PGD(0.03, steps=3, loss=mine), low]
     assert same(robust_report(net, data, att, out=tmp_path), robust_report(net, data, att))
 
+
 def test_attacks_added_before_and_after(net, data, tmp_path):
-    a,b,c = make('fgsm','Linf'),make('pgd','Linf'),make('apgd','Linf'); z = PGD(.1, norm='L2', steps=2)
-    for att in ([b],[b,c],[z,b,c],[a,b,c],[c],[c,b]):
+    a, b, c = make('fgsm', 'Linf'), make('pgd', 'Linf'), make('apgd', 'Linf')
+    z = PGD(0.1, norm='L2', steps=2)
+    for att in ([b], [b, c], [z, b, c], [a, b, c], [c], [c, b]):
         got = robust_report(net, data, att, out=tmp_path)
-        for o in att: assert (got.verdicts[repr(o)]==robust_report(net, data, att).verdicts[repr(o)]).all(), (att,o)
-    s = Stop(net); robust_report(s, data, [c,b], out=tmp_path/'n'); k = s.images
-    s2 = Stop(net); robust_report(s2, data, [c,b,z], out=tmp_path/'n'); assert s2.images<k+2*N+12*N
+        for o in att:
+            assert (got.verdicts[repr(o)] == robust_report(net, data, att).verdicts[repr(o)]).all(), (att, o)
+    s = Stop(net)
+    robust_report(s, data, [c, b], out=tmp_path / 'n')
+    k = s.images
+    s2 = Stop(net)
+    robust_report(s2, data, [c, b, z], out=tmp_path / 'n')
+    assert s2.images < k + 2 * N + 12 * N
+
 
 class Slow(nn.Module):
     "Takes its time where the environment says so: the same model, and the same code, in both processes"
-    def __init__(self, m): super().__init__(); self.m = m
-    def forward(self, v): time.sleep(float(os.environ.get('SLOW', 0))); return self.m(v)
+
+    def __init__(self, m):
+        super().__init__()
+        self.m = m
+
+    def forward(self, v):
+        time.sleep(float(os.environ.get('SLOW', 0)))
+        return self.m(v)
+
+
 SCRIPT = '''
 import sys, time, torch, numpy as np
 import robust_nbdev.evaluate as ev
@@ -309,298 +592,668 @@ print('go', flush=True)
 ev.robust_report(Slow(m), (x,y), [PGD(.01, steps=5), APGD(.01, steps=8, restarts=2)], bs=4, out=sys.argv[1])
 print('end', flush=True)
 '''
-def test_a_real_kill(tmp_path, monkeypatch, wait=.6):
-    "kill -9 of another process; what it left is continued in this one"
-    p = subprocess.Popen([sys.executable, '-c', SCRIPT, str(tmp_path/'out'), os.path.dirname(__file__)], stdout=subprocess.PIPE, text=True, env={**os.environ, 'SLOW':'.004'})
-    assert p.stdout.readline()=='go\n'
-    t = time.time()
-    while not (tmp_path/'out').exists() and time.time()-t<60: time.sleep(.01)
-    time.sleep(wait); p.send_signal(signal.SIGKILL); p.wait(); rest = p.stdout.read()
-    assert 'end' not in rest and p.returncode==-9
-    x = images(61); m = Dense(); y = predict(m, x)
-    calls = []
-    monkeypatch.setattr(time, 'sleep', calls.append)                              # counts the calls of the model, and leaves its code as it is
-    want = robust_report(Slow(m), (x,y), ROWS, bs=4); whole = len(calls)
-    got = robust_report(Slow(m), (x,y), ROWS, bs=4, out=tmp_path/'out'); again = len(calls)-whole
-    assert same(got, want) and again<whole-5
 
-# --- R26, R28, R29 ------------------------------------------------------------------------------------------------------------------------
+
+def test_a_real_kill(tmp_path, monkeypatch, wait=0.6):
+    "kill -9 of another process; what it left is continued in this one"
+    p = subprocess.Popen(
+        [sys.executable, '-c', SCRIPT, str(tmp_path / 'out'), os.path.dirname(__file__)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, 'SLOW': '.004'},
+    )
+    assert p.stdout.readline() == 'go\n'
+    t = time.time()
+    while not (tmp_path / 'out').exists() and time.time() - t < 60:
+        time.sleep(0.01)
+    time.sleep(wait)
+    p.send_signal(signal.SIGKILL)
+    p.wait()
+    rest = p.stdout.read()
+    assert 'end' not in rest and p.returncode == -9
+    x = images(61)
+    m = Dense()
+    y = predict(m, x)
+    calls = []
+    # counts the calls of the model, and leaves its code as it is
+    monkeypatch.setattr(time, 'sleep', calls.append)
+    want = robust_report(Slow(m), (x, y), ROWS, bs=4)
+    whole = len(calls)
+    got = robust_report(Slow(m), (x, y), ROWS, bs=4, out=tmp_path / 'out')
+    again = len(calls) - whole
+    assert same(got, want) and again < whole - 5
+
+
+# --- R26, R28, R29
+# ------------------------------------------------------------------------------------------------------------------------
+
 
 def test_no_number_mixes_threat_models(net, data):
     sur = Dense(seed=3)
-    att = [PGD(.03, steps=3), PGD(.1, norm='L2', steps=3), PGD(.05, steps=3), Transfer(sur, PGD(.03, steps=3)), APGD(.1, norm='L2', steps=4), lambda m,x,y,seed=0: x]
+    att = [
+        PGD(0.03, steps=3),
+        PGD(0.1, norm='L2', steps=3),
+        PGD(0.05, steps=3),
+        Transfer(sur, PGD(0.03, steps=3)),
+        APGD(0.1, norm='L2', steps=4),
+        lambda m, x, y, seed=0: x,
+    ]
     rep = robust_report(net, data, att)
-    worst = {r['attack']:r for r in rep.rows if r['attack'].startswith('worst')}
-    assert set(worst)=={'worst case Linf 0.03','worst case L2 0.1'} and (worst['worst case L2 0.1']['norm'],worst['worst case L2 0.1']['eps'])==('L2',.1)
-    for w,rows in (('worst case Linf 0.03',(0,3)),('worst case L2 0.1',(1,4))): assert worst[w]['accuracy']==pytest.approx(np.minimum.reduce([rep.verdicts[repr(att[i])] for i in rows]).mean(), abs=1e-6)
-    row = next(r for r in rep.rows if r['attack'].startswith('Transfer')); assert 'Transfer(Dense, PGD(0.03' in row['attack'] and 'Transfer' in repr(rep)
-    alone = robust_report(net, data, att[3:4]); assert (alone.verdicts[repr(att[3])]==((predict(net, att[3].attack(sur, *data))==data[1])&(predict(net, data[0])==data[1])).numpy()).all()
+    worst = {r['attack']: r for r in rep.rows if r['attack'].startswith('worst')}
+    assert set(worst) == {'worst case Linf 0.03', 'worst case L2 0.1'} and (
+        worst['worst case L2 0.1']['norm'],
+        worst['worst case L2 0.1']['eps'],
+    ) == ('L2', 0.1)
+    for w, rows in (('worst case Linf 0.03', (0, 3)), ('worst case L2 0.1', (1, 4))):
+        assert worst[w]['accuracy'] == pytest.approx(
+            np.minimum.reduce([rep.verdicts[repr(att[i])] for i in rows]).mean(), abs=1e-6
+        )
+    row = next(r for r in rep.rows if r['attack'].startswith('Transfer'))
+    assert 'Transfer(Dense, PGD(0.03' in row['attack'] and 'Transfer' in repr(rep)
+    alone = robust_report(net, data, att[3:4])
+    assert (
+        alone.verdicts[repr(att[3])]
+        == ((predict(net, att[3].attack(sur, *data)) == data[1]) & (predict(net, data[0]) == data[1])).numpy()
+    ).all()
+
 
 def test_n_is_what_was_measured(net, data):
     "R28"
-    for n in (1,13,N):
-        rep = robust_report(net, data, [FGSM(.03)], n=n, bs=4)
-        assert rep.df.n.tolist()==[n]*2 and rep.meta['n']==n and len(rep.verdicts['clean'])==n and all(lo<=a<=hi for lo,a,hi in zip(rep.df.low, rep.df.accuracy, rep.df.high))
-    with pytest.raises(ValueError, match=f'n={N+1} images, the data has {N}'): robust_report(net, data, [FGSM(.03)], n=N+1)
-    with pytest.raises(ValueError, match='drop'): robust_report(net, DataLoader(TensorDataset(*data), batch_size=8, drop_last=True), [])
+    for n in (1, 13, N):
+        rep = robust_report(net, data, [FGSM(0.03)], n=n, bs=4)
+        assert (
+            rep.df.n.tolist() == [n] * 2
+            and rep.meta['n'] == n
+            and len(rep.verdicts['clean']) == n
+            and all(lo <= a <= hi for lo, a, hi in zip(rep.df.low, rep.df.accuracy, rep.df.high))
+        )
+    with pytest.raises(ValueError, match=f'n={N + 1} images, the data has {N}'):
+        robust_report(net, data, [FGSM(0.03)], n=N + 1)
+    with pytest.raises(ValueError, match='drop'):
+        robust_report(net, DataLoader(TensorDataset(*data), batch_size=8, drop_last=True), [])
+
 
 class Noisy(nn.Module):
-    def __init__(self, m, s=.3): super().__init__(); self.m,self.s = m,s
-    def forward(self, x): return self.m((x+self.s*torch.randn_like(x)))
+    def __init__(self, m, s=0.3):
+        super().__init__()
+        self.m, self.s = m, s
+
+    def forward(self, x):
+        return self.m((x + self.s * torch.randn_like(x)))
+
+
 def test_random_models_are_noticed_and_averaged(net, data):
     "R29"
-    m,x,y = Noisy(net),*data; a = PGD(.03, steps=3).eot(3)
-    one,many = robust_report(m, data, [a]),robust_report(m, data, [a], draws=12)
-    assert any('the model is random' in o for o in one.warnings) and set(np.unique(one.verdicts['clean']))<={False,True}
-    for k in ('clean',repr(a)): assert (np.abs(many.verdicts[k]*12-np.round(many.verdicts[k]*12))<1e-4).all() and len(np.unique(many.verdicts[k]))>3
-    torch.manual_seed(0); truth = torch.stack([predict(m, x)==y for _ in range(200)]).float().mean(0)
-    assert abs(many.rows[0]['accuracy']-truth.mean())<.03 and np.abs(many.verdicts['clean']-truth.numpy()).mean()<.15
-    assert many.rows[0]['passes']==12*N and many.rows[1]['accuracy']<=many.rows[0]['accuracy']+.05
-    with pytest.raises(ValueError, match='draws'): robust_report(m, data, [a], draws=0)
+    m, x, y = Noisy(net), *data
+    a = PGD(0.03, steps=3).eot(3)
+    one, many = robust_report(m, data, [a]), robust_report(m, data, [a], draws=12)
+    assert any('the model is random' in o for o in one.warnings) and set(np.unique(one.verdicts['clean'])) <= {
+        False,
+        True,
+    }
+    for k in ('clean', repr(a)):
+        assert (np.abs(many.verdicts[k] * 12 - np.round(many.verdicts[k] * 12)) < 1e-4).all() and len(
+            np.unique(many.verdicts[k])
+        ) > 3
+    torch.manual_seed(0)
+    truth = torch.stack([predict(m, x) == y for _ in range(200)]).float().mean(0)
+    assert (
+        abs(many.rows[0]['accuracy'] - truth.mean()) < 0.03
+        and np.abs(many.verdicts['clean'] - truth.numpy()).mean() < 0.15
+    )
+    assert many.rows[0]['passes'] == 12 * N and many.rows[1]['accuracy'] <= many.rows[0]['accuracy'] + 0.05
+    with pytest.raises(ValueError, match='draws'):
+        robust_report(m, data, [a], draws=0)
+
 
 def test_random_state_does_not_steer_a_random_model(net, data):
     "Reports seed their own draws and put the state back"
-    m = Noisy(net); torch.manual_seed(1); a = robust_report(m, data, [FGSM(.03)]); before = torch.get_rng_state()
-    torch.manual_seed(2); b = robust_report(m, data, [FGSM(.03)])
-    assert all((a.verdicts[k]==b.verdicts[k]).all() for k in a.verdicts)
-    torch.manual_seed(1); robust_report(m, data, [FGSM(.03)]); assert torch.equal(torch.get_rng_state(), before)
+    m = Noisy(net)
+    torch.manual_seed(1)
+    a = robust_report(m, data, [FGSM(0.03)])
+    before = torch.get_rng_state()
+    torch.manual_seed(2)
+    b = robust_report(m, data, [FGSM(0.03)])
+    assert all((a.verdicts[k] == b.verdicts[k]).all() for k in a.verdicts)
+    torch.manual_seed(1)
+    robust_report(m, data, [FGSM(0.03)])
+    assert torch.equal(torch.get_rng_state(), before)
 
-# --- R32 ----------------------------------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('norm,eps', [('Linf',4/255),('Linf',1/255),('L2',.3)])
+# --- R32
+# ----------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('norm,eps', [('Linf', 4 / 255), ('Linf', 1 / 255), ('L2', 0.3)])
 def test_saved_images_stay_in_the_ball_and_are_scored_as_they_come_back(tmp_path, norm, eps):
     from PIL import Image
-    m = Dense(dtype=torch.float32); x = (images(30, dtype=torch.float32)*255).round()/255; y = predict(m, x); y[:3] = (y[:3]+1)%C
-    a = PGD(eps, norm=norm, steps=5); got = save_adv(m, x, y, a, tmp_path/'new'/'dir', seed=3); out = tmp_path/'new'/'dir'
-    pngs = torch.stack([torch.as_tensor(np.array(Image.open(out/f'{i:05d}.png')))[None]/255 for i in range(30)])
-    with np.load(out/'adv.npz') as f: exact,yy = torch.as_tensor(f['x_adv']),f['y']
-    assert torch.equal(exact, a(m, x, y, seed=3)) and (yy==y.numpy()).all() and len(list(out.glob('*.png')))==30
-    d = (pngs-x).flatten(1); assert (d.abs().amax(1) if norm=='Linf' else d.norm(dim=1)).max()<=eps+1e-6
-    assert got==pytest.approx(dict(clean=27/30, exact=(predict(m, exact)==y).float().mean().item(), png=(predict(m, pngs)==y).float().mean().item())) and got['exact']<=got['png']
+
+    m = Dense(dtype=torch.float32)
+    x = (images(30, dtype=torch.float32) * 255).round() / 255
+    y = predict(m, x)
+    y[:3] = (y[:3] + 1) % C
+    a = PGD(eps, norm=norm, steps=5)
+    got = save_adv(m, x, y, a, tmp_path / 'new' / 'dir', seed=3)
+    out = tmp_path / 'new' / 'dir'
+    pngs = torch.stack([torch.as_tensor(np.array(Image.open(out / f'{i:05d}.png')))[None] / 255 for i in range(30)])
+    with np.load(out / 'adv.npz') as f:
+        exact, yy = torch.as_tensor(f['x_adv']), f['y']
+    assert torch.equal(exact, a(m, x, y, seed=3)) and (yy == y.numpy()).all() and len(list(out.glob('*.png'))) == 30
+    d = (pngs - x).flatten(1)
+    assert (d.abs().amax(1) if norm == 'Linf' else d.norm(dim=1)).max() <= eps + 1e-6
+    assert (
+        got
+        == pytest.approx(
+            dict(
+                clean=27 / 30,
+                exact=(predict(m, exact) == y).float().mean().item(),
+                png=(predict(m, pngs) == y).float().mean().item(),
+            )
+        )
+        and got['exact'] <= got['png']
+    )
+
 
 def test_colour_files_and_rounding(tmp_path):
-    m = Dense(shape=(3,5,9), dtype=torch.float32); x = images(4, dtype=torch.float32, shape=(3,5,9)); y = predict(m, x)
-    got = save_adv(m, x, y, PGD(.1, steps=3), tmp_path); assert set(got)=={'clean','exact','png'} and got['clean']==1
-    with pytest.raises(ValueError, match='1 or 3 channels'): save_adv(Dense(shape=(2,5,9), dtype=torch.float32), x[:,:2], y, FGSM(.1), tmp_path)
-    k = to_8bit(torch.tensor([0.,.5,1.,.1]), torch.tensor([.01,.5,.99,.2]))*255
-    assert torch.allclose(k, k.round(), atol=1e-4) and ((k/255>=torch.tensor([-1e-6,.498,.99,.1]))&(k/255<=torch.tensor([.01,.502,1.,.2]))).all()
+    m = Dense(shape=(3, 5, 9), dtype=torch.float32)
+    x = images(4, dtype=torch.float32, shape=(3, 5, 9))
+    y = predict(m, x)
+    got = save_adv(m, x, y, PGD(0.1, steps=3), tmp_path)
+    assert set(got) == {'clean', 'exact', 'png'} and got['clean'] == 1
+    with pytest.raises(ValueError, match='1 or 3 channels'):
+        save_adv(Dense(shape=(2, 5, 9), dtype=torch.float32), x[:, :2], y, FGSM(0.1), tmp_path)
+    k = to_8bit(torch.tensor([0.0, 0.5, 1.0, 0.1]), torch.tensor([0.01, 0.5, 0.99, 0.2])) * 255
+    assert (
+        torch.allclose(k, k.round(), atol=1e-4)
+        and (
+            (k / 255 >= torch.tensor([-1e-6, 0.498, 0.99, 0.1])) & (k / 255 <= torch.tensor([0.01, 0.502, 1.0, 0.2]))
+        ).all()
+    )
 
-# --- R33: planted faults ------------------------------------------------------------------------------------------------------------------------
+
+# --- R33: planted faults
+# ------------------------------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope='module')
 def honest():
     "An adversarially trained small model, and 1000 images"
     from robust_nbdev.adv_train import AdvTrain
-    l = synth_learner(dls=synth_dls(n=512, bs=32, seed=1), bar=False); l.fit_one_cycle(4, 4e-3); l.add_cb(AdvTrain(PGD(.05, steps=2))); l.fit_one_cycle(3, 2e-3)
-    x,y = [torch.stack([torch.as_tensor(o[i]).as_subclass(torch.Tensor) for o in synth_dls(n=4000, seed=9).valid_ds]) for i in (0,1)]
-    x = (x+.25*torch.randn(x.shape, generator=torch.Generator().manual_seed(0))).clamp(0,1)           # not too easy
-    return l.model.eval(),x,y.long().flatten()
 
-LIST = [FGSM(.05), PGD(.05, steps=10), APGD(.05, steps=15), Square(.05, queries=20)]
+    l = synth_learner(dls=synth_dls(n=512, bs=32, seed=1), bar=False)
+    l.fit_one_cycle(4, 4e-3)
+    l.add_cb(AdvTrain(PGD(0.05, steps=2)))
+    l.fit_one_cycle(3, 2e-3)
+    x, y = [
+        torch.stack([torch.as_tensor(o[i]).as_subclass(torch.Tensor) for o in synth_dls(n=4000, seed=9).valid_ds])
+        for i in (0, 1)
+    ]
+    x = (x + 0.25 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))).clamp(0, 1)  # not too easy
+    return l.model.eval(), x, y.long().flatten()
+
+
+LIST = [FGSM(0.05), PGD(0.05, steps=10), APGD(0.05, steps=15), Square(0.05, queries=20)]
+
+
 def test_an_honest_model_gets_no_warning(honest):
-    m,x,y = honest; rep = robust_report(m, (x,y), LIST, bs=250)
-    assert rep.warnings==[] and .3<rep.rows[2]['accuracy']<rep.rows[0]['accuracy']<1 and len(x)==1000
+    m, x, y = honest
+    rep = robust_report(m, (x, y), LIST, bs=250)
+    assert rep.warnings == [] and 0.3 < rep.rows[2]['accuracy'] < rep.rows[0]['accuracy'] < 1 and len(x) == 1000
+
 
 class Of(nn.Module):
-    def __init__(self, m, f): super().__init__(); self.m,self.f = m,f; self.eval()
-    def forward(self, x): return self.f(self.m, x)
-FAULTS = dict(masked=(lambda m,x: m(x.detach()+0*x), LIST[:2], 'exactly zero'), quantised=(lambda m,x: m((x*16).round()/16), LIST[:2], 'exactly zero'), softmax=(lambda m,x: m(x).softmax(1), LIST[:2], 'probabilities'), confident=(lambda m,x: m(x)*1e4, LIST[:2], 'underflows'),
-    weak=(lambda m,x: m(x), [PGD(.05, steps=10, alpha=1e-5)], 'too weak'), black_box=(lambda m,x: m((x*16).round()/16), [PGD(.3, steps=10),Square(.3, queries=300)], 'hiding its gradients'))
+    def __init__(self, m, f):
+        super().__init__()
+        self.m, self.f = m, f
+        self.eval()
+
+    def forward(self, x):
+        return self.f(self.m, x)
+
+
+FAULTS = dict(
+    masked=(lambda m, x: m(x.detach() + 0 * x), LIST[:2], 'exactly zero'),
+    quantised=(lambda m, x: m((x * 16).round() / 16), LIST[:2], 'exactly zero'),
+    softmax=(lambda m, x: m(x).softmax(1), LIST[:2], 'probabilities'),
+    confident=(lambda m, x: m(x) * 1e4, LIST[:2], 'underflows'),
+    weak=(lambda m, x: m(x), [PGD(0.05, steps=10, alpha=1e-5)], 'too weak'),
+    black_box=(
+        lambda m, x: m((x * 16).round() / 16),
+        [PGD(0.3, steps=10), Square(0.3, queries=300)],
+        'hiding its gradients',
+    ),
+)
+
+
 @pytest.mark.parametrize('k', list(FAULTS))
 def test_planted_faults_are_named(honest, k):
-    m,x,y = honest; f,att,words = FAULTS[k]; rep = robust_report(Of(m, f), (x[:300],y[:300]), att, bs=100)
+    m, x, y = honest
+    f, att, words = FAULTS[k]
+    rep = robust_report(Of(m, f), (x[:300], y[:300]), att, bs=100)
     assert any(words in o for o in rep.warnings), rep.warnings
-    assert words in repr(rep) and words in rep._repr_html_().replace('&#x27;',"'")
+    assert words in repr(rep) and words in rep._repr_html_().replace('&#x27;', "'")
+
 
 def test_a_masked_model_that_is_random_elsewhere_is_probed(honest):
     "The gradient is not zero, and useless: an attack at a radius where any image can become grey breaks too little"
-    m,x,y = honest; board = 2*((torch.arange(28)[:,None]+torch.arange(28))%2)-1
-    coarse = lambda x: F.interpolate(F.avg_pool2d(x.detach(), 4), scale_factor=4)                     # in which a chequered delta is gone
-    rep = robust_report(Of(m, lambda m,x: m(coarse(x))+1e-3*(x*board).sum((1,2,3))[:,None]*torch.tensor([1.,-1.,1.,-1.])), (x[:300],y[:300]), [PGD(.05, steps=10)], bs=100)
+    m, x, y = honest
+    board = 2 * ((torch.arange(28)[:, None] + torch.arange(28)) % 2) - 1
+    # in which a chequered delta is gone
+    coarse = lambda x: F.interpolate(F.avg_pool2d(x.detach(), 4), scale_factor=4)
+    rep = robust_report(
+        Of(
+            m,
+            lambda m, x: (
+                m(coarse(x)) + 1e-3 * (x * board).sum((1, 2, 3))[:, None] * torch.tensor([1.0, -1.0, 1.0, -1.0])
+            ),
+        ),
+        (x[:300], y[:300]),
+        [PGD(0.05, steps=10)],
+        bs=100,
+    )
     assert any('too weak' in o for o in rep.warnings)
 
+
 def test_log_probabilities_are_logits(honest):
-    m,x,y = honest; a,b = [robust_report(o, (x[:100],y[:100]), LIST[:3]) for o in (m, Of(m, lambda m,x: m(x).log_softmax(1)))]
-    assert all(abs(a.verdicts[k].sum()-b.verdicts[k].sum())<=1 for k in a.verdicts) and a.warnings==b.warnings
+    m, x, y = honest
+    a, b = [robust_report(o, (x[:100], y[:100]), LIST[:3]) for o in (m, Of(m, lambda m, x: m(x).log_softmax(1)))]
+    assert all(abs(a.verdicts[k].sum() - b.verdicts[k].sum()) <= 1 for k in a.verdicts) and a.warnings == b.warnings
+
 
 def test_batch_norm_left_in_training_mode(honest):
-    _,x,y = honest; torch.manual_seed(0)
-    m = nn.Sequential(nn.Conv2d(1,4,5,4), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(.3), nn.Flatten(), nn.Linear(144,4))
+    _, x, y = honest
+    torch.manual_seed(0)
+    m = nn.Sequential(
+        nn.Conv2d(1, 4, 5, 4), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(144, 4)
+    )
     opt = torch.optim.Adam(m.parameters(), 3e-3)
-    for _ in range(30): opt.zero_grad(); F.cross_entropy(m(x[700:]), y[700:]).backward(); opt.step()
-    stats = {k:v.clone() for k,v in m.state_dict().items()}
-    a = [robust_report(m, (x[:90],y[:90]), LIST[:3], bs=bs) for bs in (1,7,64)]
-    assert all(o.training for o in m.modules()) and all(torch.equal(v, stats[k]) for k,v in m.state_dict().items())
-    b = robust_report(m.eval(), (x[:90],y[:90]), LIST[:3])
-    for o in a: assert any('training mode' in w for w in o.warnings) and all(abs(int(o.verdicts[k].sum())-int(b.verdicts[k].sum()))<=1 for k in b.verdicts)
-    assert 5<b.verdicts['clean'].sum() and not any('training mode' in w for w in b.warnings)
+    for _ in range(30):
+        opt.zero_grad()
+        F.cross_entropy(m(x[700:]), y[700:]).backward()
+        opt.step()
+    stats = {k: v.clone() for k, v in m.state_dict().items()}
+    a = [robust_report(m, (x[:90], y[:90]), LIST[:3], bs=bs) for bs in (1, 7, 64)]
+    assert all(o.training for o in m.modules()) and all(torch.equal(v, stats[k]) for k, v in m.state_dict().items())
+    b = robust_report(m.eval(), (x[:90], y[:90]), LIST[:3])
+    for o in a:
+        assert any('training mode' in w for w in o.warnings) and all(
+            abs(int(o.verdicts[k].sum()) - int(b.verdicts[k].sum())) <= 1 for k in b.verdicts
+        )
+    assert 5 < b.verdicts['clean'].sum() and not any('training mode' in w for w in b.warnings)
+
 
 def test_curves_fall(honest):
-    m,x,y = honest; d = (x[:200],y[:200])
-    c = eps_curve(m, d, PGD(steps=6), [0,.02,.05,.1,.2,.5,1.]); s = steps_curve(m, d, PGD(.08), [1,3,10])
-    assert c.df.accuracy.is_monotonic_decreasing and c.df.accuracy.iloc[-1]<.15 and not any('rises' in o or 'grey' in o for o in c.warnings) and not any('rises' in o for o in s.warnings) and s.df.accuracy.iloc[-1]<=s.df.accuracy.iloc[0]
-    q = eps_curve(Of(m, lambda m,x: m((x*16).round()/16)), d, PGD(steps=6, rand=False), [0,.05,.5])
+    m, x, y = honest
+    d = (x[:200], y[:200])
+    c = eps_curve(m, d, PGD(steps=6), [0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0])
+    s = steps_curve(m, d, PGD(0.08), [1, 3, 10])
+    assert (
+        c.df.accuracy.is_monotonic_decreasing
+        and c.df.accuracy.iloc[-1] < 0.15
+        and not any('rises' in o or 'grey' in o for o in c.warnings)
+        and not any('rises' in o for o in s.warnings)
+        and s.df.accuracy.iloc[-1] <= s.df.accuracy.iloc[0]
+    )
+    q = eps_curve(Of(m, lambda m, x: m((x * 16).round() / 16)), d, PGD(steps=6, rand=False), [0, 0.05, 0.5])
     assert any('any image can become grey' in o for o in q.warnings)
-    assert c.df.iloc[0].accuracy==pytest.approx((predict(m, d[0])==d[1]).float().mean().item(), abs=1e-6)
+    assert c.df.iloc[0].accuracy == pytest.approx((predict(m, d[0]) == d[1]).float().mean().item(), abs=1e-6)
+
 
 def test_images_whose_gradient_was_zero_once_are_not_called_stuck(data):
     "A gradient that is zero at one point of the way is no attack whose every gradient was zero"
+
     class Once(nn.Module):
-        "No gradient at every third call; always right, but that half of the images fall, one at each call, so that the batch is packed anew each time"
-        def __init__(self): super().__init__(); self.n = 0
+        """No gradient at every third call; always right, but that half of the images fall, one at each call, so that
+        the batch is packed anew each time"""
+
+        def __init__(self):
+            super().__init__()
+            self.n = 0
+
         def forward(self, x):
-            self.n += x.requires_grad; v = x.flatten(1)
-            s = v.mean(1) if self.n%3 else v.mean(1).detach()+0*v.mean(1)
-            fall = 20.*((v[:,0]>.5)&((v[:,1]*20).round()==self.n-2))
-            return torch.stack([9-s-fall, s*.1, s, s*0], 1)
-    x = images(40)*.5; x[::2,0,0,0] = .9; x[1::2,0,0,0] = .1; x[:,0,0,1] = (torch.arange(40)//2%12+1)/20; y = torch.zeros(40).long()
-    rep = robust_report(Once(), (x,y), [PGD(.01, steps=13)], bs=64)
-    assert .2<rep.rows[1]['accuracy']<.8 and not any('every gradient was exactly zero' in o for o in rep.warnings), rep.warnings
+            self.n += x.requires_grad
+            v = x.flatten(1)
+            s = v.mean(1) if self.n % 3 else v.mean(1).detach() + 0 * v.mean(1)
+            fall = 20.0 * ((v[:, 0] > 0.5) & ((v[:, 1] * 20).round() == self.n - 2))
+            return torch.stack([9 - s - fall, s * 0.1, s, s * 0], 1)
 
-# --- precision ------------------------------------------------------------------------------------------------------------------------------------
+    x = images(40) * 0.5
+    x[::2, 0, 0, 0] = 0.9
+    x[1::2, 0, 0, 0] = 0.1
+    x[:, 0, 0, 1] = (torch.arange(40) // 2 % 12 + 1) / 20
+    y = torch.zeros(40).long()
+    rep = robust_report(Once(), (x, y), [PGD(0.01, steps=13)], bs=64)
+    assert 0.2 < rep.rows[1]['accuracy'] < 0.8 and not any(
+        'every gradient was exactly zero' in o for o in rep.warnings
+    ), rep.warnings
 
-@pytest.mark.parametrize('a', [PGD(4/255, steps=5), APGD(4/255, steps=5), PGD(4/255, steps=5, rand=False)], ids=repr)
+
+# --- precision
+# ------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'a', [PGD(4 / 255, steps=5), APGD(4 / 255, steps=5), PGD(4 / 255, steps=5, rand=False)], ids=repr
+)
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_half_precision_models_are_reported_on(a, dtype):
-    m = Dense(dtype=dtype); x = images(40, dtype=dtype); y = predict(m, x); rep = robust_report(m, (x,y), [a])
-    assert abs(rep.verdicts[repr(a)].sum()-int((predict(m, a(m, x, y))==y).sum()))<=3
+    m = Dense(dtype=dtype)
+    x = images(40, dtype=dtype)
+    y = predict(m, x)
+    rep = robust_report(m, (x, y), [a])
+    assert abs(rep.verdicts[repr(a)].sum() - int((predict(m, a(m, x, y)) == y).sum())) <= 3
+
 
 def test_half_precision_hunts_stay_in_the_ball():
-    m,eps = Dense(dtype=torch.bfloat16),3/255; x = images(40, dtype=torch.bfloat16)*.9+.05; y = predict(m, x); far = []
-    def judge(v): far.append((v.double()[:,None]-x.double()[None]).flatten(2).abs().amax(2).amin(1).max().item()); return predict(m, v.bfloat16())
-    with attack_mode(m): list(hunt(PGD(eps, steps=5, rand=False), m, Feed([(torch.arange(40),x,y)], np.ones(40, bool)), judge, 64))
-    assert max(far)<=eps+1e-9
+    m, eps = Dense(dtype=torch.bfloat16), 3 / 255
+    x = images(40, dtype=torch.bfloat16) * 0.9 + 0.05
+    y = predict(m, x)
+    far = []
+
+    def judge(v):
+        far.append((v.double()[:, None] - x.double()[None]).flatten(2).abs().amax(2).amin(1).max().item())
+        return predict(m, v.bfloat16())
+
+    with attack_mode(m):
+        list(hunt(PGD(eps, steps=5, rand=False), m, Feed([(torch.arange(40), x, y)], np.ones(40, bool)), judge, 64))
+    assert max(far) <= eps + 1e-9
+
 
 def test_fast_attacks_are_judged_by_the_model_itself(honest, monkeypatch):
-    m,x,y = honest; monkeypatch.setattr(ev, 'Fast', lambda m: Fast(m, compile=False))
-    a,b = [robust_report(m, (x[:200],y[:200]), LIST[1:3], fast=f) for f in (False,True)]
-    assert (a.verdicts['clean']==b.verdicts['clean']).all() and all(abs(int(a.verdicts[k].sum())-int(b.verdicts[k].sum()))<=4 for k in a.verdicts) and b.meta['fast']
+    m, x, y = honest
+    monkeypatch.setattr(ev, 'Fast', lambda m: Fast(m, compile=False))
+    a, b = [robust_report(m, (x[:200], y[:200]), LIST[1:3], fast=f) for f in (False, True)]
+    assert (
+        (a.verdicts['clean'] == b.verdicts['clean']).all()
+        and all(abs(int(a.verdicts[k].sum()) - int(b.verdicts[k].sum())) <= 4 for k in a.verdicts)
+        and b.meta['fast']
+    )
+
 
 def test_the_last_point_is_judged_even_where_the_attacked_copy_was_wrong_about_the_point_before():
-    "fast=True: the copy in low precision says fooled, the model says right; the plain call would judge the end of the way"
+    """fast=True: the copy in low precision says fooled, the model says right; the plain call would judge the end of the
+    way"""
+
     class Two(nn.Module):
         "Wrong above mean .55"
-        def forward(self, x): s = x.flatten(1).mean(1); return torch.stack([.55-s, s-.55], 1)
-    m = Two(); copy_ = lambda x: torch.stack([.53-x.flatten(1).mean(1), x.flatten(1).mean(1)-.53], 1)   # a little off
-    x,y,a = torch.full((4,1,4,4), .5),torch.zeros(4).long(),PGD(.06, steps=2, alpha=.04, rand=False)
-    assert (predict(m, a(copy_, x, y))!=y).all()
-    ok = torch.cat([o[1] for o in hunt(a, copy_, Feed([(torch.arange(4),x,y)], np.ones(4, bool)), lambda v: predict(m, v), 4)])
+
+        def forward(self, x):
+            s = x.flatten(1).mean(1)
+            return torch.stack([0.55 - s, s - 0.55], 1)
+
+    m = Two()
+    copy_ = lambda x: torch.stack([0.53 - x.flatten(1).mean(1), x.flatten(1).mean(1) - 0.53], 1)  # a little off
+    x, y, a = torch.full((4, 1, 4, 4), 0.5), torch.zeros(4).long(), PGD(0.06, steps=2, alpha=0.04, rand=False)
+    assert (predict(m, a(copy_, x, y)) != y).all()
+    ok = torch.cat(
+        [o[1] for o in hunt(a, copy_, Feed([(torch.arange(4), x, y)], np.ones(4, bool)), lambda v: predict(m, v), 4)]
+    )
     assert not ok.any()
 
-# --- R35: rectangles ------------------------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('size,patch', [((28,42),(7,7)), ((28,42),(14,7)), ((42,28),(7,14)), ((30,20),(5,10))])
+# --- R35: rectangles
+# ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'size,patch', [((28, 42), (7, 7)), ((28, 42), (14, 7)), ((42, 28), (7, 14)), ((30, 20), (5, 10))]
+)
 def test_rectangular_images_and_patches(size, patch):
-    m = tiny_vit(size=size, patch=patch, num_classes=4); x = images(20, dtype=torch.float32, shape=(1,*size)); y = predict(m, x)
-    att = [PGD(.2, steps=3), APGDT(.03, steps=3, targets=2), Square(.03, queries=8), Square(.5, norm='L2', queries=8), FAB(.03, steps=3, targets=2), PGD(.5, norm='L2', steps=3)]
-    rep = robust_report(m, (x,y), att, bs=8, cascade=False)
-    assert rep.rows[0]['accuracy']==1 and all(rep.verdicts[repr(a)].shape==(20,) for a in att) and rep.verdicts[repr(att[0])].mean()<1
-    for a in att: assert a(m, x[:3], y[:3]).shape==x[:3].shape
-    with pytest.raises(Exception): m(x.transpose(2,3))
+    m = tiny_vit(size=size, patch=patch, num_classes=4)
+    x = images(20, dtype=torch.float32, shape=(1, *size))
+    y = predict(m, x)
+    att = [
+        PGD(0.2, steps=3),
+        APGDT(0.03, steps=3, targets=2),
+        Square(0.03, queries=8),
+        Square(0.5, norm='L2', queries=8),
+        FAB(0.03, steps=3, targets=2),
+        PGD(0.5, norm='L2', steps=3),
+    ]
+    rep = robust_report(m, (x, y), att, bs=8, cascade=False)
+    assert (
+        rep.rows[0]['accuracy'] == 1
+        and all(rep.verdicts[repr(a)].shape == (20,) for a in att)
+        and rep.verdicts[repr(att[0])].mean() < 1
+    )
+    for a in att:
+        assert a(m, x[:3], y[:3]).shape == x[:3].shape
+    with pytest.raises(Exception):
+        m(x.transpose(2, 3))
 
-# --- R42 ---------------------------------------------------------------------------------------------------------------------------------------------
+
+# --- R42
+# ---------------------------------------------------------------------------------------------------------------------------------------------
+
 
 def _lpips():
     lpips = pytest.importorskip('lpips')
     torch.manual_seed(0)
-    with warnings.catch_warnings(): warnings.simplefilter('ignore'); return lpips.LPIPS(net='alex', pnet_rand=True, verbose=False).train()
-@pytest.mark.parametrize('c,size', [(3,(64,64)),(3,(32,32)),(1,(28,42)),(3,(70,96))])
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        return lpips.LPIPS(net='alex', pnet_rand=True, verbose=False).train()
+
+
+@pytest.mark.parametrize('c,size', [(3, (64, 64)), (3, (32, 32)), (1, (28, 42)), (3, (70, 96))])
 def test_perceptual_distance(c, size):
-    net = _lpips(); a,b = [images(3, s, torch.float32, (c,*size)) for s in (0,1)]; state = state_of(net)
-    got = lpips_dist(a, b, net); assert state_of(net)==state and got.shape==(3,) and not got.requires_grad and (got>0).all()
-    big = [(F.interpolate(o, size=(64,64), mode='bilinear') if min(size)<64 else o).repeat(1,3//c,1,1) for o in (a,b)]
-    with torch.no_grad(): net.eval(); assert torch.allclose(got, net(*[2*o-1 for o in big]).flatten(), rtol=1e-4) and not torch.allclose(got, net(*big).flatten(), rtol=1e-2)
-    assert (lpips_dist(a, a, net)==0).all() and torch.allclose(lpips_dist(b, a, net), got, rtol=1e-4) and torch.allclose(lpips_dist(a.double(), b, net), got, rtol=1e-4)
+    net = _lpips()
+    a, b = [images(3, s, torch.float32, (c, *size)) for s in (0, 1)]
+    state = state_of(net)
+    got = lpips_dist(a, b, net)
+    assert state_of(net) == state and got.shape == (3,) and not got.requires_grad and (got > 0).all()
+    big = [
+        (F.interpolate(o, size=(64, 64), mode='bilinear') if min(size) < 64 else o).repeat(1, 3 // c, 1, 1)
+        for o in (a, b)
+    ]
+    with torch.no_grad():
+        net.eval()
+        assert torch.allclose(got, net(*[2 * o - 1 for o in big]).flatten(), rtol=1e-4) and not torch.allclose(
+            got, net(*big).flatten(), rtol=1e-2
+        )
+    assert (
+        (lpips_dist(a, a, net) == 0).all()
+        and torch.allclose(lpips_dist(b, a, net), got, rtol=1e-4)
+        and torch.allclose(lpips_dist(a.double(), b, net), got, rtol=1e-4)
+    )
+
 
 def test_perceptual_distance_refuses_the_wrong_range():
-    net = _lpips(); x = images(2, dtype=torch.float32, shape=(3,64,64))
-    for bad in (2*x-1, x*255):
-        for pair in ((bad,x),(x,bad)):
-            with pytest.raises(ValueError, match=r'\[0,1\]'): lpips_dist(*pair, net)
-    with pytest.raises(ValueError, match='1 or 3 channels'): lpips_dist(x[:,:2], x[:,:2], net)
-    with pytest.raises(ValueError, match='one shape'): lpips_dist(x, x[:,:1], net)
+    net = _lpips()
+    x = images(2, dtype=torch.float32, shape=(3, 64, 64))
+    for bad in (2 * x - 1, x * 255):
+        for pair in ((bad, x), (x, bad)):
+            with pytest.raises(ValueError, match=r'\[0,1\]'):
+                lpips_dist(*pair, net)
+    with pytest.raises(ValueError, match='1 or 3 channels'):
+        lpips_dist(x[:, :2], x[:, :2], net)
+    with pytest.raises(ValueError, match='one shape'):
+        lpips_dist(x, x[:, :1], net)
 
-# --- the report as an object -----------------------------------------------------------------------------------------------------------------------------
+
+# --- the report as an object
+# -----------------------------------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope='module')
-def rep(net, data): return robust_report(net, data, [make('fgsm','Linf'), make('apgd','Linf'), WorstCase([PGD(.1, norm='L2', steps=2), Square(.1, norm='L2', queries=5)])])
+def rep(net, data):
+    return robust_report(
+        net,
+        data,
+        [
+            make('fgsm', 'Linf'),
+            make('apgd', 'Linf'),
+            WorstCase([PGD(0.1, norm='L2', steps=2), Square(0.1, norm='L2', queries=5)]),
+        ],
+    )
+
 
 def test_per_class_by_hand(rep, data):
-    y = data[1].numpy(); d = rep.per_class(['a','b','c','d'])
-    assert d.index.tolist()==['a','b','c','d'] and d.n.tolist()==np.bincount(y, minlength=4).tolist() and d.n.sum()==N
+    y = data[1].numpy()
+    d = rep.per_class(['a', 'b', 'c', 'd'])
+    assert (
+        d.index.tolist() == ['a', 'b', 'c', 'd']
+        and d.n.tolist() == np.bincount(y, minlength=4).tolist()
+        and d.n.sum() == N
+    )
     for k in rep.verdicts:
-        for c in range(4): assert d[k].iloc[c]==pytest.approx(rep.verdicts[k][y==c].mean())
-    assert rep.per_class().index.tolist()==['0','1','2','3']
+        for c in range(4):
+            assert d[k].iloc[c] == pytest.approx(rep.verdicts[k][y == c].mean())
+    assert rep.per_class().index.tolist() == ['0', '1', '2', '3']
+
 
 def test_confusion_by_hand(rep, net, data):
-    k = repr(make('apgd','Linf')); d = rep.confusion(make('apgd','Linf'))
+    k = repr(make('apgd', 'Linf'))
+    d = rep.confusion(make('apgd', 'Linf'))
     for i in range(4):
-        for j in range(4): assert (d.at[str(i),str(j)] if str(j) in d and str(i) in d.index else 0)==((rep.preds['clean']==i)&(rep.preds[k]==j)).sum()
-    assert d.to_numpy().sum()==N and rep.confusion(k).equals(d) and 'zero' in str(rep.confusion(k, ['zero','b','c','d']).index.tolist())
-    with pytest.raises(ValueError, match='no predictions'): rep.confusion('PGD(1)')
-    ok = rep.preds[k]==data[1].numpy(); assert not (rep.verdicts[k]&~ok).any()
+        for j in range(4):
+            assert (d.at[str(i), str(j)] if str(j) in d and str(i) in d.index else 0) == (
+                (rep.preds['clean'] == i) & (rep.preds[k] == j)
+            ).sum()
+    assert (
+        d.to_numpy().sum() == N
+        and rep.confusion(k).equals(d)
+        and 'zero' in str(rep.confusion(k, ['zero', 'b', 'c', 'd']).index.tolist())
+    )
+    with pytest.raises(ValueError, match='no predictions'):
+        rep.confusion('PGD(1)')
+    ok = rep.preds[k] == data[1].numpy()
+    assert not (rep.verdicts[k] & ~ok).any()
+
 
 def test_predictions_fit_the_verdicts(rep, data):
     "In a cascade an image that fell above keeps the class it fell to"
     y = data[1].numpy()
-    for k in [k for k in rep.preds if k!='label']: assert (rep.verdicts[k]==(rep.preds[k]==y)).all(), k
-    assert (rep.preds['label']==y).all()
+    for k in [k for k in rep.preds if k != 'label']:
+        assert (rep.verdicts[k] == (rep.preds[k] == y)).all(), k
+    assert (rep.preds['label'] == y).all()
+
 
 def test_files_come_back(rep, tmp_path):
-    rep.save(tmp_path/'a'); got = Report.load(tmp_path/'a')
-    assert got.meta==rep.meta and got.rows==json.loads(json.dumps(rep.rows)) and got.warnings==rep.warnings and repr(got)==repr(rep) and got._repr_html_()==rep._repr_html_()
-    for k in rep.verdicts: assert (got.verdicts[k]==rep.verdicts[k]).all() and got.verdicts[k].dtype==rep.verdicts[k].dtype
+    rep.save(tmp_path / 'a')
+    got = Report.load(tmp_path / 'a')
+    assert (
+        got.meta == rep.meta
+        and got.rows == json.loads(json.dumps(rep.rows))
+        and got.warnings == rep.warnings
+        and repr(got) == repr(rep)
+        and got._repr_html_() == rep._repr_html_()
+    )
+    for k in rep.verdicts:
+        assert (got.verdicts[k] == rep.verdicts[k]).all() and got.verdicts[k].dtype == rep.verdicts[k].dtype
     assert got.per_class().equals(rep.per_class()) and got.confusion().equals(rep.confusion())
-    assert sorted(p.name for p in (tmp_path/'a').iterdir())==['predictions.npz','report.csv','report.html','report.json','report.png','verdicts.npz']
-    assert pd.read_csv(tmp_path/'a'/'report.csv').attack.tolist()==rep.df.attack.tolist()
-    ax = rep.plot(); assert [o.get_text() for o in ax.get_yticklabels()]==rep.df.attack.tolist()[::-1] and [p.get_width() for p in ax.patches]==pytest.approx((100*rep.df.accuracy).tolist()[::-1])
-    import matplotlib.pyplot as plt; plt.close('all')
-    with pytest.raises(ValueError, match='no readable report'): Report.load(tmp_path/'none')
+    assert sorted(p.name for p in (tmp_path / 'a').iterdir()) == [
+        'predictions.npz',
+        'report.csv',
+        'report.html',
+        'report.json',
+        'report.png',
+        'verdicts.npz',
+    ]
+    assert pd.read_csv(tmp_path / 'a' / 'report.csv').attack.tolist() == rep.df.attack.tolist()
+    ax = rep.plot()
+    assert [o.get_text() for o in ax.get_yticklabels()] == rep.df.attack.tolist()[::-1] and [
+        p.get_width() for p in ax.patches
+    ] == pytest.approx((100 * rep.df.accuracy).tolist()[::-1])
+    import matplotlib.pyplot as plt
+
+    plt.close('all')
+    with pytest.raises(ValueError, match='no readable report'):
+        Report.load(tmp_path / 'none')
+
 
 def test_pages_escape_what_they_show(net, data, tmp_path):
-    def evil(z, y): return ce(z, y)
+    def evil(z, y):
+        return ce(z, y)
+
     evil.__name__ = '<script>x</script>'
-    rep = robust_report(net, data, [PGD(.03, steps=2, loss=evil)]); rep.warnings.append('<b>&'); rep.meta['note'] = '<i>'
-    rep.save(tmp_path); page = (tmp_path/'report.html').read_text()
-    for bad in ('<script>x','<b>&<','<i>'): assert bad not in page
+    rep = robust_report(net, data, [PGD(0.03, steps=2, loss=evil)])
+    rep.warnings.append('<b>&')
+    rep.meta['note'] = '<i>'
+    rep.save(tmp_path)
+    page = (tmp_path / 'report.html').read_text()
+    for bad in ('<script>x', '<b>&<', '<i>'):
+        assert bad not in page
     assert '&lt;script&gt;' in page and '&lt;i&gt;' in page and 'data:image/png;base64,' in page
 
+
 def test_titles_are_escaped(rep):
-    r = Report({**rep.meta, 'title':'<img src=x>'}, rep.rows, rep.verdicts, rep.warnings, rep.preds)
+    r = Report({**rep.meta, 'title': '<img src=x>'}, rep.rows, rep.verdicts, rep.warnings, rep.preds)
     assert '<img src=x>' not in r._repr_html_()
 
-def test_parts_of_an_ensemble_are_listed(rep):
-    parts = rep.rows[3]['parts']; assert [p['attack'] for p in parts]==[repr(PGD(.1, norm='L2', steps=2)), repr(Square(.1, norm='L2', queries=5))] and parts[0]['left']==parts[1]['attacked']>=parts[1]['left'] and parts[1]['left']==rep.verdicts[rep.rows[3]['attack']].sum() and '- Square' in repr(rep)
 
-# --- found by a reviewer ---------------------------------------------------------------------------------------------------------------------------
+def test_parts_of_an_ensemble_are_listed(rep):
+    parts = rep.rows[3]['parts']
+    assert (
+        [p['attack'] for p in parts] == [repr(PGD(0.1, norm='L2', steps=2)), repr(Square(0.1, norm='L2', queries=5))]
+        and parts[0]['left'] == parts[1]['attacked'] >= parts[1]['left']
+        and parts[1]['left'] == rep.verdicts[rep.rows[3]['attack']].sum()
+        and '- Square' in repr(rep)
+    )
+
+
+# --- found by a reviewer
+# ---------------------------------------------------------------------------------------------------------------------------
+
 
 def test_an_attack_of_ones_own_is_run_as_it_is_written(net, data):
     class Call(PGD):
-        def __call__(self, model, x, y=None, **kw): return x
-    class Best(PGD):
-        def _best(self, obj, x, seed): return x
-    for cls in (Call, Best):
-        rep = robust_report(net, data, [cls(.5, steps=5)]); assert rep.df.accuracy.iloc[1]==rep.df.accuracy.iloc[0]
+        def __call__(self, model, x, y=None, **kw):
+            return x
 
-@pytest.mark.parametrize('wrap', [lambda a: a, lambda a: WorstCase([a]), lambda a: AutoAttack(a.eps, attacks=[a])], ids=['plain','worst','auto'])
+    class Best(PGD):
+        def _best(self, obj, x, seed):
+            return x
+
+    for cls in (Call, Best):
+        rep = robust_report(net, data, [cls(0.5, steps=5)])
+        assert rep.df.accuracy.iloc[1] == rep.df.accuracy.iloc[0]
+
+
+@pytest.mark.parametrize(
+    'wrap',
+    [lambda a: a, lambda a: WorstCase([a]), lambda a: AutoAttack(a.eps, attacks=[a])],
+    ids=['plain', 'worst', 'auto'],
+)
 def test_another_surrogate_is_another_attack(net, data, tmp_path, wrap):
-    make_ = lambda s: wrap(Transfer(Dense(seed=s), PGD(.05, steps=4)))
-    killed(net, data, [make_(1)], tmp_path, 5, bs=4); robust_report(net, data, [make_(2)], out=tmp_path)
-    for s in (2,3): assert (robust_report(net, data, [make_(s)], out=tmp_path).verdicts[repr(make_(s))]==robust_report(net, data, [make_(s)]).verdicts[repr(make_(s))]).all()
+    make_ = lambda s: wrap(Transfer(Dense(seed=s), PGD(0.05, steps=4)))
+    killed(net, data, [make_(1)], tmp_path, 5, bs=4)
+    robust_report(net, data, [make_(2)], out=tmp_path)
+    for s in (2, 3):
+        assert (
+            robust_report(net, data, [make_(s)], out=tmp_path).verdicts[repr(make_(s))]
+            == robust_report(net, data, [make_(s)]).verdicts[repr(make_(s))]
+        ).all()
+
 
 def test_a_random_model_is_not_asked_until_it_errs(net, data):
-    m = Noisy(net); rep = robust_report(m, data, [PGD(1e-6, steps=40)]); many = robust_report(m, data, [PGD(1e-6, steps=4), PGD(2e-6, steps=4)], draws=8)
-    assert rep.df.accuracy.iloc[1]>rep.df.accuracy.iloc[0]-.25 and (many.df.accuracy-many.df.accuracy.iloc[0]).abs().max()<.06 and 'worst case' not in many.df.attack.tolist()
+    m = Noisy(net)
+    rep = robust_report(m, data, [PGD(1e-6, steps=40)])
+    many = robust_report(m, data, [PGD(1e-6, steps=4), PGD(2e-6, steps=4)], draws=8)
+    assert (
+        rep.df.accuracy.iloc[1] > rep.df.accuracy.iloc[0] - 0.25
+        and (many.df.accuracy - many.df.accuracy.iloc[0]).abs().max() < 0.06
+        and 'worst case' not in many.df.attack.tolist()
+    )
+
 
 def test_patch_attacks_of_other_budgets_stand_alone(honest):
-    m,x,y = honest; d,a,b = (x[:24],y[:24]),RandomOcclusion(share=1.),RandomOcclusion(share=.1)
-    rep = robust_report(m, d, [a,b]); assert (rep.verdicts[repr(b)]==robust_report(m, d, [b]).verdicts[repr(b)]).all() and not any('worst' in o for o in rep.df.attack)
-    with pytest.raises(ValueError, match='threat models'): WorstCase([a,b])
+    m, x, y = honest
+    d, a, b = (x[:24], y[:24]), RandomOcclusion(share=1.0), RandomOcclusion(share=0.1)
+    rep = robust_report(m, d, [a, b])
+    assert (rep.verdicts[repr(b)] == robust_report(m, d, [b]).verdicts[repr(b)]).all() and not any(
+        'worst' in o for o in rep.df.attack
+    )
+    with pytest.raises(ValueError, match='threat models'):
+        WorstCase([a, b])
+
 
 def test_short_steps_are_scaled_with_the_probe(honest):
-    m,x,y = honest; d = (x[:1000],y[:1000])
-    assert not any('weak' in o for o in robust_report(m, d, [PGD(8/255, steps=10, alpha=2/255)]).warnings)
-    assert any('cannot cross' in o for o in robust_report(m, d, [PGD(8/255, steps=10, alpha=.1/255)]).warnings)
+    m, x, y = honest
+    d = (x[:1000], y[:1000])
+    assert not any('weak' in o for o in robust_report(m, d, [PGD(8 / 255, steps=10, alpha=2 / 255)]).warnings)
+    assert any('cannot cross' in o for o in robust_report(m, d, [PGD(8 / 255, steps=10, alpha=0.1 / 255)]).warnings)
+
 
 def test_weights_and_images_of_other_types_are_refused_in_words(data):
-    with pytest.raises(ValueError, match='float'): robust_report(Dense(dtype=torch.bfloat16), data, [FGSM(.03)])
+    with pytest.raises(ValueError, match='float'):
+        robust_report(Dense(dtype=torch.bfloat16), data, [FGSM(0.03)])

@@ -1,4 +1,5 @@
 "Small pretrained models: files, cards, errors, what they can do"
+
 import copy, hashlib, json, subprocess, sys
 from pathlib import Path
 import numpy as np, pytest
@@ -11,154 +12,264 @@ from robust_nbdev.vit import patch_grid
 from robust_nbdev.models import small_cards, small_dls, small_model
 from robust_nbdev import models as M
 
-DATA = Path(M.__file__).parent/'data'
+DATA = Path(M.__file__).parent / 'data'
 KEYS = list(M._cards())
+
+
 def load(key):
-    data = first(d for d in M._DATA if key.startswith(d)); name = key[len(data)+1:]
+    data = first(d for d in M._DATA if key.startswith(d))
+    name = key[len(data) + 1 :]
     return small_model(name.removesuffix('_robust'), robust=name.endswith('_robust'), data=data)
+
 
 @pytest.mark.parametrize('key', KEYS)
 def test_file_fits_its_card(key):
-    m,card = load(key),M._cards()[key]
-    assert hashlib.sha256((DATA/f'{key}.safetensors').read_bytes()).hexdigest()==card['sha256']
-    assert not m.training and sum(p.numel() for p in m.parameters())==card['params'] and all(p.dtype==torch.float32 for p in m.parameters())
-    for o in 'recipe epochs seed command machine minutes clean clean_n pgd50 pgd50_n eps'.split(): assert card.get(o) is not None, o
-    assert card['clean_n']==10000 and f'{key} --epochs {card["epochs"]}' in card['command']
+    m, card = load(key), M._cards()[key]
+    assert hashlib.sha256((DATA / f'{key}.safetensors').read_bytes()).hexdigest() == card['sha256']
+    assert (
+        not m.training
+        and sum(p.numel() for p in m.parameters()) == card['params']
+        and all(p.dtype == torch.float32 for p in m.parameters())
+    )
+    for o in 'recipe epochs seed command machine minutes clean clean_n pgd50 pgd50_n eps'.split():
+        assert card.get(o) is not None, o
+    assert card['clean_n'] == 10000 and f'{key} --epochs {card["epochs"]}' in card['command']
+
 
 @pytest.mark.parametrize('key', KEYS)
 def test_what_weights_do_not_tell(key):
     "A file fits a model with another number of heads and other statistics, which would answer otherwise"
-    m = load(key); net = m.model
-    assert {o.num_heads for o in net.modules() if hasattr(o,'num_heads')}=={4}
-    mean,std = dict(cifar10=((.4914,.4822,.4465),(.247,.2435,.2616)), fashion_mnist=((.286,),(.353,)))[M._cards()[key]['data']]
-    assert m.mean.flatten().tolist()==pytest.approx(mean) and m.std.flatten().tolist()==pytest.approx(std)
-    size = 32 if key.startswith('cifar10') else 28; assert tuple(net.patch_embed.img_size)==(size,size) and patch_grid(m, torch.zeros(1,len(mean),size,size))==((size//7,)*2 if key.startswith('fashion_mnist_vit') else (size//4,)*2)
+    m = load(key)
+    net = m.model
+    assert {o.num_heads for o in net.modules() if hasattr(o, 'num_heads')} == {4}
+    mean, std = dict(cifar10=((0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)), fashion_mnist=((0.286,), (0.353,)))[
+        M._cards()[key]['data']
+    ]
+    assert m.mean.flatten().tolist() == pytest.approx(mean) and m.std.flatten().tolist() == pytest.approx(std)
+    size = 32 if key.startswith('cifar10') else 28
+    assert tuple(net.patch_embed.img_size) == (size, size) and patch_grid(m, torch.zeros(1, len(mean), size, size)) == (
+        (size // 7,) * 2 if key.startswith('fashion_mnist_vit') else (size // 4,) * 2
+    )
+
 
 def test_statistics_are_those_of_the_images():
-    x = torch.cat([b[0] for b in fashion_mnist(bs=500).train]); m = small_model(data='fashion_mnist', weights=False)
-    assert x.mean().item()==pytest.approx(m.mean.item(), abs=.005) and x.std().item()==pytest.approx(m.std.item(), abs=.005)
+    x = torch.cat([b[0] for b in fashion_mnist(bs=500).train])
+    m = small_model(data='fashion_mnist', weights=False)
+    assert x.mean().item() == pytest.approx(m.mean.item(), abs=0.005) and x.std().item() == pytest.approx(
+        m.std.item(), abs=0.005
+    )
+
 
 def test_all_files_have_cards_and_are_small():
     fs = list(DATA.glob('*.safetensors'))
-    assert {f.stem for f in fs}==set(KEYS) and sum(f.stat().st_size for f in fs)<=12e6
+    assert {f.stem for f in fs} == set(KEYS) and sum(f.stat().st_size for f in fs) <= 12e6
+
 
 def test_models_of_one_data_set_share_an_eps():
-    for d in M._DATA: assert len({c['eps'] for k,c in M._cards().items() if k.startswith(d)})==1
+    for d in M._DATA:
+        assert len({c['eps'] for k, c in M._cards().items() if k.startswith(d)}) == 1
+
 
 @pytest.mark.parametrize('key', [k for k in KEYS if k.startswith('fashion')])
 def test_accuracy_on_the_embedded_images_is_near_the_card(key):
-    m = load(key); rep = robust_report(m, fashion_mnist(bs=250).valid, [PGD(m.card.eps, steps=10)], n=250)
-    clean,pgd = [r['accuracy'] for r in rep.rows]
-    assert abs(clean-m.card.clean)<.08 and abs(pgd-m.card.pgd50)<.12
-    assert pgd>.5 if m.card.robust else pgd<.1
+    m = load(key)
+    rep = robust_report(m, fashion_mnist(bs=250).valid, [PGD(m.card.eps, steps=10)], n=250)
+    clean, pgd = [r['accuracy'] for r in rep.rows]
+    assert abs(clean - m.card.clean) < 0.08 and abs(pgd - m.card.pgd50) < 0.12
+    assert pgd > 0.5 if m.card.robust else pgd < 0.1
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize('key', KEYS)
 def test_clean_accuracy_is_the_cards_exactly(key):
     data = M._cards()[key]['data']
-    try: dls = dataset(data, bs=500, batch_tfms=None, **(dict(full=True) if data=='fashion_mnist' else dict(download=False)))
-    except FileNotFoundError: pytest.skip(f'no copy of {data}')
-    assert robust_report(load(key), dls.valid, [None], bs=500).rows[0]['accuracy']==M._cards()[key]['clean']
+    try:
+        dls = dataset(
+            data, bs=500, batch_tfms=None, **(dict(full=True) if data == 'fashion_mnist' else dict(download=False))
+        )
+    except FileNotFoundError:
+        pytest.skip(f'no copy of {data}')
+    assert robust_report(load(key), dls.valid, [None], bs=500).rows[0]['accuracy'] == M._cards()[key]['clean']
+
 
 def test_a_damaged_file_and_a_missing_one_have_errors(tmp_path, monkeypatch):
-    for f in DATA.glob('*vit*'): (tmp_path/f.name).write_bytes(f.read_bytes())
+    for f in DATA.glob('*vit*'):
+        (tmp_path / f.name).write_bytes(f.read_bytes())
     monkeypatch.setattr(M, '_folder', lambda: tmp_path)
-    f = tmp_path/'fashion_mnist_vit.safetensors'; b = bytearray(f.read_bytes()); b[-1] ^= 1; f.write_bytes(b)
-    with pytest.raises(ValueError, match='damaged'): small_model('vit', data='fashion_mnist')
+    f = tmp_path / 'fashion_mnist_vit.safetensors'
+    b = bytearray(f.read_bytes())
+    b[-1] ^= 1
+    f.write_bytes(b)
+    with pytest.raises(ValueError, match='damaged'):
+        small_model('vit', data='fashion_mnist')
     f.write_bytes(b[:1000])
-    with pytest.raises(ValueError, match='damaged'): small_model('vit', data='fashion_mnist')
+    with pytest.raises(ValueError, match='damaged'):
+        small_model('vit', data='fashion_mnist')
     f.unlink()
-    with pytest.raises(FileNotFoundError, match='install robust-nbdev again'): small_model('vit', data='fashion_mnist')
+    with pytest.raises(FileNotFoundError, match='install robust-nbdev again'):
+        small_model('vit', data='fashion_mnist')
 
-@pytest.mark.parametrize('args,words', [(dict(name='resnet18'),"no small model 'resnet18'"), (dict(data='svhn'),"got 'svhn'"), (dict(name='vit_reg4', data='fashion_mnist'),'there are'), (dict(name='vit_reg4', robust=True),'no robust weights'), (dict(data=None),'NoneType')])
+
+@pytest.mark.parametrize(
+    'args,words',
+    [
+        (dict(name='resnet18'), "no small model 'resnet18'"),
+        (dict(data='svhn'), "got 'svhn'"),
+        (dict(name='vit_reg4', data='fashion_mnist'), 'there are'),
+        (dict(name='vit_reg4', robust=True), 'no robust weights'),
+        (dict(data=None), 'NoneType'),
+    ],
+)
 def test_wrong_names(args, words):
-    with pytest.raises(ValueError, match=words): small_model(**args)
+    with pytest.raises(ValueError, match=words):
+        small_model(**args)
+
 
 def test_loaders_choose_the_model():
     dls = fashion_mnist(n_train=64, n_valid=64)
-    assert small_model('xcit', data=dls).card['data']=='fashion_mnist'
-    with pytest.raises(ValueError, match='data must be'): small_model(data=object())
+    assert small_model('xcit', data=dls).card['data'] == 'fashion_mnist'
+    with pytest.raises(ValueError, match='data must be'):
+        small_model(data=object())
+
 
 def test_each_call_gives_a_model_of_its_own():
-    a,b = [small_model('vit', data='fashion_mnist') for _ in range(2)]
-    with torch.no_grad(): a.model.pos_embed.add_(1)
+    a, b = [small_model('vit', data='fashion_mnist') for _ in range(2)]
+    with torch.no_grad():
+        a.model.pos_embed.add_(1)
     a.card['eps'] = 9
     c = small_model('vit', data='fashion_mnist')
-    assert torch.equal(b.model.pos_embed, c.model.pos_embed) and c.card.eps!=9 and copy.deepcopy(b).card==b.card
+    assert torch.equal(b.model.pos_embed, c.model.pos_embed) and c.card.eps != 9 and copy.deepcopy(b).card == b.card
+
 
 def test_random_weights_need_no_card():
     m = small_model('vit_reg4', weights=False)
-    assert m(torch.rand(2,3,32,32)).shape==(2,10) and not hasattr(m,'card')
+    assert m(torch.rand(2, 3, 32, 32)).shape == (2, 10) and not hasattr(m, 'card')
+
 
 def test_loading_is_quick_and_needs_no_network():
-    code = "import socket,time\ndef no(*a,**k): raise OSError('network')\nfrom robust_nbdev.all import *\nsocket.socket.connect = no; socket.getaddrinfo = no\nsmall_model('xcit', robust=True); t = time.process_time(); small_model('vit', robust=True); print(time.process_time()-t)"
-    out = subprocess.run([sys.executable,'-W','ignore','-c',code], capture_output=True, text=True, check=True).stdout
-    assert float(out.split()[-1])<1
+    code = (
+        "import socket,time\ndef no(*a,**k): raise OSError('network')\nfrom robust_nbdev.all import"
+        " *\nsocket.socket.connect = no; socket.getaddrinfo = no\nsmall_model('xcit', robust=True); t ="
+        " time.process_time(); small_model('vit', robust=True); print(time.process_time()-t)"
+    )
+    out = subprocess.run(
+        [sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, check=True
+    ).stdout
+    assert float(out.split()[-1]) < 1
+
 
 def test_small_dls_says_what_it_takes(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv('FASTAI_HOME', str(tmp_path))
     dls = small_dls(settings('smoke'), n_train=64, n_valid=64)
-    assert dls.train.n==64 and 'embedded' in capsys.readouterr().out
+    assert dls.train.n == 64 and 'embedded' in capsys.readouterr().out
     dls = small_dls(settings('laptop'), n_train=64, n_valid=64, download=False)
     assert 'fashion_mnist' in dls.about and 'cifar10' in capsys.readouterr().out
 
+
 def test_small_images_keep_their_own_size(capsys):
     "A profile for large images has a size, which is not theirs"
-    s = settings('smoke'); assert small_dls(type(s)({**s, 'size':64}), n_train=16, n_valid=16).one_batch()[0].shape[-1]==28
+    s = settings('smoke')
+    assert small_dls(type(s)({**s, 'size': 64}), n_train=16, n_valid=16).one_batch()[0].shape[-1] == 28
+
 
 def test_cards_table():
     df = small_cards()
-    assert list(df.index)==KEYS and {'clean','pgd50','params','flops','machine'}<=set(df.columns)
+    assert list(df.index) == KEYS and {'clean', 'pgd50', 'params', 'flops', 'machine'} <= set(df.columns)
+
 
 def test_a_learner_with_a_small_model_is_exported_with_its_card(tmp_path):
-    dls = fashion_mnist(n_train=64, n_valid=64); l = Learner(dls, small_model('vit', data=dls), path=tmp_path)
-    l.export('m.pkl'); assert load_learner(tmp_path/'m.pkl').model.card==l.model.card
+    dls = fashion_mnist(n_train=64, n_valid=64)
+    l = Learner(dls, small_model('vit', data=dls), path=tmp_path)
+    l.export('m.pkl')
+    assert load_learner(tmp_path / 'm.pkl').model.card == l.model.card
+
 
 def test_evaluation_mode_with_and_without_weights():
-    for w in (True,False): assert not any(o.training for o in small_model('xcit', data='fashion_mnist', weights=w).modules())
+    for w in (True, False):
+        assert not any(o.training for o in small_model('xcit', data='fashion_mnist', weights=w).modules())
+
 
 def test_cards_share_nothing():
-    a = small_model('vit', data='fashion_mnist'); was = a.card['recipe']['lr']; a.card['recipe']['lr'] = 99
-    assert small_model('vit', data='fashion_mnist').card['recipe']['lr']==was
+    a = small_model('vit', data='fashion_mnist')
+    was = a.card['recipe']['lr']
+    a.card['recipe']['lr'] = 99
+    assert small_model('vit', data='fashion_mnist').card['recipe']['lr'] == was
+
 
 def test_damaged_and_missing_cards_have_errors(tmp_path, monkeypatch):
-    monkeypatch.setattr(M, '_folder', lambda: tmp_path); read = M._cards.__wrapped__
-    with pytest.raises(FileNotFoundError, match='install robust-nbdev again'): read()
-    for b in (b'', (DATA/'models.json').read_bytes()[:300], b'\xff\xfe'):
-        (tmp_path/'models.json').write_bytes(b)
-        with pytest.raises(ValueError, match='damaged.*install robust-nbdev again'): read()
+    monkeypatch.setattr(M, '_folder', lambda: tmp_path)
+    read = M._cards.__wrapped__
+    with pytest.raises(FileNotFoundError, match='install robust-nbdev again'):
+        read()
+    for b in (b'', (DATA / 'models.json').read_bytes()[:300], b'\xff\xfe'):
+        (tmp_path / 'models.json').write_bytes(b)
+        with pytest.raises(ValueError, match='damaged.*install robust-nbdev again'):
+            read()
+
 
 def test_half_weights_keep_buffers_and_copy_parameters():
-    m = torch.nn.BatchNorm1d(3); m.running_var.fill_(1e-8); h = M.half_weights(m)
-    assert h['running_var'].dtype==torch.float32 and (h['running_var']==torch.tensor(1e-8)).all() and h['weight'].dtype==torch.float16 and h['num_batches_tracked'].dtype==torch.int64
+    m = torch.nn.BatchNorm1d(3)
+    m.running_var.fill_(1e-8)
+    h = M.half_weights(m)
+    assert (
+        h['running_var'].dtype == torch.float32
+        and (h['running_var'] == torch.tensor(1e-8)).all()
+        and h['weight'].dtype == torch.float16
+        and h['num_batches_tracked'].dtype == torch.int64
+    )
+
 
 def tool():
     import importlib.util
-    spec = importlib.util.spec_from_file_location('train_checkpoints', Path(__file__).resolve().parents[1]/'tools'/'train_checkpoints.py')
-    m = importlib.util.module_from_spec(spec); spec.loader.exec_module(m); return m
+
+    spec = importlib.util.spec_from_file_location(
+        'train_checkpoints', Path(__file__).resolve().parents[1] / 'tools' / 'train_checkpoints.py'
+    )
+    m = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(m)
+    return m
+
+
 def test_a_card_has_the_number_of_images_that_were_attacked(tmp_path, monkeypatch):
     "AutoAttack on 500 of 8 images is AutoAttack on 8"
-    t = tool(); monkeypatch.setattr(t, 'dataset', lambda data, n_valid=16, **kw: fashion_mnist(n_train=16, n_valid=n_valid, bs=8))
-    def report(model, dl, attacks, n=None, bs=None): return t.Row(rows=[dict(accuracy=.5, n=min(n or dl.n, dl.n))]*2)
+    t = tool()
+    monkeypatch.setattr(t, 'dataset', lambda data, n_valid=16, **kw: fashion_mnist(n_train=16, n_valid=n_valid, bs=8))
+
+    def report(model, dl, attacks, n=None, bs=None):
+        return t.Row(rows=[dict(accuracy=0.5, n=min(n or dl.n, dl.n))] * 2)
+
     monkeypatch.setattr(t, 'robust_report', report)
-    c = t.measured('fashion_mnist_vit', tmp_path, 8, 500, 8, 'cpu'); assert (c['clean_n'],c['pgd50_n'],c['aa_n'])==(16,8,8)
+    c = t.measured('fashion_mnist_vit', tmp_path, 8, 500, 8, 'cpu')
+    assert (c['clean_n'], c['pgd50_n'], c['aa_n']) == (16, 8, 8)
     assert t.measured('fashion_mnist_vit', tmp_path, 8, 0, 8, 'cpu')['aa_n'] is None
+
+
 def test_names_of_checkpoints_are_checked_before_any_is_trained(tmp_path, monkeypatch):
-    t,got = tool(),[]; monkeypatch.setattr(t, 'train', lambda *args: got.append(args))
-    with pytest.raises(SystemExit, match='nope'): t.main('fashion_mnist_vit,nope', out=tmp_path)
+    t, got = tool(), []
+    monkeypatch.setattr(t, 'train', lambda *args: got.append(args))
+    with pytest.raises(SystemExit, match='nope'):
+        t.main('fashion_mnist_vit,nope', out=tmp_path)
     assert not got
+
 
 def test_a_new_head_for_own_images(tmp_path):
     "A robust checkpoint, fine-tuned on a folder of photos, exported, loaded, attacked, as in the tutorial"
-    for i in range(24): d = tmp_path/'imgs'/'abc'[i%3]; d.mkdir(parents=True, exist_ok=True); Image.fromarray(np.full((40,50,3), 80*(i%3)+i, np.uint8)).save(d/f'{i}.png')
-    dls = image_dls(tmp_path/'imgs', n_valid=6, size=32, bs=6)
-    m = small_model('vit', robust=True); body = m.model.blocks[0].attn.qkv.weight.detach().clone()
+    for i in range(24):
+        d = tmp_path / 'imgs' / 'abc'[i % 3]
+        d.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((40, 50, 3), 80 * (i % 3) + i, np.uint8)).save(d / f'{i}.png')
+    dls = image_dls(tmp_path / 'imgs', n_valid=6, size=32, bs=6)
+    m = small_model('vit', robust=True)
+    body = m.model.blocks[0].attn.qkv.weight.detach().clone()
     m.model.reset_classifier(dls.c)
-    learn = Learner(dls, m, metrics=accuracy, path=tmp_path, cbs=AdvTrain(PGD(8/255, steps=1)))
-    with learn.no_bar(), learn.no_logging(): learn.fit_adv(1, 1e-3)
-    assert m.model.head.weight.shape==(3,96) and not torch.equal(m.model.blocks[0].attn.qkv.weight, body)
-    rep = learn.robust_report([PGD(8/255, steps=2)], progress=False)
-    learn.export('m.pkl'); loaded = load_learner(tmp_path/'m.pkl')
-    again = loaded.robust_report([PGD(8/255, steps=2)], dl=dls.valid, progress=False)
-    assert again.df.accuracy.tolist()==rep.df.accuracy.tolist()
-    with loaded.no_bar(): assert loaded.predict(tmp_path/'imgs'/'a'/'0.png')[0] in 'abc'
+    learn = Learner(dls, m, metrics=accuracy, path=tmp_path, cbs=AdvTrain(PGD(8 / 255, steps=1)))
+    with learn.no_bar(), learn.no_logging():
+        learn.fit_adv(1, 1e-3)
+    assert m.model.head.weight.shape == (3, 96) and not torch.equal(m.model.blocks[0].attn.qkv.weight, body)
+    rep = learn.robust_report([PGD(8 / 255, steps=2)], progress=False)
+    learn.export('m.pkl')
+    loaded = load_learner(tmp_path / 'm.pkl')
+    again = loaded.robust_report([PGD(8 / 255, steps=2)], dl=dls.valid, progress=False)
+    assert again.df.accuracy.tolist() == rep.df.accuracy.tolist()
+    with loaded.no_bar():
+        assert loaded.predict(tmp_path / 'imgs' / 'a' / '0.png')[0] in 'abc'

@@ -1,4 +1,5 @@
 "Our attacks against others' code: pyautoattack, torchattacks, foolbox; the protocol for few classes (R06, R30)."
+
 import importlib.util, logging, sys, warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,198 +21,424 @@ from pyautoattack.autopgd_base import APGDAttack, APGDAttack_targeted
 from pyautoattack.fab_pt import FABAttack_PT
 from pyautoattack.square import SquareAttack
 
+
 @contextmanager
 def apart():
     "The package seeds torch and may leave a tracer"
     trace = sys.gettrace()
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        try: yield
-        finally: sys.settrace(trace)
+        try:
+            yield
+        finally:
+            sys.settrace(trace)
 
-def left(m, x, y): return (predict(m, x)==y)
+
+def left(m, x, y):
+    return predict(m, x) == y
+
+
 def theirs(m, x, y, kind, eps, norm='Linf', steps=20, targets=9, seed=0):
     "[N] bool: still right after the package's own attack"
     with apart(), attack_mode(m):
-        if kind=='ce': a = APGDAttack(m, n_iter=steps, norm=norm, n_restarts=1, eps=eps, loss='ce', device='cpu', seed=seed, rho=.75, eot_iter=1)
-        else: a = APGDAttack_targeted(m, n_iter=steps, norm=norm, n_restarts=1, eps=eps, device='cpu', seed=seed, rho=.75, eot_iter=1, n_target_classes=targets)
+        if kind == 'ce':
+            a = APGDAttack(
+                m,
+                n_iter=steps,
+                norm=norm,
+                n_restarts=1,
+                eps=eps,
+                loss='ce',
+                device='cpu',
+                seed=seed,
+                rho=0.75,
+                eot_iter=1,
+            )
+        else:
+            a = APGDAttack_targeted(
+                m,
+                n_iter=steps,
+                norm=norm,
+                n_restarts=1,
+                eps=eps,
+                device='cpu',
+                seed=seed,
+                rho=0.75,
+                eot_iter=1,
+                n_target_classes=targets,
+            )
         return left(m, a.perturb(x.clone(), y.clone()), y)
-def ours(m, x, y, kind, eps, norm='Linf', steps=20, targets=9, seed=0):
-    return left(m, (APGD(eps, norm=norm, steps=steps) if kind=='ce' else APGDT(eps, norm=norm, steps=steps, targets=targets))(m, x, y, seed=seed), y)
 
-# --- the CIFAR-10 network in the package -----------------------------------------------------------------------------------------
+
+def ours(m, x, y, kind, eps, norm='Linf', steps=20, targets=9, seed=0):
+    return left(
+        m,
+        (APGD(eps, norm=norm, steps=steps) if kind == 'ce' else APGDT(eps, norm=norm, steps=steps, targets=targets))(
+            m, x, y, seed=seed
+        ),
+        y,
+    )
+
+
+# --- the CIFAR-10 network in the package
+# -----------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope='module')
 def cifar():
     "The ResNet-18 of pyautoattack's examples (images in [0,1], no normalisation), and test images that it gets right"
-    d = Path(aa.__file__).parent/'examples'
-    if not (d/'model_test.pt').exists(): pytest.skip('this pyautoattack ships no model; the tests on embedded Fashion-MNIST below compare the same attacks')
-    try: src = canonical(find_images('cifar10', download=False), 'cifar10')
-    except (FileNotFoundError, ValueError) as e: pytest.skip(f'no CIFAR-10 here; the tests on embedded Fashion-MNIST below compare the same attacks ({e})'[:200])
-    spec = importlib.util.spec_from_file_location('aa_resnet', d/'resnet.py'); mod = importlib.util.module_from_spec(spec); spec.loader.exec_module(mod)
-    m = mod.ResNet18(); m.load_state_dict(torch.load(d/'model_test.pt', map_location='cpu', weights_only=True)); m.eval()
-    x,y = src.take('test', np.arange(120))
-    x,y = torch.stack([torch.as_tensor(np.array(open_image(o))).permute(2,0,1)/255 for o in x]),torch.as_tensor(np.asarray(y))
-    ok = predict(m, x)==y; assert ok.float().mean()>.85
-    return m,x[ok][:100],y[ok][:100]
+    d = Path(aa.__file__).parent / 'examples'
+    if not (d / 'model_test.pt').exists():
+        pytest.skip(
+            'this pyautoattack ships no model; the tests on embedded Fashion-MNIST below compare the same attacks'
+        )
+    try:
+        src = canonical(find_images('cifar10', download=False), 'cifar10')
+    except (FileNotFoundError, ValueError) as e:
+        pytest.skip(f'no CIFAR-10 here; the tests on embedded Fashion-MNIST below compare the same attacks ({e})'[:200])
+    spec = importlib.util.spec_from_file_location('aa_resnet', d / 'resnet.py')
+    mod = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mod)
+    m = mod.ResNet18()
+    m.load_state_dict(torch.load(d / 'model_test.pt', map_location='cpu', weights_only=True))
+    m.eval()
+    x, y = src.take('test', np.arange(120))
+    x, y = (
+        torch.stack([torch.as_tensor(np.array(open_image(o))).permute(2, 0, 1) / 255 for o in x]),
+        torch.as_tensor(np.asarray(y)),
+    )
+    ok = predict(m, x) == y
+    assert ok.float().mean() > 0.85
+    return m, x[ok][:100], y[ok][:100]
+
 
 def test_apgd_on_a_cifar_network(cifar):
     "Few images and steps; the numbers of 100 images are in the slow test"
-    m,x,y = cifar[0],cifar[1][:10],cifar[2][:10]
-    for kind,kw in (('ce',{}),('t',dict(targets=2))): assert abs(int(ours(m, x, y, kind, 1/255, steps=4, **kw).sum())-int(theirs(m, x, y, kind, 1/255, steps=4, **kw).sum()))<=1
+    m, x, y = cifar[0], cifar[1][:10], cifar[2][:10]
+    for kind, kw in (('ce', {}), ('t', dict(targets=2))):
+        assert (
+            abs(
+                int(ours(m, x, y, kind, 1 / 255, steps=4, **kw).sum())
+                - int(theirs(m, x, y, kind, 1 / 255, steps=4, **kw).sum())
+            )
+            <= 1
+        )
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize('eps,want', [(.5/255,77),(1/255,42),(2/255,5)])
+@pytest.mark.parametrize('eps,want', [(0.5 / 255, 77), (1 / 255, 42), (2 / 255, 5)])
 def test_apgd_ce_on_100_cifar_images(cifar, eps, want):
-    m,x,y = cifar; a,b = ours(m, x, y, 'ce', eps),theirs(m, x, y, 'ce', eps)
-    assert len(x)==100 and abs(int(b.sum())-want)<=1 and abs(int(a.sum())-int(b.sum()))<=1
+    m, x, y = cifar
+    a, b = ours(m, x, y, 'ce', eps), theirs(m, x, y, 'ce', eps)
+    assert len(x) == 100 and abs(int(b.sum()) - want) <= 1 and abs(int(a.sum()) - int(b.sum())) <= 1
+
 
 @pytest.mark.slow
 def test_apgd_t_on_100_cifar_images(cifar):
-    m,x,y = cifar; a,b = ours(m, x, y, 't', 1/255),theirs(m, x, y, 't', 1/255)
-    assert abs(int(a.sum())-int(b.sum()))<=1
-    rep = robust_report(m, (x,y), [APGDT(1/255, steps=20)]); assert abs(rep.verdicts[repr(APGDT(1/255, steps=20))].sum()-int(b.sum()))<=1
+    m, x, y = cifar
+    a, b = ours(m, x, y, 't', 1 / 255), theirs(m, x, y, 't', 1 / 255)
+    assert abs(int(a.sum()) - int(b.sum())) <= 1
+    rep = robust_report(m, (x, y), [APGDT(1 / 255, steps=20)])
+    assert abs(rep.verdicts[repr(APGDT(1 / 255, steps=20))].sum() - int(b.sum())) <= 1
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 def test_standard_autoattack_on_cifar_images(cifar):
     "The whole suite as it is published, ours, and the package as a whole"
-    m,x,y = cifar[0],cifar[1][:20],cifar[2][:20]
-    with apart(), attack_mode(m): adv,_ = aa.AutoAttack(m, norm='Linf', eps=1/255, seed=0, version='standard').run_standard_evaluation(x, y, batch_size=20)
-    own,ref = [AutoAttack(1/255, reference=r)(m, x, y) for r in (False,True)]
-    assert torch.equal(left(m, adv, y), left(m, ref, y)) and abs(int(left(m, own, y).sum())-int(left(m, adv, y).sum()))<=1
+    m, x, y = cifar[0], cifar[1][:20], cifar[2][:20]
+    with apart(), attack_mode(m):
+        adv, _ = aa.AutoAttack(m, norm='Linf', eps=1 / 255, seed=0, version='standard').run_standard_evaluation(
+            x, y, batch_size=20
+        )
+    own, ref = [AutoAttack(1 / 255, reference=r)(m, x, y) for r in (False, True)]
+    assert (
+        torch.equal(left(m, adv, y), left(m, ref, y))
+        and abs(int(left(m, own, y).sum()) - int(left(m, adv, y).sum())) <= 1
+    )
 
-# --- a robust ViT on the Fashion-MNIST in this package ------------------------------------------------------------------------------
+
+# --- a robust ViT on the Fashion-MNIST in this package
+# ------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope='module')
 def vit():
     "Adversarially trained for seconds on the embedded subset; 100 validation images that it gets right"
-    l = demo_train(fashion_mnist(1024, 300, bs=64, device='cpu'), 4, 0, cbs=AdvTrain(FGSM_RS(.05)), bar=False)
-    x,y = [torch.cat([torch.as_tensor(b[i]).as_subclass(torch.Tensor) for b in l.dls.valid]) for i in (0,1)]
-    m = l.model.eval(); ok = predict(m, x)==y; assert ok.sum()>=100
-    return m,x[ok][:100],y[ok][:100]
+    l = demo_train(fashion_mnist(1024, 300, bs=64, device='cpu'), 4, 0, cbs=AdvTrain(FGSM_RS(0.05)), bar=False)
+    x, y = [torch.cat([torch.as_tensor(b[i]).as_subclass(torch.Tensor) for b in l.dls.valid]) for i in (0, 1)]
+    m = l.model.eval()
+    ok = predict(m, x) == y
+    assert ok.sum() >= 100
+    return m, x[ok][:100], y[ok][:100]
 
-CASES = [('ce','Linf',.05),('ce','L2',.7),('ce','L2',1.4),('t','Linf',.05),('t','L2',.7)]
+
+CASES = [('ce', 'Linf', 0.05), ('ce', 'L2', 0.7), ('ce', 'L2', 1.4), ('t', 'Linf', 0.05), ('t', 'L2', 0.7)]
+
+
 @pytest.mark.parametrize('kind,norm,eps', CASES)
 def test_apgd_reaches_the_accuracy_of_the_package(vit, kind, norm, eps):
-    m,x,y = vit[0],vit[1][:60],vit[2][:60]; kw = dict(steps=15) if kind=='ce' else dict(steps=15, targets=2)
-    a,b = [f(m, x, y, kind, eps, norm, **kw) for f in (ours,theirs)]
-    assert abs(int(a.sum())-int(b.sum()))<=1 and 3<b.sum()<len(x)-3
-    at = (APGD if kind=='ce' else APGDT)(eps, norm=norm, **kw)
-    assert abs(robust_report(m, (x,y), [at]).verdicts[repr(at)].sum()-int(b.sum()))<=1
+    m, x, y = vit[0], vit[1][:60], vit[2][:60]
+    kw = dict(steps=15) if kind == 'ce' else dict(steps=15, targets=2)
+    a, b = [f(m, x, y, kind, eps, norm, **kw) for f in (ours, theirs)]
+    assert abs(int(a.sum()) - int(b.sum())) <= 1 and 3 < b.sum() < len(x) - 3
+    at = (APGD if kind == 'ce' else APGDT)(eps, norm=norm, **kw)
+    assert abs(robust_report(m, (x, y), [at]).verdicts[repr(at)].sum() - int(b.sum())) <= 1
 
-# --- PGD, FGSM, MI-FGSM: step for step ------------------------------------------------------------------------------------------------
+
+# --- PGD, FGSM, MI-FGSM: step for step
+# ------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope='module')
-def small(): x = images(40, torch.float64, seed=4); m = Dense(torch.float64); return m,x,predict(m, x)
-def close(a, b): assert (a-b).abs().max()<=1e-6 and (a-b).abs().max()<.01*(b-b.mean()).abs().max()
+def small():
+    x = images(40, torch.float64, seed=4)
+    m = Dense(torch.float64)
+    return m, x, predict(m, x)
 
-@pytest.mark.parametrize('eps,alpha,steps', [(.03,.01,1),(.03,.01,7),(.1,.04,10),(.3,.3,3)])
+
+def close(a, b):
+    assert (a - b).abs().max() <= 1e-6 and (a - b).abs().max() < 0.01 * (b - b.mean()).abs().max()
+
+
+@pytest.mark.parametrize('eps,alpha,steps', [(0.03, 0.01, 1), (0.03, 0.01, 7), (0.1, 0.04, 10), (0.3, 0.3, 3)])
 def test_torchattacks_linf(small, eps, alpha, steps):
-    ta = pytest.importorskip('torchattacks'); m,x,y = small
-    close(PGD(eps, steps=steps, alpha=alpha, rand=False)(m, x, y), ta.PGD(m, eps=eps, alpha=alpha, steps=steps, random_start=False)(x, y))
+    ta = pytest.importorskip('torchattacks')
+    m, x, y = small
+    close(
+        PGD(eps, steps=steps, alpha=alpha, rand=False)(m, x, y),
+        ta.PGD(m, eps=eps, alpha=alpha, steps=steps, random_start=False)(x, y),
+    )
     close(FGSM(eps)(m, x, y), ta.FGSM(m, eps=eps)(x, y))
-    close(MIFGSM(eps, steps=steps, alpha=alpha, decay=.9)(m, x, y), ta.MIFGSM(m, eps=eps, alpha=alpha, steps=steps, decay=.9)(x, y))
+    close(
+        MIFGSM(eps, steps=steps, alpha=alpha, decay=0.9)(m, x, y),
+        ta.MIFGSM(m, eps=eps, alpha=alpha, steps=steps, decay=0.9)(x, y),
+    )
 
-@pytest.mark.parametrize('eps,alpha,steps', [(.3,.1,1),(.3,.1,7),(.7,.3,10),(2.,1.,3)])
+
+@pytest.mark.parametrize('eps,alpha,steps', [(0.3, 0.1, 1), (0.3, 0.1, 7), (0.7, 0.3, 10), (2.0, 1.0, 3)])
 def test_torchattacks_l2(small, eps, alpha, steps):
-    ta = pytest.importorskip('torchattacks'); m,x,y = small
-    close(PGD(eps, norm='L2', steps=steps, alpha=alpha, rand=False)(m, x, y), ta.PGDL2(m, eps=eps, alpha=alpha, steps=steps, random_start=False)(x, y))
+    ta = pytest.importorskip('torchattacks')
+    m, x, y = small
+    close(
+        PGD(eps, norm='L2', steps=steps, alpha=alpha, rand=False)(m, x, y),
+        ta.PGDL2(m, eps=eps, alpha=alpha, steps=steps, random_start=False)(x, y),
+    )
 
-@pytest.mark.parametrize('norm,eps,alpha,steps', [('Linf',.03,.01,7),('Linf',.2,.05,10),('L2',.3,.1,7),('L2',1.,.4,10)])
-@pytest.mark.parametrize('margin_', [False, True], ids=['ce','cw'])
+
+@pytest.mark.parametrize(
+    'norm,eps,alpha,steps',
+    [('Linf', 0.03, 0.01, 7), ('Linf', 0.2, 0.05, 10), ('L2', 0.3, 0.1, 7), ('L2', 1.0, 0.4, 10)],
+)
+@pytest.mark.parametrize('margin_', [False, True], ids=['ce', 'cw'])
 def test_foolbox(small, norm, eps, alpha, steps, margin_):
-    fb,ep = pytest.importorskip('foolbox'),pytest.importorskip('eagerpy'); m,x,y = small; f = fb.PyTorchModel(m, bounds=(0,1), device='cpu')
+    fb, ep = pytest.importorskip('foolbox'), pytest.importorskip('eagerpy')
+    m, x, y = small
+    f = fb.PyTorchModel(m, bounds=(0, 1), device='cpu')
     P = getattr(fb.attacks, f'{norm}ProjectedGradientDescentAttack')
     if margin_:
-        class P(P):
-            def get_loss_fn(self, model, labels): return lambda v: ep.astensor(margin(m(v.raw), y).sum())
-    _,got,_ = P(abs_stepsize=alpha, steps=steps, random_start=False)(f, x, y, epsilons=eps)
-    close(PGD(eps, norm=norm, steps=steps, alpha=alpha, rand=False, **(dict(loss=margin) if margin_ else {}))(m, x, y), got)
-    G = getattr(fb.attacks, f'{norm}FastGradientAttack')
-    if not margin_: close(FGSM(eps, norm=norm)(m, x, y), G(random_start=False)(f, x, y, epsilons=eps)[1])
 
-@pytest.mark.parametrize('norm', ['Linf','L2'])
+        class P(P):
+            def get_loss_fn(self, model, labels):
+                return lambda v: ep.astensor(margin(m(v.raw), y).sum())
+
+    _, got, _ = P(abs_stepsize=alpha, steps=steps, random_start=False)(f, x, y, epsilons=eps)
+    close(
+        PGD(eps, norm=norm, steps=steps, alpha=alpha, rand=False, **(dict(loss=margin) if margin_ else {}))(m, x, y),
+        got,
+    )
+    G = getattr(fb.attacks, f'{norm}FastGradientAttack')
+    if not margin_:
+        close(FGSM(eps, norm=norm)(m, x, y), G(random_start=False)(f, x, y, epsilons=eps)[1])
+
+
+@pytest.mark.parametrize('norm', ['Linf', 'L2'])
 def test_from_the_same_random_start(small, norm, monkeypatch):
     "Foolbox, told to begin at our start"
-    fb = pytest.importorskip('foolbox'); import eagerpy as ep
-    m,x,y = small; eps,alpha = dict(Linf=(.1,.03), L2=(.7,.2))[norm]; a = PGD(eps, norm=norm, steps=6, alpha=alpha)
+    fb = pytest.importorskip('foolbox')
+    import eagerpy as ep
+
+    m, x, y = small
+    eps, alpha = dict(Linf=(0.1, 0.03), L2=(0.7, 0.2))[norm]
+    a = PGD(eps, norm=norm, steps=6, alpha=alpha)
     x0 = a.but(steps=0)(m, x, y, seed=3)
     P = getattr(fb.attacks, f'{norm}ProjectedGradientDescentAttack')(abs_stepsize=alpha, steps=6, random_start=True)
     monkeypatch.setattr(type(P), 'get_random_start', lambda self, x0_, e: ep.astensor(x0))
-    _,got,_ = P(fb.PyTorchModel(m, bounds=(0,1), device='cpu'), x, y, epsilons=eps)
-    close(a(m, x, y, seed=3), got); assert not torch.allclose(got, a.but(rand=False)(m, x, y), atol=1e-3)
+    _, got, _ = P(fb.PyTorchModel(m, bounds=(0, 1), device='cpu'), x, y, epsilons=eps)
+    close(a(m, x, y, seed=3), got)
+    assert not torch.allclose(got, a.but(rand=False)(m, x, y), atol=1e-3)
 
-# --- FAB and Square --------------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('norm,eps', [('Linf',.05),('L2',.7)])
-@pytest.mark.parametrize('targets', [0,3])
+# --- FAB and Square
+# --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('norm,eps', [('Linf', 0.05), ('L2', 0.7)])
+@pytest.mark.parametrize('targets', [0, 3])
 def test_fab_is_the_package(vit, norm, eps, targets):
-    m,x,y = vit; x,y = x[:30],y[:30]; a = FAB(eps, norm=norm, steps=8, targets=targets)
-    with apart(), attack_mode(m): want = FABAttack_PT(m, norm=norm, n_restarts=1, n_iter=8, eps=eps, seed=0, targeted=targets>0, n_target_classes=max(targets, 1), device='cpu').perturb(x.clone(), y.clone())
-    got = a(m, x, y); inside(got, x, norm, eps)
-    assert torch.equal(left(m, got, y), left(m, want, y)) and torch.allclose(got, want, atol=1e-6) and 2<left(m, got, y).sum()<28
+    m, x, y = vit
+    x, y = x[:30], y[:30]
+    a = FAB(eps, norm=norm, steps=8, targets=targets)
+    with apart(), attack_mode(m):
+        want = FABAttack_PT(
+            m,
+            norm=norm,
+            n_restarts=1,
+            n_iter=8,
+            eps=eps,
+            seed=0,
+            targeted=targets > 0,
+            n_target_classes=max(targets, 1),
+            device='cpu',
+        ).perturb(x.clone(), y.clone())
+    got = a(m, x, y)
+    inside(got, x, norm, eps)
+    assert (
+        torch.equal(left(m, got, y), left(m, want, y))
+        and torch.allclose(got, want, atol=1e-6)
+        and 2 < left(m, got, y).sum() < 28
+    )
 
-@pytest.mark.parametrize('norm,eps', [('Linf',.03),('L2',.2)])
+
+@pytest.mark.parametrize('norm,eps', [('Linf', 0.03), ('L2', 0.2)])
 def test_square_is_as_strong_as_the_package(norm, eps):
-    m,x = Dense(),images(200, seed=6); y = predict(m, x); a = Square(eps, norm=norm, queries=40)
-    def pack(seed):
-        with apart(), attack_mode(m): return int(left(m, SquareAttack(lambda v: m(v).clone(), norm=norm, n_queries=40, eps=eps, p_init=.8, n_restarts=1, seed=seed, resc_schedule=False, device='cpu').perturb(x.clone(), y.clone()), y).sum())
-    got = a(m, x, y); inside(got, x, norm, eps)
-    them,us = np.mean([pack(s) for s in range(4)]),np.mean([int(left(m, a(m, x, y, seed=s), y).sum()) for s in range(4)])
-    assert abs(them-us)<=5 and 20<us<180, (them,us)
+    m, x = Dense(), images(200, seed=6)
+    y = predict(m, x)
+    a = Square(eps, norm=norm, queries=40)
 
-# --- AutoAttack ----------------------------------------------------------------------------------------------------------------------------
+    def pack(seed):
+        with apart(), attack_mode(m):
+            return int(
+                left(
+                    m,
+                    SquareAttack(
+                        lambda v: m(v).clone(),
+                        norm=norm,
+                        n_queries=40,
+                        eps=eps,
+                        p_init=0.8,
+                        n_restarts=1,
+                        seed=seed,
+                        resc_schedule=False,
+                        device='cpu',
+                    ).perturb(x.clone(), y.clone()),
+                    y,
+                ).sum()
+            )
+
+    got = a(m, x, y)
+    inside(got, x, norm, eps)
+    them, us = (
+        np.mean([pack(s) for s in range(4)]),
+        np.mean([int(left(m, a(m, x, y, seed=s), y).sum()) for s in range(4)]),
+    )
+    assert abs(them - us) <= 5 and 20 < us < 180, (them, us)
+
+
+# --- AutoAttack
+# ----------------------------------------------------------------------------------------------------------------------------
+
 
 def package(m, x, y, eps, norm, names, targets=9, quick=True):
     "The package's AutoAttack, made short through its attributes"
     with apart(), attack_mode(m):
-        a = aa.AutoAttack(lambda v: m(v).clone(), norm=norm, eps=eps, seed=0, version='custom', attacks=list(names)); a.apgd.n_restarts = a.fab.n_restarts = 1
-        if quick: a.apgd.n_iter = a.apgd_targeted.n_iter = 10; a.fab.n_iter = 5; a.square.n_queries = 30
+        a = aa.AutoAttack(lambda v: m(v).clone(), norm=norm, eps=eps, seed=0, version='custom', attacks=list(names))
+        a.apgd.n_restarts = a.fab.n_restarts = 1
+        if quick:
+            a.apgd.n_iter = a.apgd_targeted.n_iter = 10
+            a.fab.n_iter = 5
+            a.square.n_queries = 30
         a.apgd_targeted.n_target_classes = a.fab.n_target_classes = targets
         return a.run_standard_evaluation(x.clone(), y.clone(), batch_size=len(x))[0]
+
+
 def short(eps, norm, c, names):
-    make = {'apgd-ce':APGD(eps, norm=norm, steps=10), 'apgd-t':APGDT(eps, norm=norm, steps=10, targets=min(c-1,9)) if c>2 else APGD(eps, norm=norm, steps=10, loss=margin), 'fab-t':FAB(eps, norm=norm, steps=5, targets=min(c-1,9)), 'square':Square(eps, norm=norm, queries=30)}
+    make = {
+        'apgd-ce': APGD(eps, norm=norm, steps=10),
+        'apgd-t': (
+            APGDT(eps, norm=norm, steps=10, targets=min(c - 1, 9))
+            if c > 2
+            else APGD(eps, norm=norm, steps=10, loss=margin)
+        ),
+        'fab-t': FAB(eps, norm=norm, steps=5, targets=min(c - 1, 9)),
+        'square': Square(eps, norm=norm, queries=30),
+    }
     return AutoAttack(eps, norm=norm, attacks=[make[n] for n in names])
 
-@pytest.mark.parametrize('c', [10,4,3,2])
-@pytest.mark.parametrize('norm,eps', [('Linf',.03),('L2',.15)])
+
+@pytest.mark.parametrize('c', [10, 4, 3, 2])
+@pytest.mark.parametrize('norm,eps', [('Linf', 0.03), ('L2', 0.15)])
 def test_the_suite_is_as_strong_as_the_package_with_few_classes(c, norm, eps):
     "Where the package has no targeted DLR (fewer than four classes) ours must be at least as strong as the rest of it"
-    m,x = Dense(c=c),images(100, seed=6); y = predict(m, x)
-    names = ['apgd-ce','apgd-t','fab-t','square']; can = names if c>3 else [n for n in names if n!='apgd-t']
-    us,them = left(m, short(eps, norm, c, names)(m, x, y), y),left(m, package(m, x, y, eps, norm, can, min(c-1,9)), y)
-    assert int(us.sum())-int(them.sum())<=1 and (c==3 or int(them.sum())-int(us.sum())<=2) and 3<us.sum()<97
-    rep = robust_report(m, (x,y), [short(eps, norm, c, names)]); assert abs(int(rep.rows[1]['accuracy']*100+.5)-int(us.sum()))<=1 and len(rep.rows[1]['parts'])==4
+    m, x = Dense(c=c), images(100, seed=6)
+    y = predict(m, x)
+    names = ['apgd-ce', 'apgd-t', 'fab-t', 'square']
+    can = names if c > 3 else [n for n in names if n != 'apgd-t']
+    us, them = (
+        left(m, short(eps, norm, c, names)(m, x, y), y),
+        left(m, package(m, x, y, eps, norm, can, min(c - 1, 9)), y),
+    )
+    assert (
+        int(us.sum()) - int(them.sum()) <= 1 and (c == 3 or int(them.sum()) - int(us.sum()) <= 2) and 3 < us.sum() < 97
+    )
+    rep = robust_report(m, (x, y), [short(eps, norm, c, names)])
+    assert abs(int(rep.rows[1]['accuracy'] * 100 + 0.5) - int(us.sum())) <= 1 and len(rep.rows[1]['parts']) == 4
 
-@pytest.mark.parametrize('norm,eps', [('Linf',.03),('L2',.15)])
+
+@pytest.mark.parametrize('norm,eps', [('Linf', 0.03), ('L2', 0.15)])
 def test_reference_is_the_package_itself(norm, eps):
-    m,x = Dense(),images(60, seed=6); y = predict(m, x)
-    got,want = AutoAttack(eps, norm=norm, attacks='apgd-ce', reference=True)(m, x, y),package(m, x, y, eps, norm, ['apgd-ce'], quick=False)
-    assert torch.equal(left(m, got, y), left(m, want, y)) and torch.allclose(got, want, atol=1e-6) and 5<left(m, got, y).sum()<55
+    m, x = Dense(), images(60, seed=6)
+    y = predict(m, x)
+    got, want = (
+        AutoAttack(eps, norm=norm, attacks='apgd-ce', reference=True)(m, x, y),
+        package(m, x, y, eps, norm, ['apgd-ce'], quick=False),
+    )
+    assert (
+        torch.equal(left(m, got, y), left(m, want, y))
+        and torch.allclose(got, want, atol=1e-6)
+        and 5 < left(m, got, y).sum() < 55
+    )
     inside(got, x, norm, eps)
 
-@pytest.mark.parametrize('c', [10,4,3,2])
+
+@pytest.mark.parametrize('c', [10, 4, 3, 2])
 def test_reference_with_few_classes_works_or_is_refused_in_words(c):
-    m,x = Dense(c=c),images(20, seed=6); y = predict(m, x)
+    m, x = Dense(c=c), images(20, seed=6)
+    y = predict(m, x)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        try: got = AutoAttack(.03, attacks=('apgd-ce','apgd-t'), reference=True)(m, x, y)
-        except ValueError as e: assert 'class' in str(e)
-        else: assert 0<left(m, got, y).sum()<20
+        try:
+            got = AutoAttack(0.03, attacks=('apgd-ce', 'apgd-t'), reference=True)(m, x, y)
+        except ValueError as e:
+            assert 'class' in str(e)
+        else:
+            assert 0 < left(m, got, y).sum() < 20
+
 
 def test_warnings_of_the_package_are_passed_on():
-    m,x = Dense(c=4),images(10, seed=6); y = predict(m, x); logger = logging.getLogger('auto-attack'); before = list(logger.handlers),logger.propagate
+    m, x = Dense(c=4), images(10, seed=6)
+    y = predict(m, x)
+    logger = logging.getLogger('auto-attack')
+    before = list(logger.handlers), logger.propagate
     soft = lambda v: m(v).softmax(1)
-    with pytest.warns(UserWarning, match='AutoAttack'): AutoAttack(.03, attacks='apgd-ce', reference=True)(soft, x, y)
-    assert (list(logger.handlers),logger.propagate)==before
+    with pytest.warns(UserWarning, match='AutoAttack'):
+        AutoAttack(0.03, attacks='apgd-ce', reference=True)(soft, x, y)
+    assert (list(logger.handlers), logger.propagate) == before
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize('c', [10,4,3,2])
+@pytest.mark.parametrize('c', [10, 4, 3, 2])
 def test_the_standard_suite_finishes_with_any_number_of_classes(c):
-    m,x = Dense(c=c),images(20, seed=6); y = predict(m, x)
-    own = AutoAttack(.03)(m, x, y); inside(own, x, 'Linf', .03); assert 0<left(m, own, y).sum()<20
-    if c==10:
-        ref = AutoAttack(.03, reference=True)(m, x, y); want = package(m, x, y, .03, 'Linf', ['apgd-ce','apgd-t','fab-t','square'], quick=False)
-        assert torch.equal(left(m, ref, y), left(m, want, y)) and abs(int(left(m, own, y).sum())-int(left(m, ref, y).sum()))<=1
+    m, x = Dense(c=c), images(20, seed=6)
+    y = predict(m, x)
+    own = AutoAttack(0.03)(m, x, y)
+    inside(own, x, 'Linf', 0.03)
+    assert 0 < left(m, own, y).sum() < 20
+    if c == 10:
+        ref = AutoAttack(0.03, reference=True)(m, x, y)
+        want = package(m, x, y, 0.03, 'Linf', ['apgd-ce', 'apgd-t', 'fab-t', 'square'], quick=False)
+        assert (
+            torch.equal(left(m, ref, y), left(m, want, y))
+            and abs(int(left(m, own, y).sum()) - int(left(m, ref, y).sum())) <= 1
+        )

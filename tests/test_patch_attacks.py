@@ -1,4 +1,6 @@
-"`attacks`, patches: Patch-Fool against a plain re-telling of the paper, attention fused or not, shapes, compile, invariances, messages (R34, R35, R36, F07)."
+"""`attacks`, patches: Patch-Fool against a plain re-telling of the paper, attention fused or not, shapes, compile,
+invariances, messages (R34, R35, R36, F07)."""
+
 import copy
 import numpy as np, pytest, timm, torch, torch.nn.functional as F
 from torch import nn
@@ -11,344 +13,629 @@ from robust_nbdev.vit import attn_maps, add_tokens, patch_grid
 from robust_nbdev.datasets import fashion_mnist
 from robust_nbdev.test_utils import *
 
+
 def vit(size=32, patch=8, depth=3, chans=3, name='vit_tiny_patch16_224', seed=0, norm=True, **kw):
     "Random weights, large enough that attention is not flat and a patch matters"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        m = timm.create_model(name, img_size=size, patch_size=patch, in_chans=chans, num_classes=4, embed_dim=24, depth=depth, num_heads=2, **kw).eval()
+        m = timm.create_model(
+            name,
+            img_size=size,
+            patch_size=patch,
+            in_chans=chans,
+            num_classes=4,
+            embed_dim=24,
+            depth=depth,
+            num_heads=2,
+            **kw,
+        ).eval()
         with torch.no_grad():
-            for n,p in m.named_parameters():
-                if p.ndim>1: p.copy_(torch.randn_like(p)*(.02 if 'pos' in n else 1.5/p[0].numel()**.5))
-    return Normalized(m, mean=[.5]*chans, std=[.2,.25,.3][:chans]).eval() if norm else m
+            for n, p in m.named_parameters():
+                if p.ndim > 1:
+                    p.copy_(torch.randn_like(p) * (0.02 if 'pos' in n else 1.5 / p[0].numel() ** 0.5))
+    return Normalized(m, mean=[0.5] * chans, std=[0.2, 0.25, 0.3][:chans]).eval() if norm else m
 
-def images(b=4, c=3, h=32, w=None, seed=0, dtype=torch.float32): return torch.rand(b, c, h, w or h, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+def images(b=4, c=3, h=32, w=None, seed=0, dtype=torch.float32):
+    return torch.rand(b, c, h, w or h, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
 def own(m, x):
-    with torch.no_grad(): return m(x).argmax(1)
-def fooled(m, x, y): return own(m,x)!=y
+    with torch.no_grad():
+        return m(x).argmax(1)
+
+
+def fooled(m, x, y):
+    return own(m, x) != y
+
+
 def patches_changed(a, b, ph, pw=None):
     "-> [B,n] bool"
     pw = pw or ph
-    d = (a!=b).any(1)
-    return F.max_pool2d(d.float()[:,None], (ph,pw), (ph,pw), ceil_mode=True).flatten(1)>0
+    d = (a != b).any(1)
+    return F.max_pool2d(d.float()[:, None], (ph, pw), (ph, pw), ceil_mode=True).flatten(1) > 0
+
+
 def set_fused(m, on):
     for o in m.modules():
-        if hasattr(o,'fused_attn'): o.fused_attn = on
-def flags(m): return [o.fused_attn for o in m.modules() if hasattr(o,'fused_attn')]
+        if hasattr(o, 'fused_attn'):
+            o.fused_attn = on
+
+
+def flags(m):
+    return [o.fused_attn for o in m.modules() if hasattr(o, 'fused_attn')]
+
+
 quick = PatchFool(steps=4)
 
 # the method
 
+
 def probs(net, xn):
     "Attention of each block, by a hook on the dropout that the plain path goes through"
-    maps,hs = [],[b.attn.attn_drop.register_forward_hook(lambda m,i,o: maps.append(o)) for b in net.blocks]
+    maps, hs = [], [b.attn.attn_drop.register_forward_hook(lambda m, i, o: maps.append(o)) for b in net.blocks]
     z = net(xn)
-    for h in hs: h.remove()
-    return maps,z
+    for h in hs:
+        h.remove()
+    return maps, z
 
-def retold(model, x, y, steps, code=False, weight=.002, lr=.22):
+
+def retold(model, x, y, steps, code=False, weight=0.002, lr=0.22):
     "The paper, for one image, in normalised space, with torch's Adam and StepLR"
-    net,mean,std = model.model,model.mean,model.std
-    norm = lambda o: (o-mean)/std
+    net, mean, std = model.model, model.mean, model.std
+    norm = lambda o: (o - mean) / std
     set_fused(net, False)
-    L,p = len(net.blocks),net.patch_embed.patch_size[0]
-    a = probs(net, norm(x))[0][min(4,L-1)].mean(1).mean(1)[:,net.num_prefix_tokens:]
-    k = a.argmax().item(); cols = x.shape[-1]//p; r,c = k//cols*p,k%cols*p
-    mask = torch.zeros_like(x); mask[...,r:r+p,c:c+p] = 1
+    L, p = len(net.blocks), net.patch_embed.patch_size[0]
+    a = probs(net, norm(x))[0][min(4, L - 1)].mean(1).mean(1)[:, net.num_prefix_tokens :]
+    k = a.argmax().item()
+    cols = x.shape[-1] // p
+    r, c = k // cols * p, k % cols * p
+    mask = torch.zeros_like(x)
+    mask[..., r : r + p, c : c + p] = 1
     d = nn.Parameter(norm(uniform(image_seed(x), x)))
-    opt = torch.optim.Adam([d], lr=lr); sched = torch.optim.lr_scheduler.StepLR(opt, 10, .95)
-    lo,hi = norm(torch.zeros_like(x)),norm(torch.ones_like(x))
+    opt = torch.optim.Adam([d], lr=lr)
+    sched = torch.optim.lr_scheduler.StepLR(opt, 10, 0.95)
+    lo, hi = norm(torch.zeros_like(x)), norm(torch.ones_like(x))
     for i in range(steps):
-        maps,z = probs(net, norm(x)*(1-mask)+d*mask)
-        if z.argmax(1)!=y: break
+        maps, z = probs(net, norm(x) * (1 - mask) + d * mask)
+        if z.argmax(1) != y:
+            break
         g = torch.autograd.grad(F.cross_entropy(z, y), d, retain_graph=True)[0]
         total = g.clone()
-        for l in (range(1,L//2) if L>=4 else [0]):
-            ga = torch.autograd.grad(maps[l].mean(1)[...,net.num_prefix_tokens+k].log().mean(), d, retain_graph=True)[0]
-            dot = (ga*g).sum()
-            if dot<0: ga = ga-dot/(g.norm() if code else g.norm()**2)*g
-            total += weight*ga
-        d.grad = -total; opt.step(); sched.step()
+        for l in range(1, L // 2) if L >= 4 else [0]:
+            ga = torch.autograd.grad(
+                maps[l].mean(1)[..., net.num_prefix_tokens + k].log().mean(), d, retain_graph=True
+            )[0]
+            dot = (ga * g).sum()
+            if dot < 0:
+                ga = ga - dot / (g.norm() if code else g.norm() ** 2) * g
+            total += weight * ga
+        d.grad = -total
+        opt.step()
+        sched.step()
         d.data = torch.max(torch.min(d.data, hi), lo)
-    return x*(1-mask)+(d.detach()*std+mean)*mask, k
+    return x * (1 - mask) + (d.detach() * std + mean) * mask, k
 
-@pytest.mark.parametrize('depth', [2,6])
-@pytest.mark.parametrize('how', ['projection','paper-code'])
+
+@pytest.mark.parametrize('depth', [2, 6])
+@pytest.mark.parametrize('how', ['projection', 'paper-code'])
 def test_agrees_with_the_paper_retold(depth, how):
-    m,x = vit(depth=depth).double(),images(3, dtype=torch.float64)
+    m, x = vit(depth=depth).double(), images(3, dtype=torch.float64)
     y = own(m, x)
-    a = PatchFool(steps=12, weight=.5, lr=.05, pcgrad=how, block=4)   # a weight that shows
+    a = PatchFool(steps=12, weight=0.5, lr=0.05, pcgrad=how, block=4)  # a weight that shows
     out = a(m, x, y)
     for i in range(3):
-        ref,k = retold(copy.deepcopy(m), x[i:i+1], y[i:i+1], 12, how=='paper-code', .5, .05)
-        assert patches_changed(out[i:i+1], x[i:i+1], 8)[0].nonzero().tolist()==[[k]]
-        assert (out[i]-ref[0]).abs().max()<1e-9, i
+        ref, k = retold(copy.deepcopy(m), x[i : i + 1], y[i : i + 1], 12, how == 'paper-code', 0.5, 0.05)
+        assert patches_changed(out[i : i + 1], x[i : i + 1], 8)[0].nonzero().tolist() == [[k]]
+        assert (out[i] - ref[0]).abs().max() < 1e-9, i
+
 
 def test_the_retold_case_tells_the_variants_apart():
-    m,x = vit(depth=6).double(),images(3, dtype=torch.float64); y = own(m, x)
-    outs = [PatchFool(steps=12, lr=.05, **k)(m, x, y) for k in (dict(weight=.5), dict(weight=.5, pcgrad='paper-code'), dict(weight=0), dict(weight=.5, select='random'))]
-    assert all((a-b).abs().max()>1e-3 for i,a in enumerate(outs) for b in outs[:i])
+    m, x = vit(depth=6).double(), images(3, dtype=torch.float64)
+    y = own(m, x)
+    outs = [
+        PatchFool(steps=12, lr=0.05, **k)(m, x, y)
+        for k in (
+            dict(weight=0.5),
+            dict(weight=0.5, pcgrad='paper-code'),
+            dict(weight=0),
+            dict(weight=0.5, select='random'),
+        )
+    ]
+    assert all((a - b).abs().max() > 1e-3 for i, a in enumerate(outs) for b in outs[:i])
+
 
 def test_pcgrad_by_hand():
-    g,r = torch.tensor([[3.,-4.],[3.,4.],[1.,1.]]),torch.tensor([[0.,2.],[0.,2.],[0.,0.]])
-    assert torch.equal(pcgrad(g, r), torch.tensor([[3.,0.],[3.,4.],[1.,1.]]))
-    assert torch.equal(pcgrad(g, r, 'paper-code'), torch.tensor([[3.,4.],[3.,4.],[1.,1.]]))       # -4 - (-8/2)*2 = 4
-    assert torch.allclose(pcgrad(g, r*1e-25), torch.tensor([[3.,0.],[3.,4.],[1.,1.]]))             # ||r||^2 underflows
-    h,s = torch.randn(5,3,4,4, dtype=torch.float64),torch.randn(5,3,4,4, dtype=torch.float64)
-    assert ((pcgrad(h,s)*s).flatten(1).sum(1)>=-1e-12).all() and torch.allclose(pcgrad(h[2:3],s[2:3]), pcgrad(h,s)[2:3])
+    g, r = torch.tensor([[3.0, -4.0], [3.0, 4.0], [1.0, 1.0]]), torch.tensor([[0.0, 2.0], [0.0, 2.0], [0.0, 0.0]])
+    assert torch.equal(pcgrad(g, r), torch.tensor([[3.0, 0.0], [3.0, 4.0], [1.0, 1.0]]))
+    assert torch.equal(
+        pcgrad(g, r, 'paper-code'), torch.tensor([[3.0, 4.0], [3.0, 4.0], [1.0, 1.0]])
+    )  # -4 - (-8/2)*2 = 4
+    assert torch.allclose(
+        pcgrad(g, r * 1e-25), torch.tensor([[3.0, 0.0], [3.0, 4.0], [1.0, 1.0]])
+    )  # ||r||^2 underflows
+    h, s = torch.randn(5, 3, 4, 4, dtype=torch.float64), torch.randn(5, 3, 4, 4, dtype=torch.float64)
+    assert ((pcgrad(h, s) * s).flatten(1).sum(1) >= -1e-12).all() and torch.allclose(
+        pcgrad(h[2:3], s[2:3]), pcgrad(h, s)[2:3]
+    )
+
 
 def test_attention_rows_and_choice():
-    m,x = vit(),images()
+    m, x = vit(), images()
     logs = patch_attention(m, x)
     full = attn_maps(m, x)
-    for l,f in zip(logs,full): assert torch.allclose(l.exp(), f.mean(1)[...,1:], atol=1e-6)
-    assert torch.equal(patches_changed(quick(m, x, own(m,x)), x, 8).int().argmax(1), full[2].mean((1,2))[:,1:].argmax(1))
-    assert torch.equal(patches_changed(quick.but(block=0)(m, x, own(m,x)), x, 8).int().argmax(1), full[0].mean((1,2))[:,1:].argmax(1))
+    for l, f in zip(logs, full):
+        assert torch.allclose(l.exp(), f.mean(1)[..., 1:], atol=1e-6)
+    assert torch.equal(
+        patches_changed(quick(m, x, own(m, x)), x, 8).int().argmax(1), full[2].mean((1, 2))[:, 1:].argmax(1)
+    )
+    assert torch.equal(
+        patches_changed(quick.but(block=0)(m, x, own(m, x)), x, 8).int().argmax(1),
+        full[0].mean((1, 2))[:, 1:].argmax(1),
+    )
+
 
 def test_attention_term_raises_attention():
-    m,x = vit(depth=6),images(6); t = own(m,x)
+    m, x = vit(depth=6), images(6)
+    t = own(m, x)
     got = []
-    for w in (0.,20.):
-        out = PatchFool(steps=25, weight=w, lr=.1)(m, x, target=(t+1)%4, targeted=True)
+    for w in (0.0, 20.0):
+        out = PatchFool(steps=25, weight=w, lr=0.1)(m, x, target=(t + 1) % 4, targeted=True)
         k = patches_changed(out, x, 8).int().argmax(1)
-        got.append(sum(patch_attention(m, out)[l].mean(1).gather(1, k[:,None]).mean().item() for l in (1,2)))
-    assert got[1]>got[0]
+        got.append(sum(patch_attention(m, out)[l].mean(1).gather(1, k[:, None]).mean().item() for l in (1, 2)))
+    assert got[1] > got[0]
 
-@pytest.mark.parametrize('k', [1,2,5,16])
+
+@pytest.mark.parametrize('k', [1, 2, 5, 16])
 def test_only_the_chosen_patches_change(k):
-    m,x = vit(),images(); y = own(m,x)
-    for a in (quick.but(patches=k), quick.but(patches=k, select='random'), RandomOcclusion(share=k/16, fill='noise'), RandomOcclusion(share=k/16)):
+    m, x = vit(), images()
+    y = own(m, x)
+    for a in (
+        quick.but(patches=k),
+        quick.but(patches=k, select='random'),
+        RandomOcclusion(share=k / 16, fill='noise'),
+        RandomOcclusion(share=k / 16),
+    ):
         out = a(m, x, y)
-        assert patches_changed(out, x, 8).sum(1).tolist()==[k]*len(x) and 0<=out.min() and out.max()<=1
+        assert patches_changed(out, x, 8).sum(1).tolist() == [k] * len(x) and 0 <= out.min() and out.max() <= 1
+
 
 def test_first_fooling_point_is_returned():
-    m,x = vit(),images(16); y = own(m,x)
-    short,long = PatchFool(steps=10)(m, x, y),PatchFool(steps=30)(m, x, y)
+    m, x = vit(), images(16)
+    y = own(m, x)
+    short, long = PatchFool(steps=10)(m, x, y), PatchFool(steps=30)(m, x, y)
     won = fooled(m, short, y)
-    assert won.any() and torch.equal(short[won], long[won]) and fooled(m, long, y).sum()>=won.sum()
+    assert won.any() and torch.equal(short[won], long[won]) and fooled(m, long, y).sum() >= won.sum()
 
-@pytest.mark.parametrize('a,f,b', [(PatchFool(steps=5),6,5*4), (PatchFool(steps=5,weight=0.),6,5), (PatchFool(steps=5,select='random'),5,20), (RandomOcclusion(),0,0), (RandomOcclusion(draws=3),3,0)], ids=repr)
+
+@pytest.mark.parametrize(
+    'a,f,b',
+    [
+        (PatchFool(steps=5), 6, 5 * 4),
+        (PatchFool(steps=5, weight=0.0), 6, 5),
+        (PatchFool(steps=5, select='random'), 5, 20),
+        (RandomOcclusion(), 0, 0),
+        (RandomOcclusion(draws=3), 3, 0),
+    ],
+    ids=repr,
+)
 def test_passes_are_counted(a, f, b, monkeypatch):
-    "Depth 8: per step one forward, one backward for the loss and one for each of blocks 1 to 3; one more forward to choose"
-    m,x,n = vit(depth=8),images(2),dict(f=0, b=0)
-    with torch.no_grad(): m.model.head.weight.zero_(); m.model.head.bias.copy_(torch.arange(4.))     # nothing fools this model
+    """Depth 8: per step one forward, one backward for the loss and one for each of blocks 1 to 3; one more forward to
+    choose"""
+    m, x, n = vit(depth=8), images(2), dict(f=0, b=0)
+    # nothing fools this model
+    with torch.no_grad():
+        m.model.head.weight.zero_()
+        m.model.head.bias.copy_(torch.arange(4.0))
     real = torch.autograd.grad
-    def grad(*args, **kw): n['b'] += 1; return real(*args, **kw)
+
+    def grad(*args, **kw):
+        n['b'] += 1
+        return real(*args, **kw)
+
     monkeypatch.setattr(torch.autograd, 'grad', grad)
-    m.register_forward_hook(lambda *o: n.update(f=n['f']+1))
-    a(m, x, own(m,x)); n['f'] -= 1                                                                    # `own` is a forward too
-    assert (n['f'],n['b'])==(f,b)
+    m.register_forward_hook(lambda *o: n.update(f=n['f'] + 1))
+    # `own` is a forward too
+    a(m, x, own(m, x))
+    n['f'] -= 1
+    assert (n['f'], n['b']) == (f, b)
+
 
 def test_stops_when_all_are_fooled():
-    m,x,n = vit(),images(3),[]
+    m, x, n = vit(), images(3), []
     m.register_forward_hook(lambda *o: n.append(1))
-    PatchFool(steps=50)(m, x, (own(m,x)+1)%4)                                                         # wrong from the start
-    assert len(n)<=10
+    # wrong from the start
+    PatchFool(steps=50)(m, x, (own(m, x) + 1) % 4)
+    assert len(n) <= 10
+
 
 # strength
+
 
 @pytest.fixture(scope='module')
 def trained():
     set_seed(0, reproducible=True)
     dls = fashion_mnist(n_train=2000, n_valid=200, bs=64)
-    net = timm.create_model('vit_tiny_patch16_224', img_size=28, patch_size=7, in_chans=1, embed_dim=64, depth=3, num_heads=4, num_classes=10)
-    learn = Learner(dls, Normalized(net, mean=[.286], std=[.353]), wd=.05)
-    with learn.no_bar(), learn.no_logging(): learn.fit_one_cycle(3, 2e-3)
-    x,y = [torch.cat([o[i].as_subclass(torch.Tensor) for o in dls.valid]) for i in (0,1)]
-    return learn.model.eval(),x,y
+    net = timm.create_model(
+        'vit_tiny_patch16_224',
+        img_size=28,
+        patch_size=7,
+        in_chans=1,
+        embed_dim=64,
+        depth=3,
+        num_heads=4,
+        num_classes=10,
+    )
+    learn = Learner(dls, Normalized(net, mean=[0.286], std=[0.353]), wd=0.05)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit_one_cycle(3, 2e-3)
+    x, y = [torch.cat([o[i].as_subclass(torch.Tensor) for o in dls.valid]) for i in (0, 1)]
+    return learn.model.eval(), x, y
+
 
 def test_beats_noise_and_random_choice(trained):
-    m,x,y = trained
-    n,ok = len(x),~fooled(m, x, y); x,y = x[ok],y[ok]                                                 # wrong ones are fooled already
-    acc = lambda a: (~fooled(m, a(m,x,y), y)).sum().item()/n
+    m, x, y = trained
+    # wrong ones are fooled already
+    n, ok = len(x), ~fooled(m, x, y)
+    x, y = x[ok], y[ok]
+    acc = lambda a: (~fooled(m, a(m, x, y), y)).sum().item() / n
     pf = PatchFool(steps=30)
-    got = dict(clean=len(x)/n, noise=acc(RandomOcclusion(share=1/16, fill='noise', draws=5)), rand=acc(pf.but(select='random')), mine=acc(pf))
-    assert got['clean']>.6 and got['mine']<got['rand']<got['noise']-.2, got
+    got = dict(
+        clean=len(x) / n,
+        noise=acc(RandomOcclusion(share=1 / 16, fill='noise', draws=5)),
+        rand=acc(pf.but(select='random')),
+        mine=acc(pf),
+    )
+    assert got['clean'] > 0.6 and got['mine'] < got['rand'] < got['noise'] - 0.2, got
+
 
 def test_targeted():
-    m,x = vit(),images(12); t = (own(m,x)+1)%4
+    m, x = vit(), images(12)
+    t = (own(m, x) + 1) % 4
     a = PatchFool(steps=30)
     out = a(m, x, target=t, targeted=True)
-    assert (own(m,out)==t).sum()>(own(m, RandomOcclusion(share=1/16, fill='noise')(m,x))==t).sum()
-    many = RandomOcclusion(share=.25, fill='noise', draws=8)(m, x, target=t, targeted=True)
-    one = RandomOcclusion(share=.25, fill='noise')(m, x, target=t, targeted=True)
+    assert (own(m, out) == t).sum() > (own(m, RandomOcclusion(share=1 / 16, fill='noise')(m, x)) == t).sum()
+    many = RandomOcclusion(share=0.25, fill='noise', draws=8)(m, x, target=t, targeted=True)
+    one = RandomOcclusion(share=0.25, fill='noise')(m, x, target=t, targeted=True)
     ce = lambda o: F.cross_entropy(m(o), t, reduction='none')
-    assert (own(m,many)==t).sum()>=(own(m,one)==t).sum() and (ce(many)<=ce(one)+1e-6)[~((own(m,many)==t)&(own(m,one)!=t))].float().mean()>.8
+    assert (own(m, many) == t).sum() >= (own(m, one) == t).sum() and (ce(many) <= ce(one) + 1e-6)[
+        ~((own(m, many) == t) & (own(m, one) != t))
+    ].float().mean() > 0.8
+
 
 def test_more_draws_never_help_the_model(trained):
-    m,x,y = trained
-    n = [fooled(m, RandomOcclusion(share=.3, fill='noise', draws=d)(m,x,y), y) for d in (1,3,8)]
-    assert not (n[0]&~n[1]).any() and not (n[1]&~n[2]).any()
+    m, x, y = trained
+    n = [fooled(m, RandomOcclusion(share=0.3, fill='noise', draws=d)(m, x, y), y) for d in (1, 3, 8)]
+    assert not (n[0] & ~n[1]).any() and not (n[1] & ~n[2]).any()
+
 
 # nothing is left behind; batch mates do not matter
 
-@pytest.mark.parametrize('a', [quick, quick.but(select='random', patches=2), RandomOcclusion(share=.2, fill='noise', draws=3), RandomOcclusion(fill='mean')], ids=repr)
+
+@pytest.mark.parametrize(
+    'a',
+    [
+        quick,
+        quick.but(select='random', patches=2),
+        RandomOcclusion(share=0.2, fill='noise', draws=3),
+        RandomOcclusion(fill='mean'),
+    ],
+    ids=repr,
+)
 def test_invariances(a):
-    m,x = vit().double(),images(6, dtype=torch.float64); y = own(m,x)
-    m.train(); m.model.cls_token.requires_grad_(False)
-    before,rng,x0 = state_of(m),(torch.get_rng_state(),np.random.get_state()[1].copy()),x.clone()
-    with torch.no_grad(): out = a(m, x, y)
-    assert state_of(m)==before and torch.equal(torch.get_rng_state(), rng[0]) and (np.random.get_state()[1]==rng[1]).all() and torch.equal(x, x0)
+    m, x = vit().double(), images(6, dtype=torch.float64)
+    y = own(m, x)
+    m.train()
+    m.model.cls_token.requires_grad_(False)
+    before, rng, x0 = state_of(m), (torch.get_rng_state(), np.random.get_state()[1].copy()), x.clone()
+    with torch.no_grad():
+        out = a(m, x, y)
+    assert (
+        state_of(m) == before
+        and torch.equal(torch.get_rng_state(), rng[0])
+        and (np.random.get_state()[1] == rng[1]).all()
+        and torch.equal(x, x0)
+    )
     assert all(p.grad is None for p in m.parameters()) and not out.requires_grad
-    with torch.inference_mode(): assert torch.equal(a(m, x, y), out)
+    with torch.inference_mode():
+        assert torch.equal(a(m, x, y), out)
     assert torch.equal(a(m, x, y), out) and not torch.equal(a(m, x, y, seed=1), out)
-    alone = torch.cat([a(m, x[i:i+1], y[i:i+1]) for i in range(6)])
+    alone = torch.cat([a(m, x[i : i + 1], y[i : i + 1]) for i in range(6)])
     back = a(m, x.flip(0), y.flip(0)).flip(0)
-    assert (alone-out).abs().max()<1e-4 and (back-out).abs().max()<1e-4
-    assert (a(m, x, y, seed=image_seed(x, 0))-out).abs().max()<1e-4
+    assert (alone - out).abs().max() < 1e-4 and (back - out).abs().max() < 1e-4
+    assert (a(m, x, y, seed=image_seed(x, 0)) - out).abs().max() < 1e-4
+
 
 def test_verdicts_without_company_float32():
-    m,x = vit(),images(8); y = own(m,x)
+    m, x = vit(), images(8)
+    y = own(m, x)
     a = PatchFool(steps=8)
-    assert (fooled(m, torch.cat([a(m, x[i:i+1], y[i:i+1]) for i in range(8)]), y)==fooled(m, a(m,x,y), y)).float().mean()>=7/8
+    assert (
+        fooled(m, torch.cat([a(m, x[i : i + 1], y[i : i + 1]) for i in range(8)]), y) == fooled(m, a(m, x, y), y)
+    ).float().mean() >= 7 / 8
+
 
 @pytest.mark.parametrize('dt', [torch.float16, torch.bfloat16, torch.float64])
 def test_dtypes(dt):
-    m,x = vit().to(dt),images(dtype=dt); y = own(m,x)
+    m, x = vit().to(dt), images(dtype=dt)
+    y = own(m, x)
     for a in (quick, RandomOcclusion(fill='noise')):
         out = a(m, x, y)
-        assert out.dtype==dt and (out!=x).any() and 0<=out.min() and out.max()<=1
-    assert patches_changed(quick(m,x,y), x, 8).sum(1).tolist()==[1]*4
+        assert out.dtype == dt and (out != x).any() and 0 <= out.min() and out.max() <= 1
+    assert patches_changed(quick(m, x, y), x, 8).sum(1).tolist() == [1] * 4
+
 
 def test_types():
-    m,x = vit(),images(); y = own(m,x)
+    m, x = vit(), images()
+    y = own(m, x)
     for a in (quick, RandomOcclusion()):
         assert type(a(m, TensorImage(x), y)) is TensorImage and type(a(m, nn.Parameter(x), y)) is torch.Tensor
-        a(m, x, y[:,None].int()); a(m, x, F.one_hot(y,4).float())
+        a(m, x, y[:, None].int())
+        a(m, x, F.one_hot(y, 4).float())
+
 
 # R34, F07: attention fused or not, families
 
-@pytest.mark.parametrize('a', [quick, PatchFool(steps=4, weight=.5, patches=2)], ids=repr)
+
+@pytest.mark.parametrize('a', [quick, PatchFool(steps=4, weight=0.5, patches=2)], ids=repr)
 def test_fused_and_plain_attention_agree(a):
-    m,x = vit(depth=4).double(),images(dtype=torch.float64); y = own(m,x)
+    m, x = vit(depth=4).double(), images(dtype=torch.float64)
+    y = own(m, x)
     outs = []
-    for on in (True,False):
+    for on in (True, False):
         set_fused(m, on)
-        before,z,f = state_of(m),m(x),flags(m)
+        before, z, f = state_of(m), m(x), flags(m)
         outs.append(a(m, x, y))
-        assert flags(m)==f==[on]*4 and state_of(m)==before and torch.equal(m(x), z)
-    assert (outs[0]-outs[1]).abs().max()<1e-6 and (outs[0]!=x).any()
+        assert flags(m) == f == [on] * 4 and state_of(m) == before and torch.equal(m(x), z)
+    assert (outs[0] - outs[1]).abs().max() < 1e-6 and (outs[0] != x).any()
+
 
 MODELS = dict(
-    no_class_token=lambda: vit(class_token=False, global_pool='avg'), registers=lambda: vit(reg_tokens=4, no_embed_class=True), dist=lambda: vit(name='deit_tiny_distilled_patch16_224'),
-    extra=lambda: add_tokens(vit(), 7), cait=lambda: vit(name='cait_xxs24_224'), qk_norm=lambda: vit(qk_norm=True), one_block=lambda: vit(depth=1), raw=lambda: vit(norm=False),
-    wrapped=lambda: nn.DataParallel(vit()) if not torch.cuda.is_available() else vit(), logits=lambda: Logits(Tup(vit()), 0))
+    no_class_token=lambda: vit(class_token=False, global_pool='avg'),
+    registers=lambda: vit(reg_tokens=4, no_embed_class=True),
+    dist=lambda: vit(name='deit_tiny_distilled_patch16_224'),
+    extra=lambda: add_tokens(vit(), 7),
+    cait=lambda: vit(name='cait_xxs24_224'),
+    qk_norm=lambda: vit(qk_norm=True),
+    one_block=lambda: vit(depth=1),
+    raw=lambda: vit(norm=False),
+    wrapped=lambda: nn.DataParallel(vit()) if not torch.cuda.is_available() else vit(),
+    logits=lambda: Logits(Tup(vit()), 0),
+)
+
+
 class Tup(Wrapper):
-    def forward(self, x): return (self.model(x),)
+    def forward(self, x):
+        return (self.model(x),)
+
 
 @pytest.mark.parametrize('name', list(MODELS))
 def test_families(name):
-    m,x = MODELS[name](),images(); y = own(m,x)
-    before,z = state_of(m),m(x)
+    m, x = MODELS[name](), images()
+    y = own(m, x)
+    before, z = state_of(m), m(x)
     out = quick(m, x, y)
     k = patches_changed(out, x, 8)
     want = patch_attention(m, x)[-1].exp().mean(1).argmax(1)
-    assert k.sum(1).tolist()==[1]*4 and torch.equal(k.int().argmax(1), want) and state_of(m)==before and torch.equal(m(x), z)
+    assert (
+        k.sum(1).tolist() == [1] * 4
+        and torch.equal(k.int().argmax(1), want)
+        and state_of(m) == before
+        and torch.equal(m(x), z)
+    )
 
-@pytest.mark.parametrize('name,kw', [('swin_tiny_patch4_window7_224', dict(img_size=32, embed_dim=12, depths=(1,1), num_heads=(1,1), window_size=4)), ('xcit_nano_12_p8_224', dict(img_size=32, embed_dim=16, depth=1, num_heads=2)), ('resnet10t', {})])
+
+@pytest.mark.parametrize(
+    'name,kw',
+    [
+        (
+            'swin_tiny_patch4_window7_224',
+            dict(img_size=32, embed_dim=12, depths=(1, 1), num_heads=(1, 1), window_size=4),
+        ),
+        ('xcit_nano_12_p8_224', dict(img_size=32, embed_dim=16, depth=1, num_heads=2)),
+        ('resnet10t', {}),
+    ],
+)
 def test_models_without_patch_attention_are_named(name, kw):
-    m,x = timm.create_model(name, num_classes=4, **kw).eval(),images(2)
-    before,z = state_of(m),m(x)
-    with pytest.raises(TypeError, match=f'{type(m).__name__} has no attention between all patches.*RandomOcclusion'): quick(m, x, own(m,x))
-    out = RandomOcclusion(share=.25, patch=8, fill='noise', draws=2)(m, x, own(m,x))
-    assert patches_changed(out, x, 8).sum(1).tolist()==[4,4] and state_of(m)==before and torch.equal(m(x), z)
+    m, x = timm.create_model(name, num_classes=4, **kw).eval(), images(2)
+    before, z = state_of(m), m(x)
+    with pytest.raises(TypeError, match=f'{type(m).__name__} has no attention between all patches.*RandomOcclusion'):
+        quick(m, x, own(m, x))
+    out = RandomOcclusion(share=0.25, patch=8, fill='noise', draws=2)(m, x, own(m, x))
+    assert patches_changed(out, x, 8).sum(1).tolist() == [4, 4] and state_of(m) == before and torch.equal(m(x), z)
+
+
 def test_a_plain_function():
-    with pytest.raises(TypeError, match='function has no attention'): quick(lambda x: x.flatten(1)[:,:4], images(), torch.zeros(4).long())
-    assert RandomOcclusion()(lambda x: x.flatten(1)[:,:4], images()).shape==(4,3,32,32)
+    with pytest.raises(TypeError, match='function has no attention'):
+        quick(lambda x: x.flatten(1)[:, :4], images(), torch.zeros(4).long())
+    assert RandomOcclusion()(lambda x: x.flatten(1)[:, :4], images()).shape == (4, 3, 32, 32)
+
 
 def test_gradient_checkpointing():
-    m,x = vit(depth=4),images(); y = own(m,x)
+    m, x = vit(depth=4), images()
+    y = own(m, x)
     out = quick(m, x, y)
     m.model.set_grad_checkpointing(True)
     assert torch.allclose(quick(m, x, y), out)
 
+
 # R35: sizes
 
-@pytest.mark.parametrize('h,w,p', [(224,160,32), (160,224,32), (32,32,4), (30,20,(10,5)), (16,64,16)])
-@pytest.mark.parametrize('dyn', [False,True])
+
+@pytest.mark.parametrize('h,w,p', [(224, 160, 32), (160, 224, 32), (32, 32, 4), (30, 20, (10, 5)), (16, 64, 16)])
+@pytest.mark.parametrize('dyn', [False, True])
 def test_rectangles(h, w, p, dyn):
-    ph,pw = p if isinstance(p,tuple) else (p,p)
-    m = vit(size=(h,w) if not dyn else (2*ph,2*pw), patch=p, dynamic_img_size=dyn); x = images(3, h=h, w=w); y = own(m,x)
-    k = patches_changed(quick(m,x,y), x, ph, pw)
-    assert k.shape[1]==h//ph*(w//pw) and k.sum(1).tolist()==[1]*3
+    ph, pw = p if isinstance(p, tuple) else (p, p)
+    m = vit(size=(h, w) if not dyn else (2 * ph, 2 * pw), patch=p, dynamic_img_size=dyn)
+    x = images(3, h=h, w=w)
+    y = own(m, x)
+    k = patches_changed(quick(m, x, y), x, ph, pw)
+    assert k.shape[1] == h // ph * (w // pw) and k.sum(1).tolist() == [1] * 3
     a = patch_attention(m, x)[2].exp().mean(1)
     assert torch.equal(k.int().argmax(1), a.argmax(1))
 
+
 def test_pixels_are_the_patch_that_is_looked_at():
     "Rectangle, non-square grid: painting the pixels moves the embedding of the chosen token and of no other"
-    m = vit(size=(32,48), patch=8); x = images(3, h=32, w=48)
-    out = quick(m, x, own(m,x))
-    d = (m.model.patch_embed((out-m.mean)/m.std)-m.model.patch_embed((x-m.mean)/m.std)).abs().sum(-1)>1e-4
-    assert d.sum(1).tolist()==[1]*3 and torch.equal(d.int().argmax(1), patch_attention(m, x)[2].exp().mean(1).argmax(1))
+    m = vit(size=(32, 48), patch=8)
+    x = images(3, h=32, w=48)
+    out = quick(m, x, own(m, x))
+    d = (m.model.patch_embed((out - m.mean) / m.std) - m.model.patch_embed((x - m.mean) / m.std)).abs().sum(-1) > 1e-4
+    assert d.sum(1).tolist() == [1] * 3 and torch.equal(
+        d.int().argmax(1), patch_attention(m, x)[2].exp().mean(1).argmax(1)
+    )
 
-@pytest.mark.parametrize('h,w', [(33,32), (32,39), (225,225), (5,32)])
+
+@pytest.mark.parametrize('h,w', [(33, 32), (32, 39), (225, 225), (5, 32)])
 def test_not_a_multiple_of_the_patch(h, w):
     for m in (vit(dynamic_img_size=True), vit()):
-        with pytest.raises(ValueError, match=f'{h}x{w} are not a multiple of the patch, 8x8'): quick(m, images(2, h=h, w=w), torch.zeros(2).long())
+        with pytest.raises(ValueError, match=f'{h}x{w} are not a multiple of the patch, 8x8'):
+            quick(m, images(2, h=h, w=w), torch.zeros(2).long())
+
+
 def test_padding_models_take_any_size():
-    m = vit(dynamic_img_size=True, dynamic_img_pad=True); x = images(3, h=33, w=38); y = own(m,x)
-    k = patches_changed(quick(m,x,y), x, 8)
-    assert k.shape[1]==25 and torch.equal(k.int().argmax(1), patch_attention(m,x)[2].exp().mean(1).argmax(1))
+    m = vit(dynamic_img_size=True, dynamic_img_pad=True)
+    x = images(3, h=33, w=38)
+    y = own(m, x)
+    k = patches_changed(quick(m, x, y), x, 8)
+    assert k.shape[1] == 25 and torch.equal(k.int().argmax(1), patch_attention(m, x)[2].exp().mean(1).argmax(1))
+
+
 def test_grey():
-    m = vit(chans=1); x = images(c=1)
-    assert patches_changed(quick(m, x, own(m,x)), x, 8).sum(1).tolist()==[1]*4
-    with pytest.raises(ValueError, match='takes 1 channel'): quick(m, images(), torch.zeros(4).long())
+    m = vit(chans=1)
+    x = images(c=1)
+    assert patches_changed(quick(m, x, own(m, x)), x, 8).sum(1).tolist() == [1] * 4
+    with pytest.raises(ValueError, match='takes 1 channel'):
+        quick(m, images(), torch.zeros(4).long())
+
+
 def test_occlusion_sizes():
-    m,x = vit(dynamic_img_size=True),images(3, h=24, w=40)
-    assert patches_changed(RandomOcclusion(share=.2)(m,x), x, 8).sum(1).tolist()==[3]*3             # the model's patch
-    assert patches_changed(RandomOcclusion(share=.5, patch=(12,20))(m,x), x, 12, 20).sum(1).tolist()==[2]*3
-    assert torch.equal(RandomOcclusion(share=1.)(m,x), torch.zeros_like(x)) and torch.equal(RandomOcclusion(share=0.)(m,x), x)
-    assert torch.allclose(RandomOcclusion(share=1., fill='mean')(m,x), x.mean((2,3),keepdim=True).expand_as(x))
-    odd = RandomOcclusion(share=.3, patch=16)(nn.Flatten(), x)                                       # 2 x 3 cells, the last ones cut off
-    assert patches_changed(odd, x, 16).sum(1).tolist()==[2]*3
+    m, x = vit(dynamic_img_size=True), images(3, h=24, w=40)
+    assert patches_changed(RandomOcclusion(share=0.2)(m, x), x, 8).sum(1).tolist() == [3] * 3  # the model's patch
+    assert patches_changed(RandomOcclusion(share=0.5, patch=(12, 20))(m, x), x, 12, 20).sum(1).tolist() == [2] * 3
+    assert torch.equal(RandomOcclusion(share=1.0)(m, x), torch.zeros_like(x)) and torch.equal(
+        RandomOcclusion(share=0.0)(m, x), x
+    )
+    assert torch.allclose(RandomOcclusion(share=1.0, fill='mean')(m, x), x.mean((2, 3), keepdim=True).expand_as(x))
+    # 2 x 3 cells, the last ones cut off
+    odd = RandomOcclusion(share=0.3, patch=16)(nn.Flatten(), x)
+    assert patches_changed(odd, x, 16).sum(1).tolist() == [2] * 3
+
+
 def test_occlusion_draws_every_patch_equally_often():
-    x = images(1, c=1, h=8).expand(1,1,8,8)
-    n = sum(patches_changed(RandomOcclusion(share=.25, patch=4)(nn.Flatten(), x, seed=s), x, 4)[0].int() for s in range(400))
-    assert n.sum()==400 and (n-100).abs().max()<40
+    x = images(1, c=1, h=8).expand(1, 1, 8, 8)
+    n = sum(
+        patches_changed(RandomOcclusion(share=0.25, patch=4)(nn.Flatten(), x, seed=s), x, 4)[0].int()
+        for s in range(400)
+    )
+    assert n.sum() == 400 and (n - 100).abs().max() < 40
+
 
 # R36: compiled models
 
-@pytest.mark.parametrize('inner', [False,True])
+
+@pytest.mark.parametrize('inner', [False, True])
 def test_compiled_after_a_first_run(inner):
     torch._dynamo.reset()
-    m = vit(depth=4); x = images(); y = own(m,x)
+    m = vit(depth=4)
+    x = images()
+    y = own(m, x)
     want = quick(m, x, y)
     runs = []
-    def backend(gm, ex): runs.append(1); return gm.forward
-    if inner: m.model.compile(backend=backend); c = m
-    else: c = torch.compile(m, backend=backend)
-    with torch.no_grad(): z = c(x)
+
+    def backend(gm, ex):
+        runs.append(1)
+        return gm.forward
+
+    if inner:
+        m.model.compile(backend=backend)
+        c = m
+    else:
+        c = torch.compile(m, backend=backend)
+    with torch.no_grad():
+        z = c(x)
     n = len(runs)
-    for _ in range(2): assert (quick(c, x, y)-want).abs().max()<1e-4
-    assert (RandomOcclusion(draws=2)(c, x, y)-RandomOcclusion(draws=2)(m, x, y)).abs().max()<1e-5
-    with torch.no_grad(): assert torch.allclose(c(x), z, atol=1e-6)
-    assert n>=1
+    for _ in range(2):
+        assert (quick(c, x, y) - want).abs().max() < 1e-4
+    assert (RandomOcclusion(draws=2)(c, x, y) - RandomOcclusion(draws=2)(m, x, y)).abs().max() < 1e-5
+    with torch.no_grad():
+        assert torch.allclose(c(x), z, atol=1e-6)
+    assert n >= 1
     torch._dynamo.reset()
+
 
 # values and messages
 
+
 def test_values():
     a = PatchFool(steps=20)
-    assert a==PatchFool(steps=20) and hash(a)==hash(PatchFool(steps=20)) and a.but(patches=2).patches==2 and a.eps is None and a.norm is None
-    assert (PatchFool().steps,PatchFool().lr,PatchFool().block,PatchFool().weight,PatchFool().patches)==(250,.22,4,.002,1)
-    assert 'steps=20' in repr(a) and 'share' in repr(RandomOcclusion(share=.5))
-    with pytest.raises(Exception): a.steps = 3
+    assert (
+        a == PatchFool(steps=20)
+        and hash(a) == hash(PatchFool(steps=20))
+        and a.but(patches=2).patches == 2
+        and a.eps is None
+        and a.norm is None
+    )
+    assert (PatchFool().steps, PatchFool().lr, PatchFool().block, PatchFool().weight, PatchFool().patches) == (
+        250,
+        0.22,
+        4,
+        0.002,
+        1,
+    )
+    assert 'steps=20' in repr(a) and 'share' in repr(RandomOcclusion(share=0.5))
+    with pytest.raises(Exception):
+        a.steps = 3
 
-@pytest.mark.parametrize('cls,kw,say', [(PatchFool,dict(steps=-1),'whole number >= 0'), (PatchFool,dict(steps=2.5),'whole number'), (PatchFool,dict(patches=0),'>= 1'), (PatchFool,dict(lr=-1),'finite number'),
-    (PatchFool,dict(lr=float('nan')),'finite number'), (PatchFool,dict(lr=float('inf')),'finite number'), (PatchFool,dict(select='best'),"'attention', 'random'"), (PatchFool,dict(pcgrad='off'),'paper-code'),
-    (RandomOcclusion,dict(share=1.5),'from 0 to 1'), (RandomOcclusion,dict(patch=0),'side in pixels'), (RandomOcclusion,dict(fill='red'),"'mean'"), (RandomOcclusion,dict(draws=0),'>= 1')])
+
+@pytest.mark.parametrize(
+    'cls,kw,say',
+    [
+        (PatchFool, dict(steps=-1), 'whole number >= 0'),
+        (PatchFool, dict(steps=2.5), 'whole number'),
+        (PatchFool, dict(patches=0), '>= 1'),
+        (PatchFool, dict(lr=-1), 'finite number'),
+        (PatchFool, dict(lr=float('nan')), 'finite number'),
+        (PatchFool, dict(lr=float('inf')), 'finite number'),
+        (PatchFool, dict(select='best'), "'attention', 'random'"),
+        (PatchFool, dict(pcgrad='off'), 'paper-code'),
+        (RandomOcclusion, dict(share=1.5), 'from 0 to 1'),
+        (RandomOcclusion, dict(patch=0), 'side in pixels'),
+        (RandomOcclusion, dict(fill='red'), "'mean'"),
+        (RandomOcclusion, dict(draws=0), '>= 1'),
+    ],
+)
 def test_bad_fields(cls, kw, say):
-    with pytest.raises(ValueError, match=say): cls(**kw)
+    with pytest.raises(ValueError, match=say):
+        cls(**kw)
 
-@pytest.mark.parametrize('a', [quick, RandomOcclusion(draws=2)], ids=['fool','occlusion'])
+
+@pytest.mark.parametrize('a', [quick, RandomOcclusion(draws=2)], ids=['fool', 'occlusion'])
 def test_bad_calls(a):
-    m,x = vit(),images(); y = own(m,x)
-    for E,say,call in [(ValueError,'needs both',lambda: a(m,x,y,target=y)), (ValueError,'target equals',lambda: a(m,x,y,target=y,targeted=True)), (TypeError,'first argument',lambda: a(x,m,y)), (ValueError,'needs labels',lambda: a(m,x)),
-            (ValueError,'0 to 255|in \\[0,1\\]',lambda: a(m,x*255,y)), (ValueError,'do not fit',lambda: a(m,x,y+9)), (ValueError,r'\[B,C,H,W\]',lambda: a(nn.Flatten(),x[:,0,0],y))]:
-        with pytest.raises(E, match=say): call()
-    with pytest.raises(TypeError, match='pick='): a(Tup(m), x, y)
+    m, x = vit(), images()
+    y = own(m, x)
+    for E, say, call in [
+        (ValueError, 'needs both', lambda: a(m, x, y, target=y)),
+        (ValueError, 'target equals', lambda: a(m, x, y, target=y, targeted=True)),
+        (TypeError, 'first argument', lambda: a(x, m, y)),
+        (ValueError, 'needs labels', lambda: a(m, x)),
+        (ValueError, '0 to 255|in \\[0,1\\]', lambda: a(m, x * 255, y)),
+        (ValueError, 'do not fit', lambda: a(m, x, y + 9)),
+        (ValueError, r'\[B,C,H,W\]', lambda: a(nn.Flatten(), x[:, 0, 0], y)),
+    ]:
+        with pytest.raises(E, match=say):
+            call()
+    with pytest.raises(TypeError, match='pick='):
+        a(Tup(m), x, y)
+
+
 def test_too_many_patches():
-    with pytest.raises(ValueError, match='patches=17, but the model cuts an image into 16'): PatchFool(patches=17)(vit(), images(), torch.zeros(4).long())
+    with pytest.raises(ValueError, match='patches=17, but the model cuts an image into 16'):
+        PatchFool(patches=17)(vit(), images(), torch.zeros(4).long())
+
+
 def test_zero_steps_is_noise_in_one_patch():
-    m,x = vit(),images(); out = PatchFool(steps=0)(m, x, own(m,x))
-    k = (out!=x)
-    assert torch.equal(out[k], uniform(image_seed(x), x)[k]) and patches_changed(out, x, 8).sum(1).tolist()==[1]*4
+    m, x = vit(), images()
+    out = PatchFool(steps=0)(m, x, own(m, x))
+    k = out != x
+    assert torch.equal(out[k], uniform(image_seed(x), x)[k]) and patches_changed(out, x, 8).sum(1).tolist() == [1] * 4

@@ -1,10 +1,25 @@
 "Robustness Tokens: every line of what issue 6 must show, the fastai contract, files, heads, and the attack by hand."
+
 import copy, math, pickle, warnings
 from functools import partial
 import numpy as np
 import pytest, timm, torch, torch.nn.functional as F
 from torch import nn
-from fastai.vision.all import AvgMetric, Callback, CancelFitException, CrossEntropyLossFlat, CutMix, DataLoader, DataLoaders, GradientAccumulation, Learner, MixUp, TensorImageBW, load_learner, set_seed
+from fastai.vision.all import (
+    AvgMetric,
+    Callback,
+    CancelFitException,
+    CrossEntropyLossFlat,
+    CutMix,
+    DataLoader,
+    DataLoaders,
+    GradientAccumulation,
+    Learner,
+    MixUp,
+    TensorImageBW,
+    load_learner,
+    set_seed,
+)
 from robust_nbdev.core import *
 from robust_nbdev.vit import *
 from robust_nbdev.attacks import *
@@ -13,787 +28,1735 @@ from robust_nbdev.evaluate import *
 from robust_nbdev.robust_tokens import *
 from robust_nbdev.test_utils import *
 
-FEAT2 = PGD(.1, steps=2, loss=feat_cos)
-def images(n=4, c=1, size=28, seed=0): return (torch.rand(n, c, size, size, generator=torch.Generator().manual_seed(seed))*255).round()/255
-def with_tokens(n=4, out='cls_patch', std=.01, **kw):
+FEAT2 = PGD(0.1, steps=2, loss=feat_cos)
+
+
+def images(n=4, c=1, size=28, seed=0):
+    return (torch.rand(n, c, size, size, generator=torch.Generator().manual_seed(seed)) * 255).round() / 255
+
+
+def with_tokens(n=4, out='cls_patch', std=0.01, **kw):
     torch.manual_seed(1)
     return add_tokens(tiny_vit(num_classes=4, **kw), n, out, std)
+
+
 def learner(cbs=(), model=None, rt=None, freeze=True, loss_func=None, **kw):
-    l = synth_learner(model=model or with_tokens(), loss_func=loss_func or FeatCos(), splitter=token_splitter, train_bn=False, cbs=[rt or RobustTokens(FEAT2), *cbs], **kw)
-    if freeze: l.freeze()
+    l = synth_learner(
+        model=model or with_tokens(),
+        loss_func=loss_func or FeatCos(),
+        splitter=token_splitter,
+        train_bn=False,
+        cbs=[rt or RobustTokens(FEAT2), *cbs],
+        **kw,
+    )
+    if freeze:
+        l.freeze()
     return l
-def state(m): return {k:v.clone() for k,v in m.state_dict().items()}
-def changed(m, before): return [k for k,v in m.state_dict().items() if not torch.equal(v, before[k])]
+
+
+def state(m):
+    return {k: v.clone() for k, v in m.state_dict().items()}
+
+
+def changed(m, before):
+    return [k for k, v in m.state_dict().items() if not torch.equal(v, before[k])]
+
+
 ONLY = ['model.extra_tokens.weight']
 
-# --- the tokens are the only thing that moves ---------------------------------------------------------------------------------
+# --- the tokens are the only thing that moves
+# ---------------------------------------------------------------------------------
+
 
 def bn_vit(**kw):
-    m = with_tokens(proj_drop_rate=.2, drop_path_rate=.3, **kw)
-    m.model.patch_embed.norm = nn.Sequential(BNLast(32)); return m.eval()
-class BNLast(nn.BatchNorm1d):
-    def forward(self, x): return super().forward(x.transpose(1,2)).transpose(1,2)
+    m = with_tokens(proj_drop_rate=0.2, drop_path_rate=0.3, **kw)
+    m.model.patch_embed.norm = nn.Sequential(BNLast(32))
+    return m.eval()
 
-@pytest.mark.parametrize('make', [with_tokens, lambda: with_tokens(reg_tokens=2), bn_vit], ids=['plain','registers','batchnorm'])
+
+class BNLast(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    'make', [with_tokens, lambda: with_tokens(reg_tokens=2), bn_vit], ids=['plain', 'registers', 'batchnorm']
+)
 def test_only_tokens_change_and_the_backbone_stays_to_the_bit(make):
-    m = make(); x = images(); before = state(m)
-    with no_tokens(m): f0 = m(x)
-    l = learner(model=m); l.fit(2, 1e-2)
-    assert changed(m, before)==ONLY and sum(p.requires_grad for p in m.parameters())==1 and sum(p.numel() for p in m.parameters() if p.requires_grad)==4*32
+    m = make()
+    x = images()
+    before = state(m)
+    with no_tokens(m):
+        f0 = m(x)
+    l = learner(model=m)
+    l.fit(2, 1e-2)
+    assert (
+        changed(m, before) == ONLY
+        and sum(p.requires_grad for p in m.parameters()) == 1
+        and sum(p.numel() for p in m.parameters() if p.requires_grad) == 4 * 32
+    )
     m.eval()
-    with no_tokens(m): assert torch.equal(m(x), f0)
+    with no_tokens(m):
+        assert torch.equal(m(x), f0)
     assert not torch.equal(m(x), f0)
-    remove_tokens(m); assert torch.equal(m.model.forward_features((x-.5)/.5)[:,0], f0[:,0])
+    remove_tokens(m)
+    assert torch.equal(m.model.forward_features((x - 0.5) / 0.5)[:, 0], f0[:, 0])
+
 
 def test_logits_of_the_plain_backbone_come_back_to_the_bit():
-    m = tiny_vit(num_classes=4, reg_tokens=2); x = images(); z = m(x)
+    m = tiny_vit(num_classes=4, reg_tokens=2)
+    x = images()
+    z = m(x)
     add_tokens(m, 3)
-    with no_tokens(m): assert torch.equal(m(x), z)
+    with no_tokens(m):
+        assert torch.equal(m(x), z)
     assert not torch.equal(m(x), z) and torch.equal(remove_tokens(m)(x), z)
 
+
 def test_registers_and_tokens_coexist():
-    m = with_tokens(reg_tokens=4, n=3); x = images()
-    assert m(x).shape==(4,17,32) and m.model.num_prefix_tokens==5
-    l = learner(model=m); l.fit(1, 1e-2); assert m(x).shape==(4,17,32)
+    m = with_tokens(reg_tokens=4, n=3)
+    x = images()
+    assert m(x).shape == (4, 17, 32) and m.model.num_prefix_tokens == 5
+    l = learner(model=m)
+    l.fit(1, 1e-2)
+    assert m(x).shape == (4, 17, 32)
+
 
 def test_gradient_reaches_tokens_only():
     seen = []
-    class Look(Callback):
-        def before_step(self): seen.append([n for n,p in self.model.named_parameters() if p.grad is not None])
-    learner([Look()]).fit(1, 1e-3)
-    assert seen and all(o==ONLY for o in seen)
 
-@pytest.mark.parametrize('k', [1,3])
+    class Look(Callback):
+        def before_step(self):
+            seen.append([n for n, p in self.model.named_parameters() if p.grad is not None])
+
+    learner([Look()]).fit(1, 1e-3)
+    assert seen and all(o == ONLY for o in seen)
+
+
+@pytest.mark.parametrize('k', [1, 3])
 def test_cost_and_one_clean_target(k):
-    "1 F for the target, 2k for the attack, 4 for the pair: the backward goes to the tokens, not to weights, not below the first block"
+    """1 F for the target, 2k for the attack, 4 for the pair: the backward goes to the tokens, not to weights, not below
+    the first block"""
     got = {}
+
     class Count(Callback):
-        order = RobustTokens.order-1
+        order = RobustTokens.order - 1
+
         def before_batch(self):
-            m = self.model.model; self.c = Counted(m); self.model.model = self.c; got.update(back=0, free=0)
-            self.h = [m.blocks[0].attn.register_full_backward_hook(lambda mod,gi,go: got.update(back=got['back']+len(go[0]))), m.register_forward_pre_hook(lambda mod,a: got.update(free=got['free']+len(a[0])) if not mod.extra_tokens.n else None)]
+            m = self.model.model
+            self.c = Counted(m)
+            self.model.model = self.c
+            got.update(back=0, free=0)
+            self.h = [
+                m.blocks[0].attn.register_full_backward_hook(
+                    lambda mod, gi, go: got.update(back=got['back'] + len(go[0]))
+                ),
+                m.register_forward_pre_hook(
+                    lambda mod, a: got.update(free=got['free'] + len(a[0])) if not mod.extra_tokens.n else None
+                ),
+            ]
+
         def after_batch(self):
             self.model.model = self.c.model
-            for h in self.h: h.remove()
-            got.update(f=self.c.forwards, b=self.c.backwards); raise CancelFitException()
-    l = learner([Count()], rt=RobustTokens(PGD(.1, steps=k, loss=feat_cos))); l.fit(1); b = l.dls.bs
-    assert (got['f'],got['b'])==((1+k+2)*b, k*b)          # target, attack, pair; to the images
-    assert got['free']==(1+k)*b                            # target and attack without tokens
-    assert got['back']==(k+2)*b                            # the pair's backward goes through every block once: 2k+5 F in all
+            for h in self.h:
+                h.remove()
+            got.update(f=self.c.forwards, b=self.c.backwards)
+            raise CancelFitException()
+
+    l = learner([Count()], rt=RobustTokens(PGD(0.1, steps=k, loss=feat_cos)))
+    l.fit(1)
+    b = l.dls.bs
+    assert (got['f'], got['b']) == ((1 + k + 2) * b, k * b)  # target, attack, pair; to the images
+    assert got['free'] == (1 + k) * b  # target and attack without tokens
+    # the pair's backward goes through every block once: 2k+5 F in all
+    assert got['back'] == (k + 2) * b
+
 
 def test_the_attack_sees_the_token_free_model_and_leaves_no_trace():
     seen = []
-    def spy(model, x, y=None, *, seed=0): seen.append((tokens_of(model).n, model.training, y)); return FEAT2(model, x, seed=seed)
-    m = with_tokens(); l = learner(rt=RobustTokens(spy), model=m); l.fit(1, 1e-3)
-    assert {o[0] for o in seen}=={0} and {o[1] for o in seen}=={False} and all(o[2] is None for o in seen)
-    assert tokens_of(m).n==4
-    seen.clear(); learner(rt=RobustTokens(spy, through=True)).fit(1, 1e-3); assert {o[0] for o in seen}=={4}
+
+    def spy(model, x, y=None, *, seed=0):
+        seen.append((tokens_of(model).n, model.training, y))
+        return FEAT2(model, x, seed=seed)
+
+    m = with_tokens()
+    l = learner(rt=RobustTokens(spy), model=m)
+    l.fit(1, 1e-3)
+    assert {o[0] for o in seen} == {0} and {o[1] for o in seen} == {False} and all(o[2] is None for o in seen)
+    assert tokens_of(m).n == 4
+    seen.clear()
+    learner(rt=RobustTokens(spy, through=True)).fit(1, 1e-3)
+    assert {o[0] for o in seen} == {4}
+
 
 def test_terms_by_hand():
     "Loss, gradient and images of the first step, with two forwards and no shared code"
     got = {}
+
     class Grab(Callback):
         order = 9
+
         def before_batch(self):
-            if self.training: got.update(m=copy.deepcopy(self.model), x=self.x.as_subclass(torch.Tensor).clone())
-        def before_step(self): got.update(g=tokens_of(self.model).weight.grad.clone(), v=self.learn.loss.item(), pred=self.learn.pred.shape); raise CancelFitException()
-    l = learner([Grab()], rt=RobustTokens(FEAT2, adv_weight=.5)); seed = torch.initial_seed()%2**62; l.fit(1, 1e-3)
-    m,(x,x_adv) = got['m'],got['x'].chunk(2); m.eval()
+            if self.training:
+                got.update(m=copy.deepcopy(self.model), x=self.x.as_subclass(torch.Tensor).clone())
+
+        def before_step(self):
+            got.update(
+                g=tokens_of(self.model).weight.grad.clone(), v=self.learn.loss.item(), pred=self.learn.pred.shape
+            )
+            raise CancelFitException()
+
+    l = learner([Grab()], rt=RobustTokens(FEAT2, adv_weight=0.5))
+    seed = torch.initial_seed() % 2**62
+    l.fit(1, 1e-3)
+    m, (x, x_adv) = got['m'], got['x'].chunk(2)
+    m.eval()
     with no_tokens(m):
-        assert torch.allclose(FEAT2(m, x, seed=seed), x_adv, atol=1e-6); f0 = m(x).detach()
-    cos = lambda f: (f*f0).sum(1)/(f.norm(dim=1)*f0.norm(dim=1))
-    v = (1-cos(m(x)).mean())+.5*(1-cos(m(x_adv)).mean())
-    g, = torch.autograd.grad(v, tokens_of(m).weight)
-    assert got['v']==pytest.approx(v.item(), abs=1e-6) and torch.allclose(got['g'], g, atol=1e-7, rtol=1e-4) and got['pred'][0]==len(x)
+        assert torch.allclose(FEAT2(m, x, seed=seed), x_adv, atol=1e-6)
+        f0 = m(x).detach()
+    cos = lambda f: (f * f0).sum(1) / (f.norm(dim=1) * f0.norm(dim=1))
+    v = (1 - cos(m(x)).mean()) + 0.5 * (1 - cos(m(x_adv)).mean())
+    (g,) = torch.autograd.grad(v, tokens_of(m).weight)
+    assert (
+        got['v'] == pytest.approx(v.item(), abs=1e-6)
+        and torch.allclose(got['g'], g, atol=1e-7, rtol=1e-4)
+        and got['pred'][0] == len(x)
+    )
+
 
 def test_similarity_rises_when_trained_through_the_tokens():
     "The optimiser goes the right way: both terms of a fixed batch rise"
-    dls = synth_dls(16, bs=16); dls.train = dls.train.new(shuffle=False)
-    l = learner(dls=dls, model=with_tokens(n=8)); l.fit(8, 5e-2); d = l.robust_tokens.df
-    assert len(d)==8 and d.total.iloc[-1]>d.total.iloc[0]
-    w = tokens_of(l.model).weight; assert w.std()>.02
+    dls = synth_dls(16, bs=16)
+    dls.train = dls.train.new(shuffle=False)
+    l = learner(dls=dls, model=with_tokens(n=8))
+    l.fit(8, 5e-2)
+    d = l.robust_tokens.df
+    assert len(d) == 8 and d.total.iloc[-1] > d.total.iloc[0]
+    w = tokens_of(l.model).weight
+    assert w.std() > 0.02
+
+
 def test_curve_has_a_row_per_batch():
-    l = learner(); l.fit(2, 1e-3); d = l.robust_tokens.df
-    assert list(d.columns)==['inv','adv','total'] and len(d)==8 and ((d.inv<=1)&(d.adv<=1)).all() and torch.allclose(torch.tensor((d.inv+d.adv).values), torch.tensor(d.total.values))
-    assert len(learner().robust_tokens.df)==0
+    l = learner()
+    l.fit(2, 1e-3)
+    d = l.robust_tokens.df
+    assert (
+        list(d.columns) == ['inv', 'adv', 'total']
+        and len(d) == 8
+        and ((d.inv <= 1) & (d.adv <= 1)).all()
+        and torch.allclose(torch.tensor((d.inv + d.adv).values), torch.tensor(d.total.values))
+    )
+    assert len(learner().robust_tokens.df) == 0
 
-# --- fastai's contract ----------------------------------------------------------------------------------------------------------
 
-CBS = dict(mixup=lambda: [MixUp()], cutmix=lambda: [CutMix()], accum=lambda: [GradientAccumulation(32)], bf16=lambda: [HalfPrecision(torch.bfloat16)], fp16=lambda: [HalfPrecision(torch.float16)], ema=lambda: [EMA(.9)], awp=lambda: [AWP(.01)],
-    all=lambda: [MixUp(), GradientAccumulation(32), HalfPrecision(torch.bfloat16), AWP(.01)])
+# --- fastai's contract
+# ----------------------------------------------------------------------------------------------------------
+
+CBS = dict(
+    mixup=lambda: [MixUp()],
+    cutmix=lambda: [CutMix()],
+    accum=lambda: [GradientAccumulation(32)],
+    bf16=lambda: [HalfPrecision(torch.bfloat16)],
+    fp16=lambda: [HalfPrecision(torch.float16)],
+    ema=lambda: [EMA(0.9)],
+    awp=lambda: [AWP(0.01)],
+    all=lambda: [MixUp(), GradientAccumulation(32), HalfPrecision(torch.bfloat16), AWP(0.01)],
+)
+
+
 @pytest.mark.parametrize('k', CBS)
 def test_composes_with(k):
-    l = learner(CBS[k]()); lf,before = l.loss_func,state(l.model); l.fit(1, 1e-2)
-    assert changed(l.model, before)==ONLY and l.loss_func is lf and lf.reduction=='mean' and not torch.is_autocast_enabled('cpu')
+    l = learner(CBS[k]())
+    lf, before = l.loss_func, state(l.model)
+    l.fit(1, 1e-2)
+    assert (
+        changed(l.model, before) == ONLY
+        and l.loss_func is lf
+        and lf.reduction == 'mean'
+        and not torch.is_autocast_enabled('cpu')
+    )
     assert tokens_of(l.model).weight.isfinite().all() and math.isfinite(l.recorder.values[-1][1])
-    assert l.robust_tokens.target is None and len(l.robust_tokens.df)==4
+    assert l.robust_tokens.target is None and len(l.robust_tokens.df) == 4
+
 
 def first_grad(bs, cbs=()):
     got = {}
+
     class Keep(Callback):
-        order = GradientAccumulation.order+1
-        def before_step(self): got['g'] = tokens_of(self.model).weight.grad.clone(); raise CancelFitException()
-    dls = synth_dls(64, bs=bs); dls.train = dls.train.new(shuffle=False)
-    learner([*cbs, Keep()], dls=dls).fit(1); return got['g']
+        order = GradientAccumulation.order + 1
+
+        def before_step(self):
+            got['g'] = tokens_of(self.model).weight.grad.clone()
+            raise CancelFitException()
+
+    dls = synth_dls(64, bs=bs)
+    dls.train = dls.train.new(shuffle=False)
+    learner([*cbs, Keep()], dls=dls).fit(1)
+    return got['g']
+
+
 def test_accumulated_gradient_equals_the_full_batch():
-    a,b = first_grad(64),first_grad(16, [GradientAccumulation(64)])
-    assert (a-b).abs().max()<1e-4*a.abs().max()
+    a, b = first_grad(64), first_grad(16, [GradientAccumulation(64)])
+    assert (a - b).abs().max() < 1e-4 * a.abs().max()
+
 
 def test_mixup_trains_on_mixed_images_with_their_own_target():
     "The target is that of the mixed image: with no tokens the invariance term would be one"
-    l = learner([MixUp()], model=with_tokens(n=1)); tokens_of(l.model).weight.data.zero_(); l.fit(1, 0.)
-    m = l.model.eval(); x = images()
-    with no_tokens(m): f0 = m(x)
-    assert l.robust_tokens.df.inv.min()>1-2*feat_cos(m(x), f0).mean().item()-.05
+    l = learner([MixUp()], model=with_tokens(n=1))
+    tokens_of(l.model).weight.data.zero_()
+    l.fit(1, 0.0)
+    m = l.model.eval()
+    x = images()
+    with no_tokens(m):
+        f0 = m(x)
+    assert l.robust_tokens.df.inv.min() > 1 - 2 * feat_cos(m(x), f0).mean().item() - 0.05
+
 
 def test_works_without_labels():
     dl = DataLoader([(TensorImageBW(o),) for o in images(32)], bs=8)
-    l = Learner(DataLoaders(dl, dl), with_tokens(), loss_func=FeatCos(), splitter=token_splitter, train_bn=False, cbs=RobustTokens(FEAT2)); l.freeze()
-    with l.no_bar(), l.no_logging(): l.fit(1, 1e-3)
-    assert len(l.robust_tokens.df)==4
+    l = Learner(
+        DataLoaders(dl, dl),
+        with_tokens(),
+        loss_func=FeatCos(),
+        splitter=token_splitter,
+        train_bn=False,
+        cbs=RobustTokens(FEAT2),
+    )
+    l.freeze()
+    with l.no_bar(), l.no_logging():
+        l.fit(1, 1e-3)
+    assert len(l.robust_tokens.df) == 4
+
 
 def test_validation_predictions_and_adv_valid():
-    l = learner(); m = l.model.eval()
-    v = l.validate()[0]; x = torch.cat([b[0] for b in l.dls.valid]).as_subclass(torch.Tensor)
-    with no_tokens(m): f0 = m(x)
-    assert v>feat_cos(m(x), f0).mean().item()+1e-4                                                             # the attacked half is in it
-    p,t = l.get_preds(); assert torch.allclose(p, m(x), atol=1e-5) and torch.allclose(t, f0, atol=1e-5)          # no attack, and the target for a label
-    adv = l.validate(cbs=AdvValid(FEAT2))[0]; x_adv = torch.cat([FEAT2(m, b[0], seed=0) for b in l.dls.valid]).as_subclass(torch.Tensor)
-    assert adv==pytest.approx(feat_cos(m(x_adv), f0).mean().item(), abs=1e-4)                                   # white box, alone
+    l = learner()
+    m = l.model.eval()
+    v = l.validate()[0]
+    x = torch.cat([b[0] for b in l.dls.valid]).as_subclass(torch.Tensor)
+    with no_tokens(m):
+        f0 = m(x)
+    # the attacked half is in it
+    assert v > feat_cos(m(x), f0).mean().item() + 1e-4
+    # no attack, and the target for a label
+    p, t = l.get_preds()
+    assert torch.allclose(p, m(x), atol=1e-5) and torch.allclose(t, f0, atol=1e-5)
+    adv = l.validate(cbs=AdvValid(FEAT2))[0]
+    x_adv = torch.cat([FEAT2(m, b[0], seed=0) for b in l.dls.valid]).as_subclass(torch.Tensor)
+    # white box, alone
+    assert adv == pytest.approx(feat_cos(m(x_adv), f0).mean().item(), abs=1e-4)
+
 
 def test_interrupted_fit_leaves_all_usable():
     class Stop(Callback):
-        def after_pred(self): raise KeyboardInterrupt
-    l = learner([Stop()]); lf = l.loss_func
-    with pytest.raises(KeyboardInterrupt): l.fit(1)
-    assert l.loss_func is lf and tokens_of(l.model).n==4 and not torch.is_autocast_enabled('cpu')
-    l.remove_cb(Stop); l.fit(1, 1e-3); assert len(l.robust_tokens.df)==4
+        def after_pred(self):
+            raise KeyboardInterrupt
+
+    l = learner([Stop()])
+    lf = l.loss_func
+    with pytest.raises(KeyboardInterrupt):
+        l.fit(1)
+    assert l.loss_func is lf and tokens_of(l.model).n == 4 and not torch.is_autocast_enabled('cpu')
+    l.remove_cb(Stop)
+    l.fit(1, 1e-3)
+    assert len(l.robust_tokens.df) == 4
+
+
 def test_attack_that_fails_restores_the_tokens():
-    def bad(model, x, y=None, *, seed=0): raise RuntimeError('no')
+    def bad(model, x, y=None, *, seed=0):
+        raise RuntimeError('no')
+
     l = learner(rt=RobustTokens(bad))
-    with pytest.raises(RuntimeError, match='no'): l.fit(1)
-    assert tokens_of(l.model).n==4
+    with pytest.raises(RuntimeError, match='no'):
+        l.fit(1)
+    assert tokens_of(l.model).n == 4
+
 
 def test_export_and_load(tmp_path):
     from robust_nbdev.datasets import fashion_mnist
-    l = learner(path=tmp_path, dls=fashion_mnist(32, 16, bs=8)); l.fit(1, 1e-3); x = images(); z = l.model.eval()(x)
+
+    l = learner(path=tmp_path, dls=fashion_mnist(32, 16, bs=8))
+    l.fit(1, 1e-3)
+    x = images()
+    z = l.model.eval()(x)
     assert not any(isinstance(v, torch.Tensor) for v in l.robust_tokens.__getstate__().values())
-    l.export('t.pkl'); l2 = load_learner(tmp_path/'t.pkl')
-    assert torch.equal(l2.model.eval()(x), z) and repr(l2.robust_tokens)=='RobustTokens(PGD(0.1, loss=feat_cos, steps=2), adv_weight=1)'
+    l.export('t.pkl')
+    l2 = load_learner(tmp_path / 't.pkl')
+    assert (
+        torch.equal(l2.model.eval()(x), z)
+        and repr(l2.robust_tokens) == 'RobustTokens(PGD(0.1, loss=feat_cos, steps=2), adv_weight=1)'
+    )
+
 
 def test_lr_find_puts_the_tokens_back():
     import fastai.callback.schedule
-    l = learner(); before = state(l.model)
-    with l.no_bar(): l.lr_find(num_it=5, show_plot=False)
-    assert changed(l.model, before)==[]
+
+    l = learner()
+    before = state(l.model)
+    with l.no_bar():
+        l.lr_find(num_it=5, show_plot=False)
+    assert changed(l.model, before) == []
+
 
 def test_same_seed_same_tokens():
     ws = []
-    for _ in range(2): l = learner(seed=3); l.fit(1, 1e-2); ws.append(tokens_of(l.model).weight.detach().clone())
+    for _ in range(2):
+        l = learner(seed=3)
+        l.fit(1, 1e-2)
+        ws.append(tokens_of(l.model).weight.detach().clone())
     assert torch.equal(*ws)
+
 
 def test_schedule_of_the_weight():
     "At weight 0 the loss is that of the clean half"
     got = []
+
     class Look(Callback):
         order = 9
-        def after_loss(self): got.append((self.learn.loss.item(), 1-self.learn.robust_tokens.now[0].item(), 1-self.learn.robust_tokens.now[1].item())) if self.training else None
-    l = learner([Look()], rt=RobustTokens(FEAT2, adv_weight=warmup(1., pct=1.)), model=with_tokens()); tokens_of(l.model).weight.data.mul_(100); l.fit(1, 1e-3)
-    for k,(v,clean,adv) in enumerate(got): assert v==pytest.approx(clean+k/4*adv, abs=1e-5) and adv>1e-3
+
+        def after_loss(self):
+            (
+                got.append(
+                    (
+                        self.learn.loss.item(),
+                        1 - self.learn.robust_tokens.now[0].item(),
+                        1 - self.learn.robust_tokens.now[1].item(),
+                    )
+                )
+                if self.training
+                else None
+            )
+
+    l = learner([Look()], rt=RobustTokens(FEAT2, adv_weight=warmup(1.0, pct=1.0)), model=with_tokens())
+    tokens_of(l.model).weight.data.mul_(100)
+    l.fit(1, 1e-3)
+    for k, (v, clean, adv) in enumerate(got):
+        assert v == pytest.approx(clean + k / 4 * adv, abs=1e-5) and adv > 1e-3
+
+
 def test_schedule_of_eps():
     seen = []
-    l = learner([Callback(before_batch=lambda self: seen.append(self.learn.robust_tokens.scheduled().eps) if self.training else None)], rt=RobustTokens(PGD(.1, steps=1, loss=feat_cos), eps=warmup(.1, pct=1.)))
-    l.fit(1, 1e-3); assert seen==pytest.approx([0,.025,.05,.075])
+    l = learner(
+        [
+            Callback(
+                before_batch=lambda self: (
+                    seen.append(self.learn.robust_tokens.scheduled().eps) if self.training else None
+                )
+            )
+        ],
+        rt=RobustTokens(PGD(0.1, steps=1, loss=feat_cos), eps=warmup(0.1, pct=1.0)),
+    )
+    l.fit(1, 1e-3)
+    assert seen == pytest.approx([0, 0.025, 0.05, 0.075])
 
-@pytest.mark.parametrize('make,words', [(lambda: learner(freeze=False), 'parameters besides the tokens would train'), (lambda: learner(model=tiny_vit(num_classes=4), freeze=False, rt=RobustTokens(FEAT2)), 'extra tokens'),
-    (lambda: learner(cbs=[AdvTrain(FEAT2)]), 'two AdvTrain callbacks')])
+
+@pytest.mark.parametrize(
+    'make,words',
+    [
+        (lambda: learner(freeze=False), 'parameters besides the tokens would train'),
+        (lambda: learner(model=tiny_vit(num_classes=4), freeze=False, rt=RobustTokens(FEAT2)), 'extra tokens'),
+        (lambda: learner(cbs=[AdvTrain(FEAT2)]), 'two AdvTrain callbacks'),
+    ],
+)
 def test_refused_at_fit(make, words):
-    with pytest.raises(ValueError, match=words): l = make(); l.fit(1)
+    with pytest.raises(ValueError, match=words):
+        l = make()
+        l.fit(1)
+
+
 def test_layernorm_left_trainable_is_refused():
-    l = synth_learner(model=with_tokens(), loss_func=FeatCos(), splitter=token_splitter, cbs=RobustTokens(FEAT2)); l.freeze()
-    with pytest.raises(ValueError, match='train_bn=False'): l.fit(1)
-@pytest.mark.parametrize('a', [GAMAPGD(.1), GAMAPGD(.1, loss=feat_cos), GAMAFW(.1)], ids=str)
+    l = synth_learner(model=with_tokens(), loss_func=FeatCos(), splitter=token_splitter, cbs=RobustTokens(FEAT2))
+    l.freeze()
+    with pytest.raises(ValueError, match='train_bn=False'):
+        l.fit(1)
+
+
+@pytest.mark.parametrize('a', [GAMAPGD(0.1), GAMAPGD(0.1, loss=feat_cos), GAMAFW(0.1)], ids=str)
 def test_attacks_that_need_probabilities_say_what_can_be_used(a):
-    with pytest.raises(ValueError, match=r'guided by class probabilities.*give PGD, FGSM_RS, APGD, or MIFGSM with rand=True, each with loss=feat_cos'): RobustTokens(a)
-    with pytest.raises(TypeError, match=r'guided by class probabilities \[B,C\], the model returned \[4, 17, 32\]: .*PGD or APGD'): a.but(loss=feat_cos)(with_tokens(), images())
-@pytest.mark.parametrize('a', [PGD(.1, steps=1), FGSM_RS(.1), APGD(.1, steps=1), MIFGSM(.1, steps=1, rand=True)], ids=str)
-def test_attacks_that_are_named_there_do_work(a): learner(rt=RobustTokens(a.but(loss=feat_cos)), dls=synth_dls(8, bs=8)).fit(1, 1e-3)
+    with pytest.raises(
+        ValueError,
+        match=(
+            r'guided by class probabilities.*give PGD, FGSM_RS, APGD, or MIFGSM with rand=True, each with loss=feat_cos'
+        ),
+    ):
+        RobustTokens(a)
+    with pytest.raises(
+        TypeError, match=r'guided by class probabilities \[B,C\], the model returned \[4, 17, 32\]: .*PGD or APGD'
+    ):
+        a.but(loss=feat_cos)(with_tokens(), images())
+
+
+@pytest.mark.parametrize(
+    'a', [PGD(0.1, steps=1), FGSM_RS(0.1), APGD(0.1, steps=1), MIFGSM(0.1, steps=1, rand=True)], ids=str
+)
+def test_attacks_that_are_named_there_do_work(a):
+    learner(rt=RobustTokens(a.but(loss=feat_cos)), dls=synth_dls(8, bs=8)).fit(1, 1e-3)
+
+
 def test_refused_attacks():
-    with pytest.raises(ValueError, match='needs them'): RobustTokens(PGD(.1, loss=ce))
-    with pytest.raises(TypeError, match='expected an attack'): RobustTokens(.1)
-    with pytest.raises(ValueError, match='random|rand=True'): RobustTokens(PGD(.1, rand=False))
+    with pytest.raises(ValueError, match='needs them'):
+        RobustTokens(PGD(0.1, loss=ce))
+    with pytest.raises(TypeError, match='expected an attack'):
+        RobustTokens(0.1)
+    with pytest.raises(ValueError, match='random|rand=True'):
+        RobustTokens(PGD(0.1, rand=False))
+
+
 def test_loss_against_labels_says_what_to_do():
-    with pytest.raises(ValueError, match='RobustTokens'): FeatCos()(torch.rand(2,3,4), torch.tensor([0,1]))
-    with pytest.raises(ValueError, match='reduction'): FeatCos(reduction='no')
+    with pytest.raises(ValueError, match='RobustTokens'):
+        FeatCos()(torch.rand(2, 3, 4), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match='reduction'):
+        FeatCos(reduction='no')
 
-# --- the loss and the attack ----------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('axis', [1,-1])
+# --- the loss and the attack
+# ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('axis', [1, -1])
 def test_axis_of_the_cosine(axis):
-    f,f0 = torch.rand(2,5,7),torch.rand(2,5,7)
-    v = FeatCos(axis)(f, f0); want = 1-torch.stack([F.cosine_similarity(a, b, dim=0 if axis==1 else 1).mean() for a,b in zip(f,f0)]).mean()
-    assert torch.allclose(v, want) and FeatCos(axis, 'none')(f, f0).shape==(2,) and torch.allclose(FeatCos(axis,'sum')(f, f0), 2*v)
-    g,g0 = torch.rand(3,6),torch.rand(3,6); assert torch.allclose(FeatCos(axis)(g, g0), 1-F.cosine_similarity(g, g0).mean())
+    f, f0 = torch.rand(2, 5, 7), torch.rand(2, 5, 7)
+    v = FeatCos(axis)(f, f0)
+    want = 1 - torch.stack([F.cosine_similarity(a, b, dim=0 if axis == 1 else 1).mean() for a, b in zip(f, f0)]).mean()
+    assert (
+        torch.allclose(v, want)
+        and FeatCos(axis, 'none')(f, f0).shape == (2,)
+        and torch.allclose(FeatCos(axis, 'sum')(f, f0), 2 * v)
+    )
+    g, g0 = torch.rand(3, 6), torch.rand(3, 6)
+    assert torch.allclose(FeatCos(axis)(g, g0), 1 - F.cosine_similarity(g, g0).mean())
+
+
 def test_the_loss_is_computed_in_float32():
-    f,f0 = torch.randn(2,5,7).bfloat16(),torch.randn(2,5,7).bfloat16(); v = FeatCos()(f, f0)
-    assert v.dtype==torch.float32 and torch.equal(v, FeatCos()(f.float(), f0.float()))
+    f, f0 = torch.randn(2, 5, 7).bfloat16(), torch.randn(2, 5, 7).bfloat16()
+    v = FeatCos()(f, f0)
+    assert v.dtype == torch.float32 and torch.equal(v, FeatCos()(f.float(), f0.float()))
+
+
 def test_axis_reaches_the_attack():
     "An attack without a loss climbs the Learner's own cosine"
-    for axis in (1,-1):
-        l = learner(loss_func=FeatCos(axis), rt=RobustTokens(PGD(.1, steps=2))); got = {}
+    for axis in (1, -1):
+        l = learner(loss_func=FeatCos(axis), rt=RobustTokens(PGD(0.1, steps=2)))
+        got = {}
+
         class Grab(Callback):
             order = 9
-            def before_batch(self): got.update(x=self.x.as_subclass(torch.Tensor).clone()); raise CancelFitException()
-        l.add_cb(Grab()); seed = torch.initial_seed()%2**62; l.fit(1); x,x_adv = got['x'].chunk(2); m = l.model.eval()
-        with no_tokens(m): assert torch.allclose(PGD(.1, steps=2, loss=FeatCos(axis,'none'))(m, x, seed=seed), x_adv, atol=1e-6)
 
-def authors(model, x, eps, lr, steps, start, std, mse=1.):
+            def before_batch(self):
+                got.update(x=self.x.as_subclass(torch.Tensor).clone())
+                raise CancelFitException()
+
+        l.add_cb(Grab())
+        seed = torch.initial_seed() % 2**62
+        l.fit(1)
+        x, x_adv = got['x'].chunk(2)
+        m = l.model.eval()
+        with no_tokens(m):
+            assert torch.allclose(PGD(0.1, steps=2, loss=FeatCos(axis, 'none'))(m, x, seed=seed), x_adv, atol=1e-6)
+
+
+def authors(model, x, eps, lr, steps, start, std, mse=1.0):
     "Their loop in normalised space, from a given start, on one batch"
-    s = torch.tensor(std).view(-1,1,1); n = lambda o: (o-.5)/s; un = lambda o: o*s+.5
-    f0,x0 = model(x).detach(),n(x); z = n(x+start)
+    s = torch.tensor(std).view(-1, 1, 1)
+    n = lambda o: (o - 0.5) / s
+    un = lambda o: o * s + 0.5
+    f0, x0 = model(x).detach(), n(x)
+    z = n(x + start)
     for _ in range(steps):
         z = z.detach().requires_grad_()
-        loss = F.cosine_similarity(model(un(z)), f0, dim=1).mean()+mse*F.mse_loss(un(z), x)
-        g, = torch.autograd.grad(loss, z)
-        z = x0+(z-lr*g.sign()-x0).clamp(-eps, eps)
+        loss = F.cosine_similarity(model(un(z)), f0, dim=1).mean() + mse * F.mse_loss(un(z), x)
+        (g,) = torch.autograd.grad(loss, z)
+        z = x0 + (z - lr * g.sign() - x0).clamp(-eps, eps)
         z = torch.maximum(torch.minimum(z, n(torch.ones_like(x))), n(torch.zeros_like(x)))
-    return (un(z).clamp(0,1).detach()*255+1e-3).floor()/255
+    return (un(z).clamp(0, 1).detach() * 255 + 1e-3).floor() / 255
+
 
 def rgb_vit():
-    m = tiny_vit(num_classes=4, in_chans=3); m.std.copy_(torch.tensor([.229,.224,.225]).view(-1,1,1)); return add_tokens(m, 2, 'cls_patch')
-@pytest.mark.parametrize('mse', [1.,1e4])
+    m = tiny_vit(num_classes=4, in_chans=3)
+    m.std.copy_(torch.tensor([0.229, 0.224, 0.225]).view(-1, 1, 1))
+    return add_tokens(m, 2, 'cls_patch')
+
+
+@pytest.mark.parametrize('mse', [1.0, 1e4])
 def test_token_attack_is_the_authors(mse):
-    m,x = WithoutTokens(rgb_vit()),images(3, 3)
-    a = token_attack(m, steps=4, mse=mse); std = a.std
+    m, x = WithoutTokens(rgb_vit()), images(3, 3)
+    a = token_attack(m, steps=4, mse=mse)
+    std = a.std
     start = a.start(None, x, image_seed(x, 0))['d']
-    want = authors(m, x, 8/255, 1e-2, 4, start, std, mse); got = a(m, x)
-    assert ((got-want).abs()<.5/255).float().mean()>.995
-    assert (got*255-(got*255).round()).abs().max()<1e-3
+    want = authors(m, x, 8 / 255, 1e-2, 4, start, std, mse)
+    got = a(m, x)
+    assert ((got - want).abs() < 0.5 / 255).float().mean() > 0.995
+    assert (got * 255 - (got * 255).round()).abs().max() < 1e-3
+
+
 def test_token_attack_radius():
-    a = token_attack(); assert a.steps==30 and 255*a.eps==pytest.approx(1.832) and 255*a.alpha==pytest.approx(.01*.229*255)
-    m,x = rgb_vit(),images(3, 3); l = 255*a.limit(x).flatten(); assert l.tolist()==pytest.approx([8*.229,8*.224,8*.225], abs=1e-4)
-    for bits,more in (('floor',1),('inside',0),(None,0)):
-        d = 255*(token_attack(m, steps=3, bits=bits)(m, x)-x).abs().amax((0,2,3)); assert (d<=l+more+1e-3).all() and d.min()>.5
-    assert token_attack(m).std==pytest.approx((.229,.224,.225)) and token_attack(with_tokens()).std==(.5,)
+    a = token_attack()
+    assert a.steps == 30 and 255 * a.eps == pytest.approx(1.832) and 255 * a.alpha == pytest.approx(0.01 * 0.229 * 255)
+    m, x = rgb_vit(), images(3, 3)
+    l = 255 * a.limit(x).flatten()
+    assert l.tolist() == pytest.approx([8 * 0.229, 8 * 0.224, 8 * 0.225], abs=1e-4)
+    for bits, more in (('floor', 1), ('inside', 0), (None, 0)):
+        d = 255 * (token_attack(m, steps=3, bits=bits)(m, x) - x).abs().amax((0, 2, 3))
+        assert (d <= l + more + 1e-3).all() and d.min() > 0.5
+    assert token_attack(m).std == pytest.approx((0.229, 0.224, 0.225)) and token_attack(with_tokens()).std == (0.5,)
+
+
 def test_token_attack_begins_with_noise_of_a_step():
     "In each channel by its own deviation; with the authors' other settings"
-    assert (token_attack().mse,token_attack().bits,token_attack().noise)==(1.,'floor',None)
-    x = torch.full((1,2,100,100), .5); a = TokenAttack(.4, alpha=.05, std=(.2,.1)); std = lambda a: a.start(None, x, image_seed(x, 0))['d'].std((0,2,3)).tolist()
-    assert std(a)==pytest.approx([.05,.025], rel=.03) and std(a.but(noise=.1))==pytest.approx([.1,.05], rel=.03)
-def test_token_attack_keeps_every_grey_level_that_it_does_not_move():
-    x = (torch.arange(256)/255).view(1,1,16,16).repeat_interleave(2,2).repeat_interleave(2,3)[...,:28,:28]; x = torch.cat([x, x.flip(2,3), (torch.arange(784)%256/255).view(1,1,28,28)])
-    assert len(x.unique())==256
-    for bits in ('floor','inside'): assert ((token_attack(with_tokens(), steps=0, noise=0., bits=bits)(with_tokens(), x)-x).abs()<1e-6).all()
-def test_token_attack_does_not_depend_on_the_batch():
-    m,x = rgb_vit(),images(4, 3); a = token_attack(m, steps=3)
-    assert torch.allclose(a(m, x)[2:3], a(m, x[2:3]), atol=1.1/255) and ((a(m, x)[2:3]-a(m, x[2:3])).abs()<1e-6).float().mean()>.99
-def test_token_attack_with_labels_lowers_accuracy():
-    m = tiny_vit(num_classes=4); x = images(8); y = m(x).argmax(1)
-    x_adv = token_attack(m, eps=.5, loss=ce)(m, x, y); assert ce(m(x_adv), y).mean()>ce(m(x), y).mean()
-def test_token_attack_leaves_the_model_alone():
-    m,x = rgb_vit(),images(2, 3); before,rng = state_of(m),torch.get_rng_state(); x0 = x.clone()
-    token_attack(m, steps=2)(m, x); assert state_of(m)==before and torch.equal(torch.get_rng_state(), rng) and torch.equal(x, x0)
-def test_token_attack_lowers_the_cosine():
-    m,x = WithoutTokens(rgb_vit()),images(4, 3)
-    assert feature_cosine(m, x, token_attack(m)(m, x)).mean()<feature_cosine(m, x, token_attack(m, steps=0)(m, x)).mean()
-@pytest.mark.parametrize('make,words', [(lambda: TokenAttack(norm='L2'), 'Linf'), (lambda: TokenAttack(bits='up'), 'bits'), (lambda: token_attack(tiny_vit().model), 'Normalized'), (lambda: token_attack()(tiny_vit(), images(1)), '3 numbers')])
-def test_token_attack_refuses(make, words):
-    with pytest.raises(ValueError, match=words): make()
-def test_token_attack_trains_tokens():
-    l = learner(rt=RobustTokens(token_attack(with_tokens(), steps=2))); l.fit(1, 1e-3); assert len(l.robust_tokens.df)==4
-    assert repr(token_attack(steps=2)).startswith('TokenAttack(') and token_attack(steps=2).name=='token_attack2'
+    assert (token_attack().mse, token_attack().bits, token_attack().noise) == (1.0, 'floor', None)
+    x = torch.full((1, 2, 100, 100), 0.5)
+    a = TokenAttack(0.4, alpha=0.05, std=(0.2, 0.1))
+    std = lambda a: a.start(None, x, image_seed(x, 0))['d'].std((0, 2, 3)).tolist()
+    assert std(a) == pytest.approx([0.05, 0.025], rel=0.03) and std(a.but(noise=0.1)) == pytest.approx(
+        [0.1, 0.05], rel=0.03
+    )
 
-# --- files ------------------------------------------------------------------------------------------------------------------------------
+
+def test_token_attack_keeps_every_grey_level_that_it_does_not_move():
+    x = (torch.arange(256) / 255).view(1, 1, 16, 16).repeat_interleave(2, 2).repeat_interleave(2, 3)[..., :28, :28]
+    x = torch.cat([x, x.flip(2, 3), (torch.arange(784) % 256 / 255).view(1, 1, 28, 28)])
+    assert len(x.unique()) == 256
+    for bits in ('floor', 'inside'):
+        assert ((token_attack(with_tokens(), steps=0, noise=0.0, bits=bits)(with_tokens(), x) - x).abs() < 1e-6).all()
+
+
+def test_token_attack_does_not_depend_on_the_batch():
+    m, x = rgb_vit(), images(4, 3)
+    a = token_attack(m, steps=3)
+    assert (
+        torch.allclose(a(m, x)[2:3], a(m, x[2:3]), atol=1.1 / 255)
+        and ((a(m, x)[2:3] - a(m, x[2:3])).abs() < 1e-6).float().mean() > 0.99
+    )
+
+
+def test_token_attack_with_labels_lowers_accuracy():
+    m = tiny_vit(num_classes=4)
+    x = images(8)
+    y = m(x).argmax(1)
+    x_adv = token_attack(m, eps=0.5, loss=ce)(m, x, y)
+    assert ce(m(x_adv), y).mean() > ce(m(x), y).mean()
+
+
+def test_token_attack_leaves_the_model_alone():
+    m, x = rgb_vit(), images(2, 3)
+    before, rng = state_of(m), torch.get_rng_state()
+    x0 = x.clone()
+    token_attack(m, steps=2)(m, x)
+    assert state_of(m) == before and torch.equal(torch.get_rng_state(), rng) and torch.equal(x, x0)
+
+
+def test_token_attack_lowers_the_cosine():
+    m, x = WithoutTokens(rgb_vit()), images(4, 3)
+    assert (
+        feature_cosine(m, x, token_attack(m)(m, x)).mean() < feature_cosine(m, x, token_attack(m, steps=0)(m, x)).mean()
+    )
+
+
+@pytest.mark.parametrize(
+    'make,words',
+    [
+        (lambda: TokenAttack(norm='L2'), 'Linf'),
+        (lambda: TokenAttack(bits='up'), 'bits'),
+        (lambda: token_attack(tiny_vit().model), 'Normalized'),
+        (lambda: token_attack()(tiny_vit(), images(1)), '3 numbers'),
+    ],
+)
+def test_token_attack_refuses(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_token_attack_trains_tokens():
+    l = learner(rt=RobustTokens(token_attack(with_tokens(), steps=2)))
+    l.fit(1, 1e-3)
+    assert len(l.robust_tokens.df) == 4
+    assert repr(token_attack(steps=2)).startswith('TokenAttack(') and token_attack(steps=2).name == 'token_attack2'
+
+
+# --- files
+# ------------------------------------------------------------------------------------------------------------------------------
+
 
 def test_save_and_load(tmp_path):
-    a,b = with_tokens(),tiny_vit(num_classes=4); x = images(); f = tmp_path/'t.safetensors'; save_tokens(a, f)
-    assert torch.equal(load_tokens(b, f)(x), a(x)) and tokens_of(b).out=='cls_patch' and f.stat().st_size<2000
-    w,about = read_tokens(f); assert about['version']=='1' and about['timm']==timm.__version__ and about['width']=='32'
+    a, b = with_tokens(), tiny_vit(num_classes=4)
+    x = images()
+    f = tmp_path / 't.safetensors'
+    save_tokens(a, f)
+    assert torch.equal(load_tokens(b, f)(x), a(x)) and tokens_of(b).out == 'cls_patch' and f.stat().st_size < 2000
+    w, about = read_tokens(f)
+    assert about['version'] == '1' and about['timm'] == timm.__version__ and about['width'] == '32'
     assert torch.equal(load_tokens(tiny_vit(num_classes=4), f, out='logits')(x), _logits(a, x))
-    with pytest.raises(ValueError, match='safetensors'): save_tokens(a, tmp_path/'t.pth')
-    with pytest.raises(ValueError, match='extra tokens'): save_tokens(tiny_vit(), f)
-def _logits(m, x): t = tokens_of(m); t.out = 'logits'; z = m(x); t.out = 'cls_patch'; return z
+    with pytest.raises(ValueError, match='safetensors'):
+        save_tokens(a, tmp_path / 't.pth')
+    with pytest.raises(ValueError, match='extra tokens'):
+        save_tokens(tiny_vit(), f)
+
+
+def _logits(m, x):
+    t = tokens_of(m)
+    t.out = 'logits'
+    z = m(x)
+    t.out = 'cls_patch'
+    return z
+
 
 def test_what_the_model_returned_is_saved_with_the_tokens(tmp_path):
-    f = tmp_path/'t.safetensors'; save_tokens(with_tokens(out='tokens'), f)
-    assert tokens_of(load_tokens(tiny_vit(num_classes=4), f)).out=='tokens' and tokens_of(load_tokens(with_tokens(), f)).out=='cls_patch'      # what it does already counts more
+    f = tmp_path / 't.safetensors'
+    save_tokens(with_tokens(out='tokens'), f)
+    # what it does already counts more
+    assert (
+        tokens_of(load_tokens(tiny_vit(num_classes=4), f)).out == 'tokens'
+        and tokens_of(load_tokens(with_tokens(), f)).out == 'cls_patch'
+    )
 
-RELEASED = {'dinov2/small':384, 'dinov2/small_reg':384, 'dinov2/base':768, 'dinov2/base_reg':768, 'dinov2/large':1024, 'dinov2/large_reg':1024, 'dinov2/giant':1536, 'dinov2/giant_reg':1536,
-    'deit3/base16':768, 'deit3/large16':1024, 'deit3/huge14':1280, 'openclip/base16':768, 'openclip/large14':1024, 'openclip/huge14':1280}
+
+RELEASED = {
+    'dinov2/small': 384,
+    'dinov2/small_reg': 384,
+    'dinov2/base': 768,
+    'dinov2/base_reg': 768,
+    'dinov2/large': 1024,
+    'dinov2/large_reg': 1024,
+    'dinov2/giant': 1536,
+    'dinov2/giant_reg': 1536,
+    'deit3/base16': 768,
+    'deit3/large16': 1024,
+    'deit3/huge14': 1280,
+    'openclip/base16': 768,
+    'openclip/large14': 1024,
+    'openclip/huge14': 1280,
+}
+
+
 def shell(name):
     "A timm model of the backbone's family and width, two blocks deep"
-    kind,size = name.split('/'); d = RELEASED[name]; kw = dict(depth=2, embed_dim=d, num_heads=d//64, img_size=28)
-    if kind=='dinov2': return timm.create_model('vit_small_patch14_reg4_dinov2' if 'reg' in size else 'vit_small_patch14_dinov2', **kw)
-    if kind=='deit3': return timm.create_model('deit3_small_patch16_224', **{**kw, 'img_size':32})
-    return timm.create_model('vit_base_patch16_clip_224', **{**kw, 'img_size':32, 'num_classes':8})
+    kind, size = name.split('/')
+    d = RELEASED[name]
+    kw = dict(depth=2, embed_dim=d, num_heads=d // 64, img_size=28)
+    if kind == 'dinov2':
+        return timm.create_model('vit_small_patch14_reg4_dinov2' if 'reg' in size else 'vit_small_patch14_dinov2', **kw)
+    if kind == 'deit3':
+        return timm.create_model('deit3_small_patch16_224', **{**kw, 'img_size': 32})
+    return timm.create_model('vit_base_patch16_clip_224', **{**kw, 'img_size': 32, 'num_classes': 8})
+
+
 @pytest.mark.parametrize('name', RELEASED)
 def test_the_authors_files(name, tmp_path):
-    f,d = tmp_path/'r.pt',RELEASED[name]; r = nn.Parameter(1e-2*torch.randn(1,10,d)); torch.save({'rtokens':r}, f)
-    m = shell(name); size = m.patch_embed.img_size[0]; x = torch.rand(1,3,size,size); f0 = m.forward_features(x)
-    load_tokens(m, f); assert torch.equal(tokens_of(m).weight, r) and tokens_of(m).weight.shape==(1,10,d) and tokens_of(m).out=='cls_patch'
-    assert m(x).shape==(1, 1+m.patch_embed.num_patches, d) and (m(x)[:,0]-f0[:,0]).abs().max()>0
-    with no_tokens(m): assert torch.equal(m(x)[:,0], f0[:,0])
+    f, d = tmp_path / 'r.pt', RELEASED[name]
+    r = nn.Parameter(1e-2 * torch.randn(1, 10, d))
+    torch.save({'rtokens': r}, f)
+    m = shell(name)
+    size = m.patch_embed.img_size[0]
+    x = torch.rand(1, 3, size, size)
+    f0 = m.forward_features(x)
+    load_tokens(m, f)
+    assert (
+        torch.equal(tokens_of(m).weight, r)
+        and tokens_of(m).weight.shape == (1, 10, d)
+        and tokens_of(m).out == 'cls_patch'
+    )
+    assert m(x).shape == (1, 1 + m.patch_embed.num_patches, d) and (m(x)[:, 0] - f0[:, 0]).abs().max() > 0
+    with no_tokens(m):
+        assert torch.equal(m(x)[:, 0], f0[:, 0])
+
 
 def test_appended_tokens_equal_the_authors_forward():
     "DeiT-III: their forward, token by token; CLIP: after norm_pre"
-    for name in ('deit3/base16','openclip/base16'):
-        m = shell(name).eval(); x,r = torch.rand(2,3,32,32),1e-2*torch.randn(1,10,768)
-        z = m.norm_pre(m._pos_embed(m.patch_embed(x))); z = m.norm(m.blocks(torch.cat([z, r.expand(2,-1,-1)], 1)))[:,:-10]
-        add_tokens(m, 10, 'cls_patch'); tokens_of(m).weight.data.copy_(r); assert torch.allclose(m(x), z, atol=1e-5)
+    for name in ('deit3/base16', 'openclip/base16'):
+        m = shell(name).eval()
+        x, r = torch.rand(2, 3, 32, 32), 1e-2 * torch.randn(1, 10, 768)
+        z = m.norm_pre(m._pos_embed(m.patch_embed(x)))
+        z = m.norm(m.blocks(torch.cat([z, r.expand(2, -1, -1)], 1)))[:, :-10]
+        add_tokens(m, 10, 'cls_patch')
+        tokens_of(m).weight.data.copy_(r)
+        assert torch.allclose(m(x), z, atol=1e-5)
+
 
 def test_whole_checkpoints_and_wrong_files(tmp_path):
-    f = tmp_path/'f.pt'; m = tiny_vit(); r = torch.randn(1,10,32)
+    f = tmp_path / 'f.pt'
+    m = tiny_vit()
+    r = torch.randn(1, 10, 32)
+
     def fails(o, words, err=ValueError, model=None):
         torch.save(o, f)
-        with pytest.raises(err, match=words): load_tokens(model or tiny_vit(), f)
-    torch.save({'rtokens':r, 'model.cls_token':torch.zeros(1,1,32)}, f); assert torch.equal(load_tokens(m, f).model.extra_tokens.weight, r)
-    torch.save(r, f); assert torch.equal(read_tokens(f)[0], r)
-    fails({'rtokens':torch.randn(1,10,384)}, r'width 384 \(ViT-S\), the model is 32 wide')
-    fails({'rtokens':r[0]}, r'floats \[1,n,D\], got \[10, 32\]'); fails({'rtokens':r.long()}, 'floats'); fails({'rtokens':r/0}, 'not finite')
-    fails({'register_tokens':r}, 'converted checkpoint'); fails({'weight':r}, r"holds \['weight'\]"); fails({'rtokens':r, 'head':r}, 'alone'); fails([r], 'list')
-    fails({'rtokens':torch.randn(3,10,32)}, 'token_sets')
-    fails({'rtokens':r}, r'\[1, 10, 32\], the model has \[1, 4, 32\]', model=with_tokens())
-    fails({'rtokens':r}, 'XcitClass|Xcit|no place for extra tokens|wide', (ValueError,TypeError), timm.create_model('xcit_nano_12_p16_224'))
-    with pytest.raises(FileNotFoundError): load_tokens(m, tmp_path/'none.pt')
+        with pytest.raises(err, match=words):
+            load_tokens(model or tiny_vit(), f)
+
+    torch.save({'rtokens': r, 'model.cls_token': torch.zeros(1, 1, 32)}, f)
+    assert torch.equal(load_tokens(m, f).model.extra_tokens.weight, r)
+    torch.save(r, f)
+    assert torch.equal(read_tokens(f)[0], r)
+    fails({'rtokens': torch.randn(1, 10, 384)}, r'width 384 \(ViT-S\), the model is 32 wide')
+    fails({'rtokens': r[0]}, r'floats \[1,n,D\], got \[10, 32\]')
+    fails({'rtokens': r.long()}, 'floats')
+    fails({'rtokens': r / 0}, 'not finite')
+    fails({'register_tokens': r}, 'converted checkpoint')
+    fails({'weight': r}, r"holds \['weight'\]")
+    fails({'rtokens': r, 'head': r}, 'alone')
+    fails([r], 'list')
+    fails({'rtokens': torch.randn(3, 10, 32)}, 'token_sets')
+    fails({'rtokens': r}, r'\[1, 10, 32\], the model has \[1, 4, 32\]', model=with_tokens())
+    fails(
+        {'rtokens': r},
+        'XcitClass|Xcit|no place for extra tokens|wide',
+        (ValueError, TypeError),
+        timm.create_model('xcit_nano_12_p16_224'),
+    )
+    with pytest.raises(FileNotFoundError):
+        load_tokens(m, tmp_path / 'none.pt')
     f.write_bytes(b'nonsense')
-    with pytest.raises(ValueError, match='weights_only'): read_tokens(f)
+    with pytest.raises(ValueError, match='weights_only'):
+        read_tokens(f)
+
+
 class Evil:
-    def __reduce__(self): return (print, ('unpickled',))
+    def __reduce__(self):
+        return (print, ('unpickled',))
+
+
 def test_a_file_with_code_is_not_run(tmp_path, capsys):
-    f = tmp_path/'e.pt'; torch.save({'rtokens':Evil()}, f)
-    with pytest.raises(ValueError, match='weights_only'): read_tokens(f)
+    f = tmp_path / 'e.pt'
+    torch.save({'rtokens': Evil()}, f)
+    with pytest.raises(ValueError, match='weights_only'):
+        read_tokens(f)
     assert 'unpickled' not in capsys.readouterr().out
 
-# --- other tokens, heads, sets --------------------------------------------------------------------------------------------------------------
+
+# --- other tokens, heads, sets
+# --------------------------------------------------------------------------------------------------------------
+
 
 def test_use_tokens():
-    m,x = with_tokens(),images(); z,w = m(x),torch.randn(1,6,32)
+    m, x = with_tokens(), images()
+    z, w = m(x), torch.randn(1, 6, 32)
     with use_tokens(m, w):
         a = m(x)
-        with use_tokens(m, w[:,:2]): b = m(x)
+        with use_tokens(m, w[:, :2]):
+            b = m(x)
         assert torch.equal(m(x), a)
     assert torch.equal(m(x), z) and not torch.equal(a, b)
     with pytest.raises(KeyError):
-        with use_tokens(m, w): raise KeyError
+        with use_tokens(m, w):
+            raise KeyError
     assert torch.equal(m(x), z) and 'weight' not in tokens_of(m).__dict__
-    ws = torch.randn(4,6,32)                                                                       # a set for each image
-    with use_tokens(m, ws): c = m(x)
+    # a set for each image
+    ws = torch.randn(4, 6, 32)
+    with use_tokens(m, ws):
+        c = m(x)
     for i in range(4):
-        with use_tokens(m, ws[i:i+1]): assert torch.allclose(m(x[i:i+1]), c[i:i+1], atol=1e-5)
+        with use_tokens(m, ws[i : i + 1]):
+            assert torch.allclose(m(x[i : i + 1]), c[i : i + 1], atol=1e-5)
+
+
 def test_surrogates():
-    m,x = with_tokens(),images()
-    with no_tokens(m): f0 = m(x)
-    assert torch.equal(WithoutTokens(m)(x), f0) and tokens_of(m).n==4
-    r = RandomTokens(m, n=5); assert not torch.equal(r(x), r(x)) and tokens_of(m).n==4
+    m, x = with_tokens(), images()
+    with no_tokens(m):
+        f0 = m(x)
+    assert torch.equal(WithoutTokens(m)(x), f0) and tokens_of(m).n == 4
+    r = RandomTokens(m, n=5)
+    assert not torch.equal(r(x), r(x)) and tokens_of(m).n == 4
+
+
 def test_random_tokens_look_like_tokens_and_differ_between_images():
-    m,seen = with_tokens(),[]; m.model.blocks[0].register_forward_pre_hook(lambda b, a: seen.append(tokens_of(m).weight))
-    RandomTokens(m, n=50)(images()); RandomTokens(m, 50, std=.1)(images())
-    for w,std in zip(seen, (.015,.1)): assert w.shape==(4,50,32) and w.std()==pytest.approx(std, rel=.05) and not torch.equal(w[0], w[1])
+    m, seen = with_tokens(), []
+    m.model.blocks[0].register_forward_pre_hook(lambda b, a: seen.append(tokens_of(m).weight))
+    RandomTokens(m, n=50)(images())
+    RandomTokens(m, 50, std=0.1)(images())
+    for w, std in zip(seen, (0.015, 0.1)):
+        assert w.shape == (4, 50, 32) and w.std() == pytest.approx(std, rel=0.05) and not torch.equal(w[0], w[1])
+
+
 def test_sets_draw_one_for_each_image():
-    m = token_sets(tiny_vit(num_classes=4), 3, 4); x = images(1).expand(64,-1,-1,-1); assert tokens_of(m).weight.shape==(3,4,32)
-    with torch.no_grad(): tokens_of(m).weight.mul_(100)
-    z = m(x); kinds = torch.unique(z.flatten(1).mul(1e3).round(), dim=0); assert len(kinds)==3
-    l = learner(model=m); before = state(m); l.fit(1, 1e-2); assert changed(m, before)==['model.model.extra_tokens.weight']
-    assert ((tokens_of(m).weight-before['model.model.extra_tokens.weight']).abs().amax((1,2))>0).all()
-    with pytest.raises(ValueError, match='whole number'): token_sets(tiny_vit(), 0)
+    m = token_sets(tiny_vit(num_classes=4), 3, 4)
+    x = images(1).expand(64, -1, -1, -1)
+    assert tokens_of(m).weight.shape == (3, 4, 32)
+    with torch.no_grad():
+        tokens_of(m).weight.mul_(100)
+    z = m(x)
+    kinds = torch.unique(z.flatten(1).mul(1e3).round(), dim=0)
+    assert len(kinds) == 3
+    l = learner(model=m)
+    before = state(m)
+    l.fit(1, 1e-2)
+    assert changed(m, before) == ['model.model.extra_tokens.weight']
+    assert ((tokens_of(m).weight - before['model.model.extra_tokens.weight']).abs().amax((1, 2)) > 0).all()
+    with pytest.raises(ValueError, match='whole number'):
+        token_sets(tiny_vit(), 0)
+
+
 def test_sets_begin_alike_and_small():
-    w = tokens_of(token_sets(tiny_vit(), 40, 8, std=.02)).weight; assert w.flatten(1).std(1).tolist()==pytest.approx([.02]*40, rel=.25) and len(w.flatten(1).unique(dim=0))==40
+    w = tokens_of(token_sets(tiny_vit(), 40, 8, std=0.02)).weight
+    assert (
+        w.flatten(1).std(1).tolist() == pytest.approx([0.02] * 40, rel=0.25) and len(w.flatten(1).unique(dim=0)) == 40
+    )
+
+
 def test_save_several_sets(tmp_path):
-    m = token_sets(tiny_vit(num_classes=4), 3, 4); f = tmp_path/'s.safetensors'; save_tokens(m, f)
-    b = token_sets(tiny_vit(num_classes=4), 3, 4); load_tokens(b, f); assert torch.equal(tokens_of(b).weight, tokens_of(m).weight)
+    m = token_sets(tiny_vit(num_classes=4), 3, 4)
+    f = tmp_path / 's.safetensors'
+    save_tokens(m, f)
+    b = token_sets(tiny_vit(num_classes=4), 3, 4)
+    load_tokens(b, f)
+    assert torch.equal(tokens_of(b).weight, tokens_of(m).weight)
+
 
 def test_linear_probe():
-    m = with_tokens(reg_tokens=2); p = LinearProbe(m, 4); x = images(); f = m(x)
-    assert torch.allclose(p(x), F.linear(torch.cat([f[:,0], f[:,1:].mean(1)], 1), p.head.weight, p.head.bias)) and p(x).shape==(4,4)
-    with pytest.raises(ValueError, match='cls_patch'): LinearProbe(add_tokens(tiny_vit(), 2), 4)
-    with no_tokens(p): a = p(x)
+    m = with_tokens(reg_tokens=2)
+    p = LinearProbe(m, 4)
+    x = images()
+    f = m(x)
+    assert torch.allclose(p(x), F.linear(torch.cat([f[:, 0], f[:, 1:].mean(1)], 1), p.head.weight, p.head.bias)) and p(
+        x
+    ).shape == (4, 4)
+    with pytest.raises(ValueError, match='cls_patch'):
+        LinearProbe(add_tokens(tiny_vit(), 2), 4)
+    with no_tokens(p):
+        a = p(x)
     assert not torch.equal(a, p(x)) and torch.equal(a, p.head(p.pool(WithoutTokens(m)(x), x)))
+
+
 def test_fit_head_learns_and_touches_nothing_else():
-    set_seed(0); m = with_tokens(); p = LinearProbe(m, 4); before = state(m); dls = synth_dls(128, bs=32)
-    x,y = next(iter(dls.train)); v = ce(p(x.as_subclass(torch.Tensor)), y).mean()
-    fit_head(p, dls, 20, 5e-2); assert changed(m, before)==[] and not p.training and all(q.grad is None for q in m.parameters())
-    assert ce(p(x.as_subclass(torch.Tensor)), y).mean()<v
-    rep = robust_report(p, (x.as_subclass(torch.Tensor), y.as_subclass(torch.Tensor)), [Transfer(LinearProbe(WithoutTokens(m), 4), PGD(.1, steps=2)), PGD(.1, steps=2)], cascade=False); assert len(rep.rows)>=3
+    set_seed(0)
+    m = with_tokens()
+    p = LinearProbe(m, 4)
+    before = state(m)
+    dls = synth_dls(128, bs=32)
+    x, y = next(iter(dls.train))
+    v = ce(p(x.as_subclass(torch.Tensor)), y).mean()
+    fit_head(p, dls, 20, 5e-2)
+    assert changed(m, before) == [] and not p.training and all(q.grad is None for q in m.parameters())
+    assert ce(p(x.as_subclass(torch.Tensor)), y).mean() < v
+    rep = robust_report(
+        p,
+        (x.as_subclass(torch.Tensor), y.as_subclass(torch.Tensor)),
+        [Transfer(LinearProbe(WithoutTokens(m), 4), PGD(0.1, steps=2)), PGD(0.1, steps=2)],
+        cascade=False,
+    )
+    assert len(rep.rows) >= 3
+
+
 @pytest.mark.parametrize('make', [LinearProbe, SegProbe])
 def test_heads_on_a_half_precision_backbone(make):
     "The head stays in float32 and learns there; its features are the backbone's"
-    m = with_tokens(); p32,x = make(m, 2).eval(),images(); z = p32(x)
-    h = copy.deepcopy(m).bfloat16(); p = make(h, 2).eval(); p.head.load_state_dict(p32.head.state_dict())
-    o = p(x.bfloat16()); assert o.dtype==torch.float32 and torch.allclose(o, z, atol=.1) and torch.equal(p.features(x.bfloat16()), p.pool(h(x.bfloat16()).float(), x))
-    x_adv = PGD(.1, steps=1)(p, x.bfloat16(), torch.zeros(4).long()) if make is LinearProbe else PGD(.1, steps=1, loss=mask_ce(torch.zeros(4,28,28)))(p, x.bfloat16()); assert x_adv.dtype==torch.bfloat16 and not torch.equal(x_adv, x.bfloat16())
-    before,dls = state(h),synth_dls(16, bs=8, classes=2) if make is LinearProbe else seg_dls(8); w = state(p.head); fit_head(p, dls, 1)
-    assert changed(h, before)==[] and changed(p.head, w) and p.head.state_dict()[next(iter(w))].dtype==torch.float32
-    assert make(h, 2).bfloat16().eval()(x.bfloat16()).dtype==torch.bfloat16                       # all of it, where that is asked for
+    m = with_tokens()
+    p32, x = make(m, 2).eval(), images()
+    z = p32(x)
+    h = copy.deepcopy(m).bfloat16()
+    p = make(h, 2).eval()
+    p.head.load_state_dict(p32.head.state_dict())
+    o = p(x.bfloat16())
+    assert (
+        o.dtype == torch.float32
+        and torch.allclose(o, z, atol=0.1)
+        and torch.equal(p.features(x.bfloat16()), p.pool(h(x.bfloat16()).float(), x))
+    )
+    x_adv = (
+        PGD(0.1, steps=1)(p, x.bfloat16(), torch.zeros(4).long())
+        if make is LinearProbe
+        else PGD(0.1, steps=1, loss=mask_ce(torch.zeros(4, 28, 28)))(p, x.bfloat16())
+    )
+    assert x_adv.dtype == torch.bfloat16 and not torch.equal(x_adv, x.bfloat16())
+    before, dls = state(h), synth_dls(16, bs=8, classes=2) if make is LinearProbe else seg_dls(8)
+    w = state(p.head)
+    fit_head(p, dls, 1)
+    assert changed(h, before) == [] and changed(p.head, w) and p.head.state_dict()[next(iter(w))].dtype == torch.float32
+    # all of it, where that is asked for
+    assert make(h, 2).bfloat16().eval()(x.bfloat16()).dtype == torch.bfloat16
+
+
 def seg_dls(n=16, size=28):
-    x,y = torch.rand(n,1,size,size)*.3,torch.zeros(n,size,size,dtype=torch.long)
-    x[:,:,:14] += .6; y[:,:14] = 1; y[:,:2] = 255
-    return DataLoaders(DataLoader(list(zip(x,y)), bs=4, drop_last=True), DataLoader(list(zip(x,y)), bs=4))
+    x, y = torch.rand(n, 1, size, size) * 0.3, torch.zeros(n, size, size, dtype=torch.long)
+    x[:, :, :14] += 0.6
+    y[:, :14] = 1
+    y[:, :2] = 255
+    return DataLoaders(DataLoader(list(zip(x, y)), bs=4, drop_last=True), DataLoader(list(zip(x, y)), bs=4))
+
+
 def test_seg_probe():
-    m = with_tokens(); p = SegProbe(m, 2); dls = seg_dls(); before = state(m); fit_head(p, dls, 10, 5e-2, bs=4); assert changed(m, before)==[]
-    x,y = next(iter(dls.valid)); z = p(x); assert z.shape==(4,2,28,28) and miou(*iou_counts(z, y))>.5
-    x_adv = PGD(.3, steps=3, loss=mask_ce(y))(p, x); assert seg_loss(p(x_adv), y)>seg_loss(z, y)
+    m = with_tokens()
+    p = SegProbe(m, 2)
+    dls = seg_dls()
+    before = state(m)
+    fit_head(p, dls, 10, 5e-2, bs=4)
+    assert changed(m, before) == []
+    x, y = next(iter(dls.valid))
+    z = p(x)
+    assert z.shape == (4, 2, 28, 28) and miou(*iou_counts(z, y)) > 0.5
+    x_adv = PGD(0.3, steps=3, loss=mask_ce(y))(p, x)
+    assert seg_loss(p(x_adv), y) > seg_loss(z, y)
+
+
 def test_seg_probe_by_hand():
-    m = with_tokens(); p = SegProbe(m, 3).eval(); x = images(2); z = p.head(m(x)[:,1:].transpose(1,2).reshape(2,32,4,4))
-    assert torch.allclose(p(x), F.interpolate(z, (28,28), mode='bilinear'), atol=1e-5)
+    m = with_tokens()
+    p = SegProbe(m, 3).eval()
+    x = images(2)
+    z = p.head(m(x)[:, 1:].transpose(1, 2).reshape(2, 32, 4, 4))
+    assert torch.allclose(p(x), F.interpolate(z, (28, 28), mode='bilinear'), atol=1e-5)
+
+
 def test_stored_features_are_those_of_evaluation():
     "Whatever mode the probe is in, which it keeps"
     import robust_nbdev.robust_tokens as R
-    m = with_tokens(proj_drop_rate=.5); p = LinearProbe(m, 4).train(); dls = synth_dls(16, bs=8); f,y = R._frozen_features(p, dls.valid)
-    assert p.training and m.training; p.eval(); x = torch.cat([b[0] for b in dls.valid]).as_subclass(torch.Tensor); assert torch.allclose(f, p.features(x), atol=1e-6)
+
+    m = with_tokens(proj_drop_rate=0.5)
+    p = LinearProbe(m, 4).train()
+    dls = synth_dls(16, bs=8)
+    f, y = R._frozen_features(p, dls.valid)
+    assert p.training and m.training
+    p.eval()
+    x = torch.cat([b[0] for b in dls.valid]).as_subclass(torch.Tensor)
+    assert torch.allclose(f, p.features(x), atol=1e-6)
+
+
 def test_seg_probe_keeps_its_batchnorm_under_attack():
-    m = with_tokens(); p = SegProbe(m, 2).train(); x,y = next(iter(seg_dls().valid)); before = state(p)
-    PGD(.1, steps=2, loss=mask_ce(y))(p, x); assert changed(p, before)==[] and p.training
+    m = with_tokens()
+    p = SegProbe(m, 2).train()
+    x, y = next(iter(seg_dls().valid))
+    before = state(p)
+    PGD(0.1, steps=2, loss=mask_ce(y))(p, x)
+    assert changed(p, before) == [] and p.training
+
+
 def test_patches_fall_into_their_places():
-    m = with_tokens(); p = SegProbe(m, 2); x = images(2); f = m(x)[:,1:]
-    assert torch.equal(p.features(x)[:,:,1,2], f[:,1*4+2])
+    m = with_tokens()
+    p = SegProbe(m, 2)
+    x = images(2)
+    f = m(x)[:, 1:]
+    assert torch.equal(p.features(x)[:, :, 1, 2], f[:, 1 * 4 + 2])
+
+
 def test_miou_by_hand():
-    y = torch.tensor([[[0,0],[1,255]],[[1,1],[1,1]]]); pred = torch.tensor([[[0,1],[1,0]],[[1,1],[0,1]]]); z = F.one_hot(pred, 3).permute(0,3,1,2).float()
-    i,u = iou_counts(z, y); assert i.tolist()==[[1,1,0],[0,3,0]] and u.tolist()==[[2,2,0],[1,4,0]]
-    assert miou(i, u)==pytest.approx((1/3+4/6)/2) and miou(i, u, per_image=True)==pytest.approx((.5+(0+3/4)/2)/2)
+    y = torch.tensor([[[0, 0], [1, 255]], [[1, 1], [1, 1]]])
+    pred = torch.tensor([[[0, 1], [1, 0]], [[1, 1], [0, 1]]])
+    z = F.one_hot(pred, 3).permute(0, 3, 1, 2).float()
+    i, u = iou_counts(z, y)
+    assert i.tolist() == [[1, 1, 0], [0, 3, 0]] and u.tolist() == [[2, 2, 0], [1, 4, 0]]
+    assert miou(i, u) == pytest.approx((1 / 3 + 4 / 6) / 2) and miou(i, u, per_image=True) == pytest.approx(
+        (0.5 + (0 + 3 / 4) / 2) / 2
+    )
+
+
 def test_counts_are_those_of_one_hot_vectors():
-    for c in (1,5,150):
-        z,y = torch.randn(3,c,7,9),torch.randint(0,c,(3,7,9),dtype=torch.uint8); y[0,:3] = 255; y[1] = 255; keep = (y!=255)[...,None]
-        p,q = F.one_hot(z.argmax(1), c)*keep,F.one_hot(y.masked_fill(y==255, 0).long(), c)*keep; both = (p*q).sum((1,2))
-        i,u = iou_counts(z, y); assert torch.equal(i, both) and torch.equal(u, (p+q).sum((1,2))-both) and i.dtype==u.dtype==torch.int64
-    for bad in (5,-1):
-        y = torch.zeros(1,2,2, dtype=torch.long); y[0,0,1] = bad
-        with pytest.raises(ValueError, match=f'masks hold class {bad}, the logits are for 5 classes, 0 to 4'): iou_counts(torch.randn(1,5,2,2), y)
+    for c in (1, 5, 150):
+        z, y = torch.randn(3, c, 7, 9), torch.randint(0, c, (3, 7, 9), dtype=torch.uint8)
+        y[0, :3] = 255
+        y[1] = 255
+        keep = (y != 255)[..., None]
+        p, q = F.one_hot(z.argmax(1), c) * keep, F.one_hot(y.masked_fill(y == 255, 0).long(), c) * keep
+        both = (p * q).sum((1, 2))
+        i, u = iou_counts(z, y)
+        assert torch.equal(i, both) and torch.equal(u, (p + q).sum((1, 2)) - both) and i.dtype == u.dtype == torch.int64
+    for bad in (5, -1):
+        y = torch.zeros(1, 2, 2, dtype=torch.long)
+        y[0, 0, 1] = bad
+        with pytest.raises(ValueError, match=f'masks hold class {bad}, the logits are for 5 classes, 0 to 4'):
+            iou_counts(torch.randn(1, 5, 2, 2), y)
+
+
 def test_counts_need_little_memory():
     "ADE20K has 150 classes: vectors of them for each pixel are 8*150 bytes where a class number is 8"
     from torch.utils._python_dispatch import TorchDispatchMode
+
     class Largest(TorchDispatchMode):
         n = 0
+
         def __torch_dispatch__(self, f, types, args=(), kw=None):
             o = f(*args, **(kw or {}))
-            self.n = max([self.n, *(t.numel()*t.element_size() for t in ([o] if isinstance(o, torch.Tensor) else o if isinstance(o, (tuple,list)) else []) if isinstance(t, torch.Tensor))]); return o
-    z,y = torch.randn(2,150,32,32),torch.randint(0,150,(2,32,32))
-    with Largest() as most: iou_counts(z, y)
-    assert most.n<=8*y.numel()
+            self.n = max(
+                [
+                    self.n,
+                    *(
+                        t.numel() * t.element_size()
+                        for t in ([o] if isinstance(o, torch.Tensor) else o if isinstance(o, (tuple, list)) else [])
+                        if isinstance(t, torch.Tensor)
+                    ),
+                ]
+            )
+            return o
+
+    z, y = torch.randn(2, 150, 32, 32), torch.randint(0, 150, (2, 32, 32))
+    with Largest() as most:
+        iou_counts(z, y)
+    assert most.n <= 8 * y.numel()
+
 
 def test_activations_and_cosine():
-    m,x = with_tokens(reg_tokens=2),images(); a = largest_activations(m, x); o = block_outputs(m, x)
-    assert a.shape==(4,2) and torch.allclose(a[1,0], o[0][1].abs().max()) and o[0].shape[1]==1+2+16
-    with no_tokens(m): assert not torch.equal(largest_activations(m, x), a)
-    assert torch.allclose(feature_cosine(m, x, x), torch.ones(4), atol=1e-5) and feature_cosine(m, x, 1-x, axis=-1, bs=3).shape==(4,)
-    assert torch.allclose(feature_cosine(m, x, 1-x, bs=1), feature_cosine(m, x, 1-x), atol=1e-5)
+    m, x = with_tokens(reg_tokens=2), images()
+    a = largest_activations(m, x)
+    o = block_outputs(m, x)
+    assert a.shape == (4, 2) and torch.allclose(a[1, 0], o[0][1].abs().max()) and o[0].shape[1] == 1 + 2 + 16
+    with no_tokens(m):
+        assert not torch.equal(largest_activations(m, x), a)
+    assert torch.allclose(feature_cosine(m, x, x), torch.ones(4), atol=1e-5) and feature_cosine(
+        m, x, 1 - x, axis=-1, bs=3
+    ).shape == (4,)
+    assert torch.allclose(feature_cosine(m, x, 1 - x, bs=1), feature_cosine(m, x, 1 - x), atol=1e-5)
 
-@pytest.mark.parametrize('size', [(28,42),(35,21)])
+
+@pytest.mark.parametrize('size', [(28, 42), (35, 21)])
 def test_rectangles(size):
-    torch.manual_seed(0); m = Normalized(timm.create_model('vit_tiny_patch16_224', img_size=size, patch_size=7, in_chans=1, embed_dim=32, depth=2, num_heads=2), [.5], [.5]).eval()
-    add_tokens(m, 7, 'cls_patch'); x = torch.rand(2,1,*size); p = SegProbe(m, 3).eval(); assert p(x).shape==(2,3,*size) and m(x).shape[1]==1+size[0]*size[1]//49
+    torch.manual_seed(0)
+    m = Normalized(
+        timm.create_model(
+            'vit_tiny_patch16_224', img_size=size, patch_size=7, in_chans=1, embed_dim=32, depth=2, num_heads=2
+        ),
+        [0.5],
+        [0.5],
+    ).eval()
+    add_tokens(m, 7, 'cls_patch')
+    x = torch.rand(2, 1, *size)
+    p = SegProbe(m, 3).eval()
+    assert p(x).shape == (2, 3, *size) and m(x).shape[1] == 1 + size[0] * size[1] // 49
+
 
 @pytest.mark.slow
 def test_paper_profile():
     "DINOv2-S/14 at 224 pixels, random weights: one training step, one evaluation batch"
     from robust_nbdev.datasets import settings
-    s = settings('paper'); assert s.size==224
-    m = Normalized(timm.create_model('vit_small_patch14_dinov2', img_size=s.size)).eval(); add_tokens(m, 10, 'cls_patch'); before = state(m)
+
+    s = settings('paper')
+    assert s.size == 224
+    m = Normalized(timm.create_model('vit_small_patch14_dinov2', img_size=s.size)).eval()
+    add_tokens(m, 10, 'cls_patch')
+    before = state(m)
     dl = DataLoader([(o,) for o in images(2, 3, s.size)], bs=2)
-    l = Learner(DataLoaders(dl, dl), m, loss_func=FeatCos(), splitter=token_splitter, train_bn=False, cbs=RobustTokens(token_attack(m, steps=1))); l.freeze()
-    with l.no_bar(), l.no_logging(): l.fit(1, 1e-3)
-    assert changed(m, before)==ONLY and m(images(2, 3, s.size)).shape==(2,257,384)
-    x = images(2, 3, s.size); c = feature_cosine(m, x, token_attack(m, steps=1)(WithoutTokens(m), x)); assert c.shape==(2,) and c.isfinite().all()
+    l = Learner(
+        DataLoaders(dl, dl),
+        m,
+        loss_func=FeatCos(),
+        splitter=token_splitter,
+        train_bn=False,
+        cbs=RobustTokens(token_attack(m, steps=1)),
+    )
+    l.freeze()
+    with l.no_bar(), l.no_logging():
+        l.fit(1, 1e-3)
+    assert changed(m, before) == ONLY and m(images(2, 3, s.size)).shape == (2, 257, 384)
+    x = images(2, 3, s.size)
+    c = feature_cosine(m, x, token_attack(m, steps=1)(WithoutTokens(m), x))
+    assert c.shape == (2,) and c.isfinite().all()
+
 
 def test_what_is_returned_is_checked_when_tokens_are_loaded(tmp_path):
     "Not at the first forward; and nothing has changed then"
-    f = tmp_path/'t.safetensors'; save_tokens(with_tokens(), f)
+    f = tmp_path / 't.safetensors'
+    save_tokens(with_tokens(), f)
     for m in (tiny_vit(num_classes=4), with_tokens()):
-        before,out = state(m),getattr(getattr(m.model,'extra_tokens',None),'out',None)
-        with pytest.raises(ValueError, match="out must be one of .*, got 'nope'"): load_tokens(m, f, out='nope')
-        assert list(m.state_dict())==list(before) and changed(m, before)==[] and getattr(getattr(m.model,'extra_tokens',None),'out',None)==out
-        assert load_tokens(m, f, out='tokens')(images()).shape==(4,17,32)
-    cait = timm.create_model('cait_xxs24_224', img_size=28, patch_size=7, in_chans=1, embed_dim=32, depth=2, num_heads=2, depth_token_only=1)
-    with pytest.raises(ValueError, match='CaiT drops all but the class token'): load_tokens(add_tokens(cait, 4), f, out='all')
+        before, out = state(m), getattr(getattr(m.model, 'extra_tokens', None), 'out', None)
+        with pytest.raises(ValueError, match="out must be one of .*, got 'nope'"):
+            load_tokens(m, f, out='nope')
+        assert (
+            list(m.state_dict()) == list(before)
+            and changed(m, before) == []
+            and getattr(getattr(m.model, 'extra_tokens', None), 'out', None) == out
+        )
+        assert load_tokens(m, f, out='tokens')(images()).shape == (4, 17, 32)
+    cait = timm.create_model(
+        'cait_xxs24_224', img_size=28, patch_size=7, in_chans=1, embed_dim=32, depth=2, num_heads=2, depth_token_only=1
+    )
+    with pytest.raises(ValueError, match='CaiT drops all but the class token'):
+        load_tokens(add_tokens(cait, 4), f, out='all')
+
 
 def test_damaged_and_empty_files(tmp_path):
     "An interrupted download, a Git LFS pointer, no tokens: ValueError with the file's name, and no advice to run code"
-    a = tmp_path/'t.safetensors'; save_tokens(with_tokens(), a); b = a.read_bytes()
-    torch.save({'rtokens':torch.randn(1,2,32)}, tmp_path/'r.pt'); c = (tmp_path/'r.pt').read_bytes()
+    a = tmp_path / 't.safetensors'
+    save_tokens(with_tokens(), a)
+    b = a.read_bytes()
+    torch.save({'rtokens': torch.randn(1, 2, 32)}, tmp_path / 'r.pt')
+    c = (tmp_path / 'r.pt').read_bytes()
     lfs = b'version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n'
-    for name,data in (('0.safetensors',b''), ('1.safetensors',b[:-10]), ('2.safetensors',lfs), ('0.pt',b''), ('1.pt',c[:-100]), ('2.pt',lfs)):
-        (tmp_path/name).write_bytes(data)
-        with pytest.raises(ValueError, match=f'^{name}, {len(data)} bytes, is damaged') as e: read_tokens(tmp_path/name)
+    for name, data in (
+        ('0.safetensors', b''),
+        ('1.safetensors', b[:-10]),
+        ('2.safetensors', lfs),
+        ('0.pt', b''),
+        ('1.pt', c[:-100]),
+        ('2.pt', lfs),
+    ):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=f'^{name}, {len(data)} bytes, is damaged') as e:
+            read_tokens(tmp_path / name)
         assert 'to `False`' not in str(e.value)
-    for shape in ((1,0,32),(0,4,32),(1,4,0)):
-        torch.save({'rtokens':torch.zeros(shape)}, tmp_path/'e.pt'); m = tiny_vit()
-        with pytest.raises(ValueError, match='tokens are floats'): load_tokens(m, tmp_path/'e.pt')
-        assert not hasattr(m.model,'extra_tokens')
+    for shape in ((1, 0, 32), (0, 4, 32), (1, 4, 0)):
+        torch.save({'rtokens': torch.zeros(shape)}, tmp_path / 'e.pt')
+        m = tiny_vit()
+        with pytest.raises(ValueError, match='tokens are floats'):
+            load_tokens(m, tmp_path / 'e.pt')
+        assert not hasattr(m.model, 'extra_tokens')
+
 
 def test_a_fit_that_begins_later_has_a_curve():
-    l = learner(dls=synth_dls(16, bs=8)); l.fit(2, 1e-3, start_epoch=1); assert len(l.robust_tokens.df)==2
+    l = learner(dls=synth_dls(16, bs=8))
+    l.fit(2, 1e-3, start_epoch=1)
+    assert len(l.robust_tokens.df) == 2
+
+
 def test_lr_find_keeps_the_curve():
     import fastai.callback.schedule
-    l = learner(dls=synth_dls(16, bs=8)); l.fit(1, 1e-3); d = l.robust_tokens.df
-    with l.no_bar(): l.lr_find(num_it=20, show_plot=False)
+
+    l = learner(dls=synth_dls(16, bs=8))
+    l.fit(1, 1e-3)
+    d = l.robust_tokens.df
+    with l.no_bar():
+        l.lr_find(num_it=20, show_plot=False)
     assert l.robust_tokens.df.equals(d)
+
 
 def test_what_an_interrupted_batch_leaves_is_in_no_later_loss():
     class Stop(Callback):
-        order = RobustTokens.order+1
-        def after_pred(self): raise KeyboardInterrupt
+        order = RobustTokens.order + 1
+
+        def after_pred(self):
+            raise KeyboardInterrupt
+
     l = learner([Stop()], dls=synth_dls(16, bs=8))
-    with pytest.raises(KeyboardInterrupt): l.fit(1)
-    l.remove_cb(Stop); p,t,v = l.get_preds(with_loss=True); assert torch.allclose(v, FeatCos(reduction='none')(p, t), atol=1e-6)
+    with pytest.raises(KeyboardInterrupt):
+        l.fit(1)
+    l.remove_cb(Stop)
+    p, t, v = l.get_preds(with_loss=True)
+    assert torch.allclose(v, FeatCos(reduction='none')(p, t), atol=1e-6)
+
 
 def test_two_inputs_are_refused():
-    dl = DataLoader([(TensorImageBW(o),TensorImageBW(o),torch.tensor(0)) for o in images(8)], bs=8)
-    l = Learner(DataLoaders(dl, dl), with_tokens(), loss_func=FeatCos(), splitter=token_splitter, train_bn=False, cbs=RobustTokens(FEAT2)); l.freeze()
-    with pytest.raises(ValueError, match='one input tensor, this batch has 2'), l.no_bar(): l.fit(1)
+    dl = DataLoader([(TensorImageBW(o), TensorImageBW(o), torch.tensor(0)) for o in images(8)], bs=8)
+    l = Learner(
+        DataLoaders(dl, dl),
+        with_tokens(),
+        loss_func=FeatCos(),
+        splitter=token_splitter,
+        train_bn=False,
+        cbs=RobustTokens(FEAT2),
+    )
+    l.freeze()
+    with pytest.raises(ValueError, match='one input tensor, this batch has 2'), l.no_bar():
+        l.fit(1)
+
 
 def test_another_loss_is_refused():
-    for lf in (CrossEntropyLossFlat(), lambda a,b: F.mse_loss(a,b)):
-        with pytest.raises(ValueError, match=r'loss_func=FeatCos\(\)'): learner(dls=synth_dls(16, bs=8), loss_func=lf).fit(1)
+    for lf in (CrossEntropyLossFlat(), lambda a, b: F.mse_loss(a, b)):
+        with pytest.raises(ValueError, match=r'loss_func=FeatCos\(\)'):
+            learner(dls=synth_dls(16, bs=8), loss_func=lf).fit(1)
 
-@pytest.mark.parametrize('a', [Square(.1, queries=5), FAB(.1, steps=2)], ids=['square','fab'])
+
+@pytest.mark.parametrize('a', [Square(0.1, queries=5), FAB(0.1, steps=2)], ids=['square', 'fab'])
 def test_attacks_without_a_loss_of_features_are_refused(a):
-    with pytest.raises(ValueError, match='needs them'): RobustTokens(a)
+    with pytest.raises(ValueError, match='needs them'):
+        RobustTokens(a)
 
-def test_a_float_number_of_sets(): assert tokens_of(token_sets(tiny_vit(num_classes=4), 3., 2)).weight.shape==(3,2,32)
+
+def test_a_float_number_of_sets():
+    assert tokens_of(token_sets(tiny_vit(num_classes=4), 3.0, 2)).weight.shape == (3, 2, 32)
+
 
 def test_token_attack_takes_deviations_in_any_form():
-    for std in (torch.tensor([.2,.1,.2]).view(-1,1,1), [.2,.1,.2], (.2,.1,.2)): assert token_attack(std=std).std==pytest.approx((.2,.1,.2)) and TokenAttack(std=std).std==pytest.approx((.2,.1,.2))
-    assert token_attack(std=.5).std==(.5,) and token_attack(tiny_vit().model, std=(.5,)).eps==pytest.approx(4/255)
-    for std in ((0.,0.,0.), (.2,-.1,.2), ()):
-        with pytest.raises(ValueError, match='positive|empty'): TokenAttack(std=std)
+    for std in (torch.tensor([0.2, 0.1, 0.2]).view(-1, 1, 1), [0.2, 0.1, 0.2], (0.2, 0.1, 0.2)):
+        assert token_attack(std=std).std == pytest.approx((0.2, 0.1, 0.2)) and TokenAttack(
+            std=std
+        ).std == pytest.approx((0.2, 0.1, 0.2))
+    assert token_attack(std=0.5).std == (0.5,) and token_attack(tiny_vit().model, std=(0.5,)).eps == pytest.approx(
+        4 / 255
+    )
+    for std in ((0.0, 0.0, 0.0), (0.2, -0.1, 0.2), ()):
+        with pytest.raises(ValueError, match='positive|empty'):
+            TokenAttack(std=std)
+
 
 def test_a_cosine_over_the_batch_is_refused():
-    for axis in (0,-3,None):
-        with pytest.raises(ValueError, match='axis must be'): FeatCos(axis)
+    for axis in (0, -3, None):
+        with pytest.raises(ValueError, match='axis must be'):
+            FeatCos(axis)
+
 
 def test_feature_cosine_by_hand():
-    m,other,x,xa = with_tokens(),with_tokens(proj_drop_rate=.5, seed=3).train(),images(5),images(5, seed=1); c = lambda a,b,d: F.cosine_similarity(a, b, dim=d).mean(1)
-    for axis in (1,-1):
+    m, other, x, xa = with_tokens(), with_tokens(proj_drop_rate=0.5, seed=3).train(), images(5), images(5, seed=1)
+    c = lambda a, b, d: F.cosine_similarity(a, b, dim=d).mean(1)
+    for axis in (1, -1):
         assert torch.allclose(feature_cosine(m, x, xa, axis, bs=2), c(m(x), m(xa), axis), atol=1e-5)
-        got = feature_cosine(m, x, xa, axis, clean=other, bs=2); assert other.training; other.eval()
-        assert torch.allclose(got, c(other(x), m(xa), axis), atol=1e-5); other.train()                 # in evaluation mode, as the model
-    with pytest.raises(ValueError, match='5 clean images and 4'): feature_cosine(m, x, xa[:4], bs=4)
+        got = feature_cosine(m, x, xa, axis, clean=other, bs=2)
+        assert other.training
+        other.eval()
+        # in evaluation mode, as the model
+        assert torch.allclose(got, c(other(x), m(xa), axis), atol=1e-5)
+        other.train()
+    with pytest.raises(ValueError, match='5 clean images and 4'):
+        feature_cosine(m, x, xa[:4], bs=4)
+
 
 def test_masks_of_any_integer_type_and_without_pixels():
-    torch.manual_seed(0); z,y = torch.randn(2,3,4,4),torch.randint(0,3,(2,4,4)); y[0,:2] = 255
+    torch.manual_seed(0)
+    z, y = torch.randn(2, 3, 4, 4), torch.randint(0, 3, (2, 4, 4))
+    y[0, :2] = 255
     for t in (torch.uint8, torch.int32, torch.int64):
-        assert torch.equal(seg_loss(z, y.to(t)), F.cross_entropy(z, y, ignore_index=255)) and torch.equal(mask_ce(y.to(t))(z, None), mask_ce(y)(z, None))
-    y[0] = 255; w = z[:1].clone().requires_grad_(); v = seg_loss(w, y[:1]); v.backward(); assert v==0 and (w.grad==0).all()
-    assert miou(*iou_counts(z, y), per_image=True)==pytest.approx(miou(*iou_counts(z[1:], y[1:]), per_image=True))
+        assert torch.equal(seg_loss(z, y.to(t)), F.cross_entropy(z, y, ignore_index=255)) and torch.equal(
+            mask_ce(y.to(t))(z, None), mask_ce(y)(z, None)
+        )
+    y[0] = 255
+    w = z[:1].clone().requires_grad_()
+    v = seg_loss(w, y[:1])
+    v.backward()
+    assert v == 0 and (w.grad == 0).all()
+    assert miou(*iou_counts(z, y), per_image=True) == pytest.approx(miou(*iou_counts(z[1:], y[1:]), per_image=True))
+
 
 def test_tokens_into_a_cnn(tmp_path):
-    save_tokens(with_tokens(), tmp_path/'t.safetensors')
-    with pytest.raises(TypeError, match='Sequential has no tokens: use a timm ViT of width 32'): load_tokens(nn.Sequential(nn.Conv2d(1,1,1)), tmp_path/'t.safetensors')
+    save_tokens(with_tokens(), tmp_path / 't.safetensors')
+    with pytest.raises(TypeError, match='Sequential has no tokens: use a timm ViT of width 32'):
+        load_tokens(nn.Sequential(nn.Conv2d(1, 1, 1)), tmp_path / 't.safetensors')
 
-# --- a loss of one's own ------------------------------------------------------------------------------------------------------------
+
+# --- a loss of one's own
+# ------------------------------------------------------------------------------------------------------------
+
 
 class Twice(FeatCos):
     "A Learner's loss that is not the plain cosine"
-    def __call__(self, f, f0): return 2*super().__call__(f, f0)
-@pytest.mark.parametrize('loss', [FeatCos(), FeatCos(-1), FeatCos(reduction='sum'), Twice(), Twice(-1, 'sum')], ids=repr)
-@pytest.mark.parametrize('cbs', [[], [MixUp]], ids=['plain','mixup'])
+
+    def __call__(self, f, f0):
+        return 2 * super().__call__(f, f0)
+
+
+@pytest.mark.parametrize(
+    'loss', [FeatCos(), FeatCos(-1), FeatCos(reduction='sum'), Twice(), Twice(-1, 'sum')], ids=repr
+)
+@pytest.mark.parametrize('cbs', [[], [MixUp]], ids=['plain', 'mixup'])
 def test_both_terms_are_the_learners_loss(loss, cbs):
     got = []
-    def look(self):
-        f,f_adv = self.model(self.x).chunk(2)
-        got.append((self.learn.loss_grad.item(), (loss(f, self.y)+.5*loss(f_adv, self.y)).item()))
-    l = learner([*[o() for o in cbs], Callback(before_backward=look)], rt=RobustTokens(FEAT2, adv_weight=.5), loss_func=loss); l.fit(1, 0.)
-    assert len(got)==4 and all(a==pytest.approx(b, rel=1e-4) for a,b in got)
 
-# --- the epochs of the Learner's life -----------------------------------------------------------------------------------------------
+    def look(self):
+        f, f_adv = self.model(self.x).chunk(2)
+        got.append((self.learn.loss_grad.item(), (loss(f, self.y) + 0.5 * loss(f_adv, self.y)).item()))
+
+    l = learner(
+        [*[o() for o in cbs], Callback(before_backward=look)], rt=RobustTokens(FEAT2, adv_weight=0.5), loss_func=loss
+    )
+    l.fit(1, 0.0)
+    assert len(got) == 4 and all(a == pytest.approx(b, rel=1e-4) for a, b in got)
+
+
+# --- the epochs of the Learner's life
+# -----------------------------------------------------------------------------------------------
+
 
 def test_four_fits_are_one_of_four_epochs():
     "The same random starts, and one curve of them all"
-    def run(fits, epochs):
-        got = []; dls = synth_dls(16, bs=8); dls.train = dls.train.new(shuffle=False)
-        l = learner([Callback(after_pred=lambda self: got.append(self.learn.robust_tokens.seed) if self.training else None)], dls=dls)
-        for _ in range(fits): l.fit(epochs, 0.)
-        return got,l.robust_tokens.df
-    (a,da),(b,db) = run(4, 1),run(1, 4)
-    assert a==b and len(set(a))==4 and da.equals(db) and len(da)==8
 
-# --- models that change their input -------------------------------------------------------------------------------------------------
+    def run(fits, epochs):
+        got = []
+        dls = synth_dls(16, bs=8)
+        dls.train = dls.train.new(shuffle=False)
+        l = learner(
+            [Callback(after_pred=lambda self: got.append(self.learn.robust_tokens.seed) if self.training else None)],
+            dls=dls,
+        )
+        for _ in range(fits):
+            l.fit(epochs, 0.0)
+        return got, l.robust_tokens.df
+
+    (a, da), (b, db) = run(4, 1), run(1, 4)
+    assert a == b and len(set(a)) == 4 and da.equals(db) and len(da) == 8
+
+
+# --- models that change their input
+# -------------------------------------------------------------------------------------------------
+
 
 class InPlace(Wrapper):
     "Normalises as careless code does: in the tensor that it was given"
-    def forward(self, x): return self.model(x.sub_(.5).div_(.5))
-def in_place(m): return InPlace(m.model)
-ASK = dict(cosine=lambda m,x: feature_cosine(m, x, 1-x), clean=lambda m,x: feature_cosine(m, x, 1-x, clean=m), activations=largest_activations,
-    attack=lambda m,x: TokenAttack(.1, std=(.5,), steps=3)(m, x))
+
+    def forward(self, x):
+        return self.model(x.sub_(0.5).div_(0.5))
+
+
+def in_place(m):
+    return InPlace(m.model)
+
+
+ASK = dict(
+    cosine=lambda m, x: feature_cosine(m, x, 1 - x),
+    clean=lambda m, x: feature_cosine(m, x, 1 - x, clean=m),
+    activations=largest_activations,
+    attack=lambda m, x: TokenAttack(0.1, std=(0.5,), steps=3)(m, x),
+)
+
+
 @pytest.mark.parametrize('k', ASK)
 def test_nothing_changes_the_images(k):
-    m,x = with_tokens(),images(); keep = x.clone(); want = ASK[k](m, x)
+    m, x = with_tokens(), images()
+    keep = x.clone()
+    want = ASK[k](m, x)
     assert torch.allclose(ASK[k](in_place(m), x), want, atol=1e-6) and torch.equal(x, keep)
-def train_tokens(m, dls): learner(model=m, dls=dls).fit(1, 1e-2); return tokens_of(m).weight
-def train_head(m, dls): set_seed(0); return fit_head(LinearProbe(m, 4), dls, 2).head.weight
+
+
+def train_tokens(m, dls):
+    learner(model=m, dls=dls).fit(1, 1e-2)
+    return tokens_of(m).weight
+
+
+def train_head(m, dls):
+    set_seed(0)
+    return fit_head(LinearProbe(m, 4), dls, 2).head.weight
+
+
 @pytest.mark.parametrize('train', [train_tokens, train_head])
 def test_an_in_place_model_trains_the_same(train):
     ws = []
     for f in (lambda m: m, in_place):
-        dls = synth_dls(32); dls.train = dls.train.new(shuffle=False); x = torch.stack([o[0] for o in dls.train_ds])
+        dls = synth_dls(32)
+        dls.train = dls.train.new(shuffle=False)
+        x = torch.stack([o[0] for o in dls.train_ds])
         ws.append(train(f(with_tokens()), dls).detach())
         assert torch.equal(torch.stack([o[0] for o in dls.train_ds]), x)
     assert torch.allclose(*ws, atol=1e-5)
 
-# --- whose file is it? --------------------------------------------------------------------------------------------------------------
 
-OTHERS = dict(weights=(dict(seed=3), 'another backbone'), heads=(dict(num_heads=4), 'attention heads'), activation=(dict(act_layer='quick_gelu'), 'activation'))
+# --- whose file is it?
+# --------------------------------------------------------------------------------------------------------------
+
+OTHERS = dict(
+    weights=(dict(seed=3), 'another backbone'),
+    heads=(dict(num_heads=4), 'attention heads'),
+    activation=(dict(act_layer='quick_gelu'), 'activation'),
+)
+
+
 @pytest.mark.parametrize('k', OTHERS)
 def test_files_know_their_backbone(k, tmp_path):
-    kw,words = OTHERS[k]; save_tokens(with_tokens(), f := tmp_path/'t.safetensors')
+    kw, words = OTHERS[k]
+    save_tokens(with_tokens(), f := tmp_path / 't.safetensors')
     for m in (tiny_vit(num_classes=4, **kw), with_tokens(**kw)):
         before = state(m)
-        with pytest.raises(ValueError, match=words): load_tokens(m, f)
-        assert list(m.state_dict())==list(before) and changed(m, before)==[]
+        with pytest.raises(ValueError, match=words):
+            load_tokens(m, f)
+        assert list(m.state_dict()) == list(before) and changed(m, before) == []
+
+
 def test_the_classifier_does_not_belong_to_it(tmp_path):
     "Tokens are trained on features: another head, or tokens already there, make no other backbone"
-    save_tokens(with_tokens(), f := tmp_path/'t.safetensors'); m = tiny_vit(num_classes=4); m.model.reset_classifier(7)
+    save_tokens(with_tokens(), f := tmp_path / 't.safetensors')
+    m = tiny_vit(num_classes=4)
+    m.model.reset_classifier(7)
     want = tokens_of(with_tokens()).weight
-    for m in (m, add_tokens(tiny_vit(num_classes=4), 4, 'tokens')): assert torch.equal(tokens_of(load_tokens(m, f)).weight, want)
-def test_files_know_how_images_were_normalised(tmp_path):
-    save_tokens(with_tokens(), f := tmp_path/'t.safetensors')
-    with pytest.raises(ValueError, match=r'std \[0.5\].*\[0.2\]'): load_tokens(Normalized(tiny_vit(num_classes=4).model, [.5], [.2]), f)
-def test_tokens_of_a_normalised_model_on_a_bare_one_are_told(tmp_path):
-    save_tokens(with_tokens(), f := tmp_path/'t.safetensors')
-    with pytest.warns(UserWarning, match=r'mean \[0.5\].*this model has no Normalized'): bare = load_tokens(tiny_vit(num_classes=4).model, f)
-    save_tokens(bare, f)
-    with pytest.warns(UserWarning, match='without Normalized, this model has a Normalized'): load_tokens(tiny_vit(num_classes=4), f)
-    with warnings.catch_warnings(): warnings.simplefilter('error'); load_tokens(tiny_vit(num_classes=4).model, f)
+    for m in (m, add_tokens(tiny_vit(num_classes=4), 4, 'tokens')):
+        assert torch.equal(tokens_of(load_tokens(m, f)).weight, want)
 
-# --- what is frozen stands still ----------------------------------------------------------------------------------------------------
+
+def test_files_know_how_images_were_normalised(tmp_path):
+    save_tokens(with_tokens(), f := tmp_path / 't.safetensors')
+    with pytest.raises(ValueError, match=r'std \[0.5\].*\[0.2\]'):
+        load_tokens(Normalized(tiny_vit(num_classes=4).model, [0.5], [0.2]), f)
+
+
+def test_tokens_of_a_normalised_model_on_a_bare_one_are_told(tmp_path):
+    save_tokens(with_tokens(), f := tmp_path / 't.safetensors')
+    with pytest.warns(UserWarning, match=r'mean \[0.5\].*this model has no Normalized'):
+        bare = load_tokens(tiny_vit(num_classes=4).model, f)
+    save_tokens(bare, f)
+    with pytest.warns(UserWarning, match='without Normalized, this model has a Normalized'):
+        load_tokens(tiny_vit(num_classes=4), f)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        load_tokens(tiny_vit(num_classes=4).model, f)
+
+
+# --- what is frozen stands still
+# ----------------------------------------------------------------------------------------------------
+
 
 def probe_learner(probe, cb, **kw):
-    def split(p): return [list(p.model.parameters()),list(p.head.parameters())]
-    l = synth_learner(model=probe, cbs=cb, splitter=split, train_bn=False, **kw); l.freeze(); return l
-@pytest.mark.parametrize('cb', [lambda: [], lambda: [AdvTrain(PGD(.1, steps=1))], lambda: [TRADES(PGD(.1, steps=1))]], ids=['clean','adv','trades'])
+    def split(p):
+        return [list(p.model.parameters()), list(p.head.parameters())]
+
+    l = synth_learner(model=probe, cbs=cb, splitter=split, train_bn=False, **kw)
+    l.freeze()
+    return l
+
+
+@pytest.mark.parametrize(
+    'cb',
+    [lambda: [], lambda: [AdvTrain(PGD(0.1, steps=1))], lambda: [TRADES(PGD(0.1, steps=1))]],
+    ids=['clean', 'adv', 'trades'],
+)
 def test_the_backbone_of_a_probe_stands_still(cb):
-    m = bn_vit(); before,z = state(m),m(images()); p = LinearProbe(m, 4); w = p.head.weight.detach().clone(); awake = set()
-    l = probe_learner(p, cb()); l.add_cb(Callback(after_pred=lambda self: awake.update(n for n,o in self.model.named_modules() if self.training and o.training)))
+    m = bn_vit()
+    before, z = state(m), m(images())
+    p = LinearProbe(m, 4)
+    w = p.head.weight.detach().clone()
+    awake = set()
+    l = probe_learner(p, cb())
+    l.add_cb(
+        Callback(
+            after_pred=lambda self: awake.update(
+                n for n, o in self.model.named_modules() if self.training and o.training
+            )
+        )
+    )
     l.fit(1, 1e-2)
-    assert changed(m, before)==[] and not torch.equal(p.head.weight, w) and awake=={'','head'}
+    assert changed(m, before) == [] and not torch.equal(p.head.weight, w) and awake == {'', 'head'}
     assert torch.equal(m.eval()(images()), z)
+
+
 def test_a_probe_that_trains_all_of_itself_is_in_training_mode():
-    p = LinearProbe(bn_vit(), 4); assert all(o.training for o in p.train().modules()) and not any(o.training for o in p.eval().modules())
+    p = LinearProbe(bn_vit(), 4)
+    assert all(o.training for o in p.train().modules()) and not any(o.training for o in p.eval().modules())
 
-# --- a second copy, none at all, and the wrong ones ---------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('cbs', [lambda: [RobustTokens(FEAT2)], lambda: [TRADES(PGD(.1, steps=1))], lambda: [AdvTrain(PGD(.1, steps=1))]])
+# --- a second copy, none at all, and the wrong ones
+# ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'cbs', [lambda: [RobustTokens(FEAT2)], lambda: [TRADES(PGD(0.1, steps=1))], lambda: [AdvTrain(PGD(0.1, steps=1))]]
+)
 @pytest.mark.parametrize('run', [lambda l: l.fit(1)])
 def test_only_one_attacks_the_training_images(cbs, run):
-    with pytest.raises(ValueError, match='has two'): run(learner(cbs()))
+    with pytest.raises(ValueError, match='has two'):
+        run(learner(cbs()))
+
+
 def test_two_would_attack_validation_twice():
-    with pytest.raises(ValueError, match='has two'): learner([RobustTokens(FEAT2)]).validate()
+    with pytest.raises(ValueError, match='has two'):
+        learner([RobustTokens(FEAT2)]).validate()
+
+
 def test_no_tokens(tmp_path):
     m = add_tokens(tiny_vit(num_classes=4), 0, 'cls_patch')
-    with pytest.raises(ValueError, match='0 tokens.*train'): learner(model=m).fit(1)
-    with pytest.raises(ValueError, match='0 tokens.*save'): save_tokens(m, tmp_path/'t.safetensors')
+    with pytest.raises(ValueError, match='0 tokens.*train'):
+        learner(model=m).fit(1)
+    with pytest.raises(ValueError, match='0 tokens.*save'):
+        save_tokens(m, tmp_path / 't.safetensors')
     for f in (lambda: RandomTokens(with_tokens(), 0), lambda: token_sets(tiny_vit(), 2, 0)):
-        with pytest.raises(ValueError, match='whole number >= 1'): f()
-def test_a_probe_of_a_probe_is_refused():
-    with pytest.raises(ValueError, match='probe already'): SegProbe(WithoutTokens(LinearProbe(with_tokens(), 4)), 4)
-def test_random_tokens_where_there_are_none_to_replace():
-    with pytest.raises(ValueError, match='without any tokens'): RandomTokens(WithoutTokens(with_tokens()))
-@pytest.mark.parametrize('a', [WorstCase([FEAT2]), AutoAttack(.1), Transfer(tiny_vit(), PGD(.1)), Transfer(tiny_vit(), WorstCase([FEAT2]))], ids=repr)
-def test_attacks_that_need_labels_are_refused_at_once(a):
-    with pytest.raises(ValueError, match='train without labels'): RobustTokens(a)
-def test_another_surrogate_is_an_attack_on_features():
-    learner(rt=RobustTokens(Transfer(add_tokens(tiny_vit(seed=3), 0, 'cls_patch'), FEAT2)), dls=synth_dls(8, bs=8)).fit(1, 1e-3)
+        with pytest.raises(ValueError, match='whole number >= 1'):
+            f()
 
-# --- a schedule of the radius ---------------------------------------------------------------------------------------------------------
+
+def test_a_probe_of_a_probe_is_refused():
+    with pytest.raises(ValueError, match='probe already'):
+        SegProbe(WithoutTokens(LinearProbe(with_tokens(), 4)), 4)
+
+
+def test_random_tokens_where_there_are_none_to_replace():
+    with pytest.raises(ValueError, match='without any tokens'):
+        RandomTokens(WithoutTokens(with_tokens()))
+
+
+@pytest.mark.parametrize(
+    'a',
+    [WorstCase([FEAT2]), AutoAttack(0.1), Transfer(tiny_vit(), PGD(0.1)), Transfer(tiny_vit(), WorstCase([FEAT2]))],
+    ids=repr,
+)
+def test_attacks_that_need_labels_are_refused_at_once(a):
+    with pytest.raises(ValueError, match='train without labels'):
+        RobustTokens(a)
+
+
+def test_another_surrogate_is_an_attack_on_features():
+    learner(rt=RobustTokens(Transfer(add_tokens(tiny_vit(seed=3), 0, 'cls_patch'), FEAT2)), dls=synth_dls(8, bs=8)).fit(
+        1, 1e-3
+    )
+
+
+# --- a schedule of the radius
+# ---------------------------------------------------------------------------------------------------------
+
 
 def test_token_attack_of_radius_zero():
-    x = images(); assert torch.equal(TokenAttack(0., std=(.5,), steps=2)(with_tokens(), x), x)
+    x = images()
+    assert torch.equal(TokenAttack(0.0, std=(0.5,), steps=2)(with_tokens(), x), x)
+
+
 def test_token_attack_is_the_same_at_every_radius():
     "The shape of the change is that of the radius it was given for: half the radius, half the step"
-    m,x = with_tokens(),images(); a = token_attack(m, steps=1, bits=None, mse=0.); b = a.at_eps(a.eps/2)
-    assert b.alpha==pytest.approx(a.alpha/2) and (b(m, x)-x).abs().max()==pytest.approx((a(m, x)-x).abs().max().item()/2, rel=1e-4)
+    m, x = with_tokens(), images()
+    a = token_attack(m, steps=1, bits=None, mse=0.0)
+    b = a.at_eps(a.eps / 2)
+    assert b.alpha == pytest.approx(a.alpha / 2) and (b(m, x) - x).abs().max() == pytest.approx(
+        (a(m, x) - x).abs().max().item() / 2, rel=1e-4
+    )
 
-# --- names ----------------------------------------------------------------------------------------------------------------------------
 
-def my_loss(f, f0): return feat_cos(f, f0)
+# --- names
+# ----------------------------------------------------------------------------------------------------------------------------
+
+
+def my_loss(f, f0):
+    return feat_cos(f, f0)
+
+
 my_loss.clean = True
+
+
 def test_names_say_which_way_is_better():
     "fastai's SaveModelCallback minimises what has `loss` or `error` in its name, and maximises the rest"
     assert 'loss' in AvgMetric(FeatCos()).name
-    for a in (TokenAttack(.1, loss=my_loss), PGD(.1, loss=FeatCos())):
-        name = RobustAccuracy(a).name; assert 'loss' not in name and 'error' not in name
+    for a in (TokenAttack(0.1, loss=my_loss), PGD(0.1, loss=FeatCos())):
+        name = RobustAccuracy(a).name
+        assert 'loss' not in name and 'error' not in name
 
-# --- copies and replicas --------------------------------------------------------------------------------------------------------------
+
+# --- copies and replicas
+# --------------------------------------------------------------------------------------------------------------
+
 
 def replicate(m):
     "A replica of a model, built as `torch.nn.parallel.replicate` builds it"
-    mods = list(m.modules()); reps = {id(o):o._replicate_for_data_parallel() for o in mods}
+    mods = list(m.modules())
+    reps = {id(o): o._replicate_for_data_parallel() for o in mods}
     for o in mods:
         r = reps[id(o)]
-        for k,v in o._modules.items(): r._modules[k] = v if v is None else reps[id(v)]
-        for k,v in o._parameters.items(): setattr(r, k, v if v is None else v.detach().clone())
-        for k,v in o._buffers.items(): r._buffers[k] = v if v is None else v.clone()
+        for k, v in o._modules.items():
+            r._modules[k] = v if v is None else reps[id(v)]
+        for k, v in o._parameters.items():
+            setattr(r, k, v if v is None else v.detach().clone())
+        for k, v in o._buffers.items():
+            r._buffers[k] = v if v is None else v.clone()
     return reps[id(m)]
+
+
 def grow(m):
     "The same model with all its weights larger"
-    with torch.no_grad(): [p.mul_(1.5) for p in m.parameters()]
+    with torch.no_grad():
+        [p.mul_(1.5) for p in m.parameters()]
     return m
-def functional(m): return lambda x: torch.func.functional_call(m, {k:1.5*v for k,v in m.named_parameters()}, (x,))
-WAYS = dict(replicate=lambda m: replicate(grow(copy.deepcopy(m))), deepcopy=lambda m: grow(copy.deepcopy(m)),
-    pickle=lambda m: grow(pickle.loads(pickle.dumps(m))), functional_call=functional)
-VIEWS = dict(model=lambda: with_tokens(), without=lambda: WithoutTokens(with_tokens()), random=lambda: RandomTokens(with_tokens(), 4, std=1.),
-    sets=lambda: token_sets(tiny_vit(num_classes=4), 3, 4, std=1.), probe=lambda: LinearProbe(with_tokens(), 4).eval(), seg=lambda: SegProbe(with_tokens(), 3).eval())
+
+
+def functional(m):
+    return lambda x: torch.func.functional_call(m, {k: 1.5 * v for k, v in m.named_parameters()}, (x,))
+
+
+WAYS = dict(
+    replicate=lambda m: replicate(grow(copy.deepcopy(m))),
+    deepcopy=lambda m: grow(copy.deepcopy(m)),
+    pickle=lambda m: grow(pickle.loads(pickle.dumps(m))),
+    functional_call=functional,
+)
+VIEWS = dict(
+    model=lambda: with_tokens(),
+    without=lambda: WithoutTokens(with_tokens()),
+    random=lambda: RandomTokens(with_tokens(), 4, std=1.0),
+    sets=lambda: token_sets(tiny_vit(num_classes=4), 3, 4, std=1.0),
+    probe=lambda: LinearProbe(with_tokens(), 4).eval(),
+    seg=lambda: SegProbe(with_tokens(), 3).eval(),
+)
+
+
 @pytest.mark.parametrize('view', VIEWS)
 @pytest.mark.parametrize('way', WAYS)
 def test_a_copy_answers_with_its_own_weights(way, view):
-    def made(): torch.manual_seed(0); return VIEWS[view]()
-    def ask(f): torch.manual_seed(3); return f(images())
-    m,z,want = made(),ask(made()),ask(grow(made()))
-    assert torch.allclose(ask(WAYS[way](m)), want, atol=1e-5) and torch.equal(ask(m), z) and (z-want).abs().max()>1e-3
-    t = tokens_of(m); assert t.n==t.weight.shape[1]==4 and 'weight' not in t.__dict__
+    def made():
+        torch.manual_seed(0)
+        return VIEWS[view]()
+
+    def ask(f):
+        torch.manual_seed(3)
+        return f(images())
+
+    m, z, want = made(), ask(made()), ask(grow(made()))
+    assert (
+        torch.allclose(ask(WAYS[way](m)), want, atol=1e-5) and torch.equal(ask(m), z) and (z - want).abs().max() > 1e-3
+    )
+    t = tokens_of(m)
+    assert t.n == t.weight.shape[1] == 4 and 'weight' not in t.__dict__
+
+
 def test_a_replica_of_a_probe_on_half_precision():
-    p = LinearProbe(with_tokens().bfloat16(), 4).eval(); x = images().bfloat16()
+    p = LinearProbe(with_tokens().bfloat16(), 4).eval()
+    x = images().bfloat16()
     assert torch.equal(replicate(p)(x), p(x))
+
+
 def test_other_tokens_do_not_reach_replicas_from_outside():
     m = nn.DataParallel(with_tokens())
     with pytest.raises(ValueError, match='DataParallel'):
-        with use_tokens(m, torch.zeros(1,2,32)): pass
-    with no_tokens(m): z = replicate(m.module)(images())
+        with use_tokens(m, torch.zeros(1, 2, 32)):
+            pass
+    with no_tokens(m):
+        z = replicate(m.module)(images())
     assert torch.equal(z, WithoutTokens(m.module)(images())) and not torch.equal(z, m.module(images()))
 
-# --- models that answer in one buffer -----------------------------------------------------------------------------------------
+
+# --- models that answer in one buffer
+# -----------------------------------------------------------------------------------------
+
 
 class OneBuffer(Wrapper):
     "Answers in the same memory at each call without gradients, as inference engines do"
+
     buf = None
+
     def forward(self, x):
         z = self.model(x)
-        if torch.is_grad_enabled() and z.requires_grad: return z
-        if self.buf is None or self.buf.shape!=z.shape: self.buf = torch.empty_like(z)
+        if torch.is_grad_enabled() and z.requires_grad:
+            return z
+        if self.buf is None or self.buf.shape != z.shape:
+            self.buf = torch.empty_like(z)
         return self.buf.copy_(z)
 
+
 def _trained_tokens(wrap):
-    l = learner(model=wrap(with_tokens()), rt=RobustTokens(PGD(.1, steps=2, restarts=2, loss=feat_cos)))
-    set_seed(0); l.fit(1, 1e-2); return l.robust_tokens.df.values
+    l = learner(model=wrap(with_tokens()), rt=RobustTokens(PGD(0.1, steps=2, restarts=2, loss=feat_cos)))
+    set_seed(0)
+    l.fit(1, 1e-2)
+    return l.robust_tokens.df.values
+
 
 def _cosine(wrap):
-    m = wrap(with_tokens(std=.5)); return feature_cosine(m, images(), images(seed=1), clean=WithoutTokens(m)).numpy()
+    m = wrap(with_tokens(std=0.5))
+    return feature_cosine(m, images(), images(seed=1), clean=WithoutTokens(m)).numpy()
+
 
 def _stored(wrap, probe):
     from robust_nbdev.robust_tokens import _frozen_features
-    ds = [(x,i%3) for i,x in enumerate(images(6))]
-    dls = DataLoaders.from_dsets(ds, ds, bs=2, device='cpu')
-    torch.manual_seed(0); return _frozen_features(probe(wrap(with_tokens())), dls.train)[0].numpy()
 
-@pytest.mark.parametrize('see', [_trained_tokens, _cosine, *[partial(_stored, probe=o) for o in
-    (lambda m: SegProbe(m, 3), lambda m: LinearProbe(m, 3), lambda m: Probe(m, nn.Linear(32, 3)))]],
-    ids=['training','feature_cosine','SegProbe','LinearProbe','Probe'])
+    ds = [(x, i % 3) for i, x in enumerate(images(6))]
+    dls = DataLoaders.from_dsets(ds, ds, bs=2, device='cpu')
+    torch.manual_seed(0)
+    return _frozen_features(probe(wrap(with_tokens())), dls.train)[0].numpy()
+
+
+@pytest.mark.parametrize(
+    'see',
+    [
+        _trained_tokens,
+        _cosine,
+        *[
+            partial(_stored, probe=o)
+            for o in (lambda m: SegProbe(m, 3), lambda m: LinearProbe(m, 3), lambda m: Probe(m, nn.Linear(32, 3)))
+        ],
+    ],
+    ids=['training', 'feature_cosine', 'SegProbe', 'LinearProbe', 'Probe'],
+)
 def test_a_model_that_answers_in_one_buffer(see):
     np.testing.assert_allclose(see(OneBuffer), see(lambda m: m), atol=1e-5)
 
-# --- compiled models ----------------------------------------------------------------------------------------------------------
+
+# --- compiled models
+# ----------------------------------------------------------------------------------------------------------
+
 
 def _given(m, x):
     w = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(2))
-    with use_tokens(m, w): return m(x)
-def _drawn(m, x): torch.manual_seed(2); return RandomTokens(m, 5, std=1.)(x)
+    with use_tokens(m, w):
+        return m(x)
+
+
+def _drawn(m, x):
+    torch.manual_seed(2)
+    return RandomTokens(m, 5, std=1.0)(x)
+
 
 @pytest.mark.parametrize('run', [_given, _drawn])
 def test_other_tokens_reach_a_compiled_model_that_has_run(run):
-    torch._dynamo.reset(); m = with_tokens(3, 'logits', std=.5); x = images(); c = torch.compile(m, backend='eager')
+    torch._dynamo.reset()
+    m = with_tokens(3, 'logits', std=0.5)
+    x = images()
+    c = torch.compile(m, backend='eager')
     with torch.no_grad():
-        own,z = c(x),run(c, x)
-        torch.testing.assert_close(z, run(m, x)); torch.testing.assert_close(c(x), own)
-        assert (z-own).abs().max()>.01
+        own, z = c(x), run(c, x)
+        torch.testing.assert_close(z, run(m, x))
+        torch.testing.assert_close(c(x), own)
+        assert (z - own).abs().max() > 0.01
+
 
 def test_deviations_in_grey_levels_are_refused():
-    with pytest.raises(ValueError, match='divide both by 255'): TokenAttack(.1, std=(58.4,57.1,57.4))
+    with pytest.raises(ValueError, match='divide both by 255'):
+        TokenAttack(0.1, std=(58.4, 57.1, 57.4))

@@ -1,4 +1,5 @@
 "RVT and FAN: sizes as published, timm's verbs, and everything of this library that reads a transformer."
+
 import copy, pickle
 import pytest, timm, torch, torch.nn.functional as F
 from torch import nn
@@ -10,194 +11,324 @@ from robust_nbdev.adv_train import *
 from robust_nbdev.rvt_fan import *
 from robust_nbdev.test_utils import *
 
-PUBLISHED = dict(rvt_tiny=(8.6,1.3), rvt_tiny_plus=(10.9,1.3), rvt_small=(22.1,4.7), rvt_small_plus=(23.3,4.7), rvt_base=(86.2,17.7), rvt_base_plus=(91.8,17.7), fan_tiny_8_p4_hybrid=(7.5,3.5), fan_small_12_p4_hybrid=(25.7,6.7), fan_base_16_p4_hybrid=(50.5,11.3))
-SMALL = ('rvt_nano','rvt_nano_plus','fan_nano_p4_hybrid','two_stages')
+PUBLISHED = dict(
+    rvt_tiny=(8.6, 1.3),
+    rvt_tiny_plus=(10.9, 1.3),
+    rvt_small=(22.1, 4.7),
+    rvt_small_plus=(23.3, 4.7),
+    rvt_base=(86.2, 17.7),
+    rvt_base_plus=(91.8, 17.7),
+    fan_tiny_8_p4_hybrid=(7.5, 3.5),
+    fan_small_12_p4_hybrid=(25.7, 6.7),
+    fan_base_16_p4_hybrid=(50.5, 11.3),
+)
+SMALL = ('rvt_nano', 'rvt_nano_plus', 'fan_nano_p4_hybrid', 'two_stages')
 small = pytest.mark.parametrize('name', SMALL)
+
 
 def net(name, seed=0, **kw):
     torch.manual_seed(seed)
     kw = {**dict(img_size=28, in_chans=1, num_classes=4), **kw}
-    if name=='two_stages': return timm.create_model('rvt_nano_plus', dims=(16,32), depths=(2,1), heads=(2,4), **kw).eval()
-    return timm.create_model(name, **{**(dict(dims=(32,), depths=(2,)) if 'rvt' in name else dict(embed_dim=32, depth=2, stem_dims=(8,8))), **kw}).eval()
-def images(n=4, size=28, c=1, seed=0): return torch.rand(n, c, size, size, generator=torch.Generator().manual_seed(seed))
+    if name == 'two_stages':
+        return timm.create_model('rvt_nano_plus', dims=(16, 32), depths=(2, 1), heads=(2, 4), **kw).eval()
+    return timm.create_model(
+        name,
+        **{**(dict(dims=(32,), depths=(2,)) if 'rvt' in name else dict(embed_dim=32, depth=2, stem_dims=(8, 8))), **kw},
+    ).eval()
+
+
+def images(n=4, size=28, c=1, seed=0):
+    return torch.rand(n, c, size, size, generator=torch.Generator().manual_seed(seed))
+
 
 @pytest.mark.parametrize('name', PUBLISHED)
 def test_sizes_are_those_published(name):
-    p,f = PUBLISHED[name]
-    ten = dict(num_classes=10) if name=='fan_small_12_p4_hybrid' else {}            # the paper repeats the number of its CIFAR table
+    p, f = PUBLISHED[name]
+    # the paper repeats the number of its CIFAR table
+    ten = dict(num_classes=10) if name == 'fan_small_12_p4_hybrid' else {}
     c = model_cost(name, **ten)
-    assert c['params']==pytest.approx(p, rel=.01)
-    assert (c['layers'] if 'fan' in name else c['all'])==pytest.approx(f, rel=.013, abs=.05)
+    assert c['params'] == pytest.approx(p, rel=0.01)
+    assert (c['layers'] if 'fan' in name else c['all']) == pytest.approx(f, rel=0.013, abs=0.05)
+
 
 def test_paas_costs_parameters_where_the_code_has_it():
-    n = lambda k,**kw: model_cost(k, **kw)['params']*1e6
-    assert round(n('rvt_tiny_plus')-n('rvt_tiny'))==10*6*196**2
-    assert round(n('rvt_base_plus', scaled=5)-n('rvt_base'))==5*12*196**2 and round(n('rvt_base_plus')-n('rvt_base'))==12*12*196**2
+    n = lambda k, **kw: model_cost(k, **kw)['params'] * 1e6
+    assert round(n('rvt_tiny_plus') - n('rvt_tiny')) == 10 * 6 * 196**2
+    assert (
+        round(n('rvt_base_plus', scaled=5) - n('rvt_base')) == 5 * 12 * 196**2
+        and round(n('rvt_base_plus') - n('rvt_base')) == 12 * 12 * 196**2
+    )
+
 
 def test_registry():
-    assert {*PUBLISHED, *SMALL[:3]}<={*timm.list_models()}
-    assert timm.create_model('rvt_nano').default_cfg['first_conv']=='patch_embed.proj.0'
-    with pytest.raises(ValueError, match='no pretrained weights'): timm.create_model('rvt_tiny', pretrained=True)
+    assert {*PUBLISHED, *SMALL[:3]} <= {*timm.list_models()}
+    assert timm.create_model('rvt_nano').default_cfg['first_conv'] == 'patch_embed.proj.0'
+    with pytest.raises(ValueError, match='no pretrained weights'):
+        timm.create_model('rvt_tiny', pretrained=True)
     for k in PUBLISHED:
-        with torch.device('meta'): m = timm.create_model(k)
-        assert m.get_classifier().out_features==1000 and in_chans(m)==3
+        with torch.device('meta'):
+            m = timm.create_model(k)
+        assert m.get_classifier().out_features == 1000 and in_chans(m) == 3
+
 
 @small
-@pytest.mark.parametrize('size,c', [(28,1),(32,3)])
+@pytest.mark.parametrize('size,c', [(28, 1), (32, 3)])
 def test_small_images(name, size, c):
     m = net(name, img_size=size, in_chans=c)
     x = images(3, size, c)
-    assert m(x).shape==(3,4) and patch_grid(m, x)==(size//4,)*2 and in_chans(m)==c
-    with pytest.raises(ValueError): net(name, img_size=30, in_chans=c)
+    assert m(x).shape == (3, 4) and patch_grid(m, x) == (size // 4,) * 2 and in_chans(m) == c
+    with pytest.raises(ValueError):
+        net(name, img_size=30, in_chans=c)
     assert Normalized(m)(x).isfinite().all()
+
 
 @small
 def test_blocks_maps_and_scale(name):
-    m,x = net(name),images()
-    z,before = m(x),state_of(m)
-    outs,z1 = block_outputs(m, x, logits=True); maps,z2 = attn_maps(m, x, logits=True)
-    assert torch.equal(z1, z) and torch.equal(z2, z) and len(outs)==len(maps)==len(vit_blocks(m))
-    for o in maps: assert torch.allclose(o.sum(-1), torch.ones(()), atol=1e-5)
-    with attn_scale(m, 1.): assert torch.allclose(m(x), z, atol=1e-6)
-    with attn_scale(m, 2.): assert not torch.allclose(m(x), z)
+    m, x = net(name), images()
+    z, before = m(x), state_of(m)
+    outs, z1 = block_outputs(m, x, logits=True)
+    maps, z2 = attn_maps(m, x, logits=True)
+    assert torch.equal(z1, z) and torch.equal(z2, z) and len(outs) == len(maps) == len(vit_blocks(m))
+    for o in maps:
+        assert torch.allclose(o.sum(-1), torch.ones(()), atol=1e-5)
+    with attn_scale(m, 1.0):
+        assert torch.allclose(m(x), z, atol=1e-6)
+    with attn_scale(m, 2.0):
+        assert not torch.allclose(m(x), z)
     pre = attn_maps(m, x, pre_softmax=True)
-    with attn_scale(m, .5): assert torch.allclose(attn_maps(m, x, pre_softmax=True)[0], pre[0]/2, atol=1e-6)
-    assert state_of(m)==before and torch.equal(m(x), z)
+    with attn_scale(m, 0.5):
+        assert torch.allclose(attn_maps(m, x, pre_softmax=True)[0], pre[0] / 2, atol=1e-6)
+    assert state_of(m) == before and torch.equal(m(x), z)
+
 
 @small
 def test_maps_do_not_depend_on_fused_attention(name):
-    m,x = net(name),images()
+    m, x = net(name), images()
     a = attn_maps(m, x)
     for o in m.modules():
-        if hasattr(o,'fused_attn'): o.fused_attn = not o.fused_attn
-    assert all(torch.allclose(p, q, atol=1e-5) for p,q in zip(a, attn_maps(m, x)))
+        if hasattr(o, 'fused_attn'):
+            o.fused_attn = not o.fused_attn
+    assert all(torch.allclose(p, q, atol=1e-5) for p, q in zip(a, attn_maps(m, x)))
+
 
 def test_position_aware_scaling_by_hand():
-    m,x = net('rvt_nano_plus'),images(2)
-    b = m.blocks[0]; t = b.norm1(m.patch_embed(x))
-    q,k,_ = b.attn.qkv(t).reshape(2, 49, 3, 4, 8).permute(2,0,3,1,4)
-    assert torch.allclose(attn_maps(m, x, pre_softmax=True)[0], q@k.transpose(-2,-1)/8**.5*b.attn.position.sigmoid(), atol=1e-5)
-    with pytest.raises(ValueError, match='made for 49 tokens'): b.attn(t[:,1:])
+    m, x = net('rvt_nano_plus'), images(2)
+    b = m.blocks[0]
+    t = b.norm1(m.patch_embed(x))
+    q, k, _ = b.attn.qkv(t).reshape(2, 49, 3, 4, 8).permute(2, 0, 3, 1, 4)
+    assert torch.allclose(
+        attn_maps(m, x, pre_softmax=True)[0], q @ k.transpose(-2, -1) / 8**0.5 * b.attn.position.sigmoid(), atol=1e-5
+    )
+    with pytest.raises(ValueError, match='made for 49 tokens'):
+        b.attn(t[:, 1:])
+
 
 def test_channel_gate_by_hand():
-    m = net('fan_nano_p4_hybrid'); a = m.blocks[0].mlp; t = torch.randn(2,49,32)
+    m = net('fan_nano_p4_hybrid')
+    a = m.blocks[0].mlp
+    t = torch.randn(2, 49, 32)
     for h in range(4):
-        q,k = a.q(t)[...,8*h:8*h+8].softmax(1),t[...,8*h:8*h+8].softmax(1).mean(-1, keepdim=True)
-        assert torch.allclose(a.gate(t)[:,8*h:8*h+8], a.tau[h]*(q.transpose(1,2)@k)[...,0].sigmoid(), atol=1e-6)
+        q, k = a.q(t)[..., 8 * h : 8 * h + 8].softmax(1), t[..., 8 * h : 8 * h + 8].softmax(1).mean(-1, keepdim=True)
+        assert torch.allclose(
+            a.gate(t)[:, 8 * h : 8 * h + 8], a.tau[h] * (q.transpose(1, 2) @ k)[..., 0].sigmoid(), atol=1e-6
+        )
+
 
 def shaken(m):
     "Every parameter and statistic moved away from where it starts, so that none is neutral"
     g = torch.Generator().manual_seed(0)
-    for p in m.parameters(): p.data += .3*torch.rand(p.shape, generator=g)
-    for n,b in m.named_buffers():
-        if 'running' in n: b += torch.rand(b.shape, generator=g)
+    for p in m.parameters():
+        p.data += 0.3 * torch.rand(p.shape, generator=g)
+    for n, b in m.named_buffers():
+        if 'running' in n:
+            b += torch.rand(b.shape, generator=g)
     return m
-def linear(m, x): return x@m.weight.T+m.bias
-def conv_tokens(c, x, hw): return F.conv2d(x.transpose(1,2).unflatten(2, hw), c.weight, c.bias, padding=c.weight.shape[-1]//2, groups=c.groups).flatten(2).transpose(1,2)
-def norm_tokens(b, x): return (x-b.running_mean)/(b.running_var+b.eps).sqrt()*b.weight+b.bias
-def ln(m, x): return (x-x.mean(-1, keepdim=True))/(x.var(-1, unbiased=False, keepdim=True)+1e-6).sqrt()*m.weight+m.bias
+
+
+def linear(m, x):
+    return x @ m.weight.T + m.bias
+
+
+def conv_tokens(c, x, hw):
+    return (
+        F.conv2d(x.transpose(1, 2).unflatten(2, hw), c.weight, c.bias, padding=c.weight.shape[-1] // 2, groups=c.groups)
+        .flatten(2)
+        .transpose(1, 2)
+    )
+
+
+def norm_tokens(b, x):
+    return (x - b.running_mean) / (b.running_var + b.eps).sqrt() * b.weight + b.bias
+
+
+def ln(m, x):
+    return (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt() * m.weight + m.bias
+
 
 @torch.no_grad()
 def test_rvt_block_by_hand():
-    m = shaken(net('rvt_nano', img_size=(20,12))); b = m.blocks[0]; x = torch.randn(2,15,32); hw = (5,3); f = b.mlp
-    y = x+b.attn(ln(b.norm1, x)); t = ln(b.norm2, y)
-    t = F.gelu(norm_tokens(f.bn1, conv_tokens(f.fc1, t, hw))); t = F.gelu(norm_tokens(f.bn2, conv_tokens(f.dw, t, hw))); t = norm_tokens(f.bn3, conv_tokens(f.fc2, t, hw))
-    assert torch.allclose(b(x), y+t, atol=1e-4, rtol=1e-4)
+    m = shaken(net('rvt_nano', img_size=(20, 12)))
+    b = m.blocks[0]
+    x = torch.randn(2, 15, 32)
+    hw = (5, 3)
+    f = b.mlp
+    y = x + b.attn(ln(b.norm1, x))
+    t = ln(b.norm2, y)
+    t = F.gelu(norm_tokens(f.bn1, conv_tokens(f.fc1, t, hw)))
+    t = F.gelu(norm_tokens(f.bn2, conv_tokens(f.dw, t, hw)))
+    t = norm_tokens(f.bn3, conv_tokens(f.fc2, t, hw))
+    assert torch.allclose(b(x), y + t, atol=1e-4, rtol=1e-4)
+
 
 @torch.no_grad()
 def test_fan_block_by_hand():
-    b = shaken(net('fan_nano_p4_hybrid')).blocks[0]; x = torch.randn(2,15,32); hw = (5,3); c = b.mlp; f = c.mlp
-    y = x+b.gamma1*b.attn(ln(b.norm1, x)); t = ln(b.norm2, y)
-    h = linear(f.fc1, t); local = conv_tokens(f.local.conv2, norm_tokens(f.local.bn, F.gelu(conv_tokens(f.local.conv1, h, hw))), hw)
-    out = c.gate(t)[:,None]*ln(c.norm, linear(f.fc2, h+f.gamma*local))
-    assert torch.allclose(b(x, *hw), y+b.gamma2*out, atol=1e-3, rtol=1e-3)
+    b = shaken(net('fan_nano_p4_hybrid')).blocks[0]
+    x = torch.randn(2, 15, 32)
+    hw = (5, 3)
+    c = b.mlp
+    f = c.mlp
+    y = x + b.gamma1 * b.attn(ln(b.norm1, x))
+    t = ln(b.norm2, y)
+    h = linear(f.fc1, t)
+    local = conv_tokens(f.local.conv2, norm_tokens(f.local.bn, F.gelu(conv_tokens(f.local.conv1, h, hw))), hw)
+    out = c.gate(t)[:, None] * ln(c.norm, linear(f.fc2, h + f.gamma * local))
+    assert torch.allclose(b(x, *hw), y + b.gamma2 * out, atol=1e-3, rtol=1e-3)
+
 
 def test_class_attention_norms_all_tokens_and_depth_drops_as_published():
-    m = net('fan_nano_p4_hybrid', drop_path_rate=.3)
-    assert all(o.tokens_norm for o in m.cls_attn_blocks) and [b.drop_path.drop_prob for b in m.blocks]==[.3,.3]
-    r = net('rvt_nano', depths=(4,), drop_path_rate=.4); assert [getattr(b.drop_path,'drop_prob',0.) for b in r.blocks]==pytest.approx([0,.1,.2,.3])
-    s = timm.create_model('rvt_small').patch_embed.proj[0]; assert (s.kernel_size,s.stride,s.padding)==((7,7),(2,2),(2,2))
+    m = net('fan_nano_p4_hybrid', drop_path_rate=0.3)
+    assert all(o.tokens_norm for o in m.cls_attn_blocks) and [b.drop_path.drop_prob for b in m.blocks] == [0.3, 0.3]
+    r = net('rvt_nano', depths=(4,), drop_path_rate=0.4)
+    assert [getattr(b.drop_path, 'drop_prob', 0.0) for b in r.blocks] == pytest.approx([0, 0.1, 0.2, 0.3])
+    s = timm.create_model('rvt_small').patch_embed.proj[0]
+    assert (s.kernel_size, s.stride, s.padding) == ((7, 7), (2, 2), (2, 2))
+
 
 @small
 def test_verbs_of_timm(name):
-    m,x = net(name),images()
+    m, x = net(name), images()
     assert torch.allclose(m.forward_head(m.forward_features(x)), m(x), atol=1e-6)
-    assert m.forward_head(m.forward_features(x), pre_logits=True).shape[-1]==m.num_features
+    assert m.forward_head(m.forward_features(x), pre_logits=True).shape[-1] == m.num_features
     fs = m.forward_intermediates(x, intermediates_only=True, output_fmt='NLC')
-    outs = [o for o in block_outputs(m, x, prefix=False)][:len(fs)]
-    assert all(torch.allclose(a, b, atol=1e-5) for a,b in zip(fs, outs))
-    m.set_grad_checkpointing(True); m.train(); m(x).sum().backward(); m.set_grad_checkpointing(False); m.eval()
-    m.reset_classifier(7); assert m(x).shape==(4,7)
-    m.reset_classifier(0); assert m(x).shape==(4,m.num_features)
-    assert set(m.group_matcher())&{'blocks'}
+    outs = [o for o in block_outputs(m, x, prefix=False)][: len(fs)]
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(fs, outs))
+    m.set_grad_checkpointing(True)
+    m.train()
+    m(x).sum().backward()
+    m.set_grad_checkpointing(False)
+    m.eval()
+    m.reset_classifier(7)
+    assert m(x).shape == (4, 7)
+    m.reset_classifier(0)
+    assert m(x).shape == (4, m.num_features)
+    assert set(m.group_matcher()) & {'blocks'}
+
 
 def test_stages_of_different_grids_have_no_pictures():
-    m,x = net('two_stages'),images()
-    assert [o.shape[1] for o in m.forward_intermediates(x, intermediates_only=True)]==[49,49,16]
-    with pytest.raises(ValueError, match='NLC'): m.forward_intermediates(x, output_fmt='NCHW')
-    assert [f['reduction'] for f in m.feature_info]==[4,4,8]
+    m, x = net('two_stages'), images()
+    assert [o.shape[1] for o in m.forward_intermediates(x, intermediates_only=True)] == [49, 49, 16]
+    with pytest.raises(ValueError, match='NLC'):
+        m.forward_intermediates(x, output_fmt='NCHW')
+    assert [f['reduction'] for f in m.feature_info] == [4, 4, 8]
+
 
 @small
 def test_refuses_what_has_no_place(name):
     m = net(name)
-    with pytest.raises(TypeError, match='no place for extra tokens'): add_tokens(m, 2)
+    with pytest.raises(TypeError, match='no place for extra tokens'):
+        add_tokens(m, 2)
     if 'fan' in name:
-        with pytest.raises(TypeError, match='xcit_stem'): xcit_stem(m, 8)
+        with pytest.raises(TypeError, match='xcit_stem'):
+            xcit_stem(m, 8)
     if 'fan' not in name:
-        with pytest.raises(ValueError, match='made for images of'): m(images(1, 32))
+        with pytest.raises(ValueError, match='made for images of'):
+            m(images(1, 32))
+
 
 @small
 def test_copies_and_files(name, tmp_path):
-    m,x = net(name),images()
-    for o in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))): assert torch.equal(o(x), m(x))
-    other = net(name, seed=1); assert not torch.equal(other(x), m(x))
-    other.load_state_dict(m.state_dict()); assert torch.equal(other(x), m(x))
+    m, x = net(name), images()
+    for o in (copy.deepcopy(m), pickle.loads(pickle.dumps(m))):
+        assert torch.equal(o(x), m(x))
+    other = net(name, seed=1)
+    assert not torch.equal(other(x), m(x))
+    other.load_state_dict(m.state_dict())
+    assert torch.equal(other(x), m(x))
+
 
 @small
 def test_attacks_see_it(name):
-    m,x,y = Normalized(net(name), [.5],[.5]).eval(),images(),torch.tensor([0,1,2,3])
-    before,fool = state_of(m),PatchFool(steps=2, block=1)
-    for a in (PGD(.1, steps=2), APGD(.1, steps=3), fool, RandomOcclusion(), ARDPRM(.1, steps=2, prm=.5, ard=.5)):
-        o = a(m, x, y); assert o.shape==x.shape and 0<=o.min() and o.max()<=1 and (not a.eps or (o-x).abs().max()<=a.eps+1e-6)
-    changed = ((fool(m, x, y)!=x).unfold(2,4,4).unfold(3,4,4).flatten(4).any(-1)).flatten(1).sum(1)
-    assert changed.tolist()==[1]*4 and state_of(m)==before
+    m, x, y = Normalized(net(name), [0.5], [0.5]).eval(), images(), torch.tensor([0, 1, 2, 3])
+    before, fool = state_of(m), PatchFool(steps=2, block=1)
+    for a in (PGD(0.1, steps=2), APGD(0.1, steps=3), fool, RandomOcclusion(), ARDPRM(0.1, steps=2, prm=0.5, ard=0.5)):
+        o = a(m, x, y)
+        assert (
+            o.shape == x.shape and 0 <= o.min() and o.max() <= 1 and (not a.eps or (o - x).abs().max() <= a.eps + 1e-6)
+        )
+    changed = ((fool(m, x, y) != x).unfold(2, 4, 4).unfold(3, 4, 4).flatten(4).any(-1)).flatten(1).sum(1)
+    assert changed.tolist() == [1] * 4 and state_of(m) == before
+
 
 @small
 def test_trains(name):
-    l = synth_learner(cbs=AdvTrain(PGD(.1, steps=1)), model=Normalized(net(name), [.5],[.5])); was = [p.detach().clone() for p in l.model.parameters()]
+    l = synth_learner(cbs=AdvTrain(PGD(0.1, steps=1)), model=Normalized(net(name), [0.5], [0.5]))
+    was = [p.detach().clone() for p in l.model.parameters()]
     l.fit(1, 1e-3)
-    assert all(not torch.equal(p, q) for p,q in zip(l.model.parameters(), was) if p.ndim>1)
+    assert all(not torch.equal(p, q) for p, q in zip(l.model.parameters(), was) if p.ndim > 1)
+
 
 def test_cost_of_grey_models():
     "Two channels less: two 3x3 kernels for each of 32 channels, at 14x14 places"
-    a,b = [model_cost('rvt_nano', size=28, in_chans=c, img_size=28) for c in (1,3)]
-    assert round((b['params']-a['params'])*1e6)==2*9*32 and (b['layers']-a['layers'])*1e9==pytest.approx(14*14*2*9*32)
+    a, b = [model_cost('rvt_nano', size=28, in_chans=c, img_size=28) for c in (1, 3)]
+    assert round((b['params'] - a['params']) * 1e6) == 2 * 9 * 32 and (
+        b['layers'] - a['layers']
+    ) * 1e9 == pytest.approx(14 * 14 * 2 * 9 * 32)
+
 
 def test_images_that_patches_do_not_tile_are_refused():
     "FAN's strides would leave the last rows and columns unseen, and the grid would be counted wrong"
     m = net('fan_nano_p4_hybrid')
-    for h,w in ((34,28),(28,30),(29,29)):
-        with pytest.raises(ValueError, match='multiple of 4'): m(torch.rand(1,1,h,w))
-    assert [o.shape[1] for o in block_outputs(m, torch.rand(1,1,36,24), prefix=False)][0]==9*6
+    for h, w in ((34, 28), (28, 30), (29, 29)):
+        with pytest.raises(ValueError, match='multiple of 4'):
+            m(torch.rand(1, 1, h, w))
+    assert [o.shape[1] for o in block_outputs(m, torch.rand(1, 1, 36, 24), prefix=False)][0] == 9 * 6
 
-@pytest.mark.parametrize('patch', [2,4,6,8,14,16,20,32])
+
+@pytest.mark.parametrize('patch', [2, 4, 6, 8, 14, 16, 20, 32])
 def test_the_stem_has_the_patches_that_it_says(patch):
-    m = timm.create_model('rvt_base', img_size=(patch*10,patch*3), patch_size=patch, dims=(8,), depths=(1,), heads=(2,), num_classes=2).eval()
-    assert m.patch_embed(torch.rand(1,3,patch*10,patch*3)).shape==(1,30,8)
+    m = timm.create_model(
+        'rvt_base',
+        img_size=(patch * 10, patch * 3),
+        patch_size=patch,
+        dims=(8,),
+        depths=(1,),
+        heads=(2,),
+        num_classes=2,
+    ).eval()
+    assert m.patch_embed(torch.rand(1, 3, patch * 10, patch * 3)).shape == (1, 30, 8)
+
+
 def test_patches_that_the_stem_cannot_make():
-    for patch in (3,18,22):
-        with pytest.raises(ValueError, match='patch_size'): timm.create_model('rvt_base', img_size=patch*10, patch_size=patch)
+    for patch in (3, 18, 22):
+        with pytest.raises(ValueError, match='patch_size'):
+            timm.create_model('rvt_base', img_size=patch * 10, patch_size=patch)
+
 
 def test_no_decay():
     assert any(k.endswith('tau') for k in no_decay_names(net('fan_nano_p4_hybrid')))
 
+
 def test_batchnorm_is_in_the_feed_forward_but_for_the_base_model():
     n = lambda k: sum(isinstance(o, nn.BatchNorm2d) for o in net(k).modules())
-    assert n('rvt_nano')==1+3*2
-    with torch.device('meta'): assert sum(isinstance(o, nn.BatchNorm2d) for o in timm.create_model('rvt_base').modules())==1
+    assert n('rvt_nano') == 1 + 3 * 2
+    with torch.device('meta'):
+        assert sum(isinstance(o, nn.BatchNorm2d) for o in timm.create_model('rvt_base').modules()) == 1
+
 
 def test_a_mask_is_not_dropped_in_silence():
-    m = ScaledAttention(8, 2, 4); x = torch.rand(1,4,8)
+    m = ScaledAttention(8, 2, 4)
+    x = torch.rand(1, 4, 8)
     assert torch.equal(m(x), m(x, attn_mask=None, is_causal=False))
-    for kw in (dict(attn_mask=torch.ones(4,4)), dict(is_causal=True)):
-        with pytest.raises(ValueError, match='no mask'): m(x, **kw)
+    for kw in (dict(attn_mask=torch.ones(4, 4)), dict(is_causal=True)):
+        with pytest.raises(ValueError, match='no mask'):
+            m(x, **kw)

@@ -1,4 +1,6 @@
-"A row is taken from disk only if the same would be computed: the attack's code and state, the model's code, weights, outputs and gradients (R31)."
+"""A row is taken from disk only if the same would be computed: the attack's code and state, the model's code, weights,
+outputs and gradients (R31)."""
+
 import copy, functools, json, os, warnings
 import numpy as np, pytest, torch
 from torch import nn
@@ -8,187 +10,395 @@ from robust_nbdev.evaluate import *
 from robust_nbdev.evaluate import Report
 from robust_nbdev.test_utils import *
 
-E = .05
+E = 0.05
+
+
 @pytest.fixture(scope='module')
 def learn():
-    l = synth_learner(dls=synth_dls(n=512, bs=32, seed=1)); l.fit_one_cycle(5, 4e-3); l.model.eval(); return l
+    l = synth_learner(dls=synth_dls(n=512, bs=32, seed=1))
+    l.fit_one_cycle(5, 4e-3)
+    l.model.eval()
+    return l
+
+
 @pytest.fixture(scope='module')
 def data():
-    x,y = zip(*[(x.as_subclass(torch.Tensor),int(y)) for x,y in synth_dls(n=320, seed=9).valid_ds]); return torch.stack(x),torch.tensor(y)
+    x, y = zip(*[(x.as_subclass(torch.Tensor), int(y)) for x, y in synth_dls(n=320, seed=9).valid_ds])
+    return torch.stack(x), torch.tensor(y)
+
 
 class Masked(nn.Module):
     "Rounds its input, which has no gradient"
-    def __init__(self, net): super().__init__(); self.net = net
-    def forward(self, x): return self.net((x*64).round()/64)
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net((x * 64).round() / 64)
+
+
 class Round(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x): return (x*64).round()/64
+    def forward(ctx, x):
+        return (x * 64).round() / 64
+
     @staticmethod
-    def backward(ctx, g): return g
+    def backward(ctx, g):
+        return g
+
+
 class Through(Masked):
     "The same with a backward that lets the gradient through (BPDA)"
-    def forward(self, x): return self.net(Round.apply(x))
+
+    def forward(self, x):
+        return self.net(Round.apply(x))
+
+
 class ByMode(Masked):
     "The two in one class, by a plain attribute"
-    through = False
-    def forward(self, x): return self.net(Round.apply(x) if self.through else (x*64).round()/64)
-class Warm(Masked):
-    t = 1.
-    def forward(self, x): return self.net(x)/self.t
 
-def rows(rep): return [(r['attack'],r['accuracy']) for r in rep.rows]
+    through = False
+
+    def forward(self, x):
+        return self.net(Round.apply(x) if self.through else (x * 64).round() / 64)
+
+
+class Warm(Masked):
+    t = 1.0
+
+    def forward(self, x):
+        return self.net(x) / self.t
+
+
+def rows(rep):
+    return [(r['attack'], r['accuracy']) for r in rep.rows]
+
+
 def again(before, after, data, attacks, out, other=None):
     "The report on `after`, after one on `before` in the same folder; and what it should be"
     robust_report(before, data, attacks, out=out)
     with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter('always'); rep = robust_report(after, data, other or attacks, out=out)
-    return rep,robust_report(after, data, other or attacks),[str(w.message) for w in heard if 'computed again' in str(w.message)]
+        warnings.simplefilter('always')
+        rep = robust_report(after, data, other or attacks, out=out)
+    return (
+        rep,
+        robust_report(after, data, other or attacks),
+        [str(w.message) for w in heard if 'computed again' in str(w.message)],
+    )
 
-def by_mode(net, through): m = ByMode(net); m.through = through; return m
-def warm(net, t): m = Warm(net); m.t = t; return m
-def renamed(net): return type('Masked', (Masked,), dict(forward=Through.forward))(net)
-MODELS = dict(bpda=lambda n: (Masked(n), Through(n)), attribute=lambda n: (by_mode(n, False), by_mode(n, True)), name=lambda n: (Masked(n), renamed(n)), temperature=lambda n: (warm(n, 1.), warm(n, 5.)))
-TOL = .05
+
+def by_mode(net, through):
+    m = ByMode(net)
+    m.through = through
+    return m
+
+
+def warm(net, t):
+    m = Warm(net)
+    m.t = t
+    return m
+
+
+def renamed(net):
+    return type('Masked', (Masked,), dict(forward=Through.forward))(net)
+
+
+MODELS = dict(
+    bpda=lambda n: (Masked(n), Through(n)),
+    attribute=lambda n: (by_mode(n, False), by_mode(n, True)),
+    name=lambda n: (Masked(n), renamed(n)),
+    temperature=lambda n: (warm(n, 1.0), warm(n, 5.0)),
+)
+TOL = 0.05
+
+
 @pytest.mark.parametrize('kind', MODELS)
 def test_the_same_weights_behind_another_backward(learn, data, tmp_path, kind):
-    a,b = MODELS[kind](learn.model); attacks = [PGD(E, steps=10, rand=False), APGD(E, steps=5)]
-    got,want,says = again(a, b, data, attacks, tmp_path)
-    assert rows(got)==rows(want) and len(says)==1 and '2 rows' in says[0] and any('computed again' in w for w in got.warnings)
-    if kind!='temperature': assert want.rows[1]['accuracy']<Report.load(tmp_path).rows[0]['accuracy']-.2
+    a, b = MODELS[kind](learn.model)
+    attacks = [PGD(E, steps=10, rand=False), APGD(E, steps=5)]
+    got, want, says = again(a, b, data, attacks, tmp_path)
+    assert (
+        rows(got) == rows(want)
+        and len(says) == 1
+        and '2 rows' in says[0]
+        and any('computed again' in w for w in got.warnings)
+    )
+    if kind != 'temperature':
+        assert want.rows[1]['accuracy'] < Report.load(tmp_path).rows[0]['accuracy'] - 0.2
     third = robust_report(b, data, attacks, out=tmp_path)
-    assert [r['seconds'] for r in third.rows[1:]]==[r['seconds'] for r in got.rows[1:]] and not any('computed again' in w for w in third.warnings)
+    assert [r['seconds'] for r in third.rows[1:]] == [r['seconds'] for r in got.rows[1:]] and not any(
+        'computed again' in w for w in third.warnings
+    )
+
 
 def classes(body):
     class Mine(PGD):
-        def update(self, x, s, g, v, i): return s
-    if body: Mine.update = lambda self, x, s, g, v, i: PGD.update(self, x, s, g, v, i)
-    Mine.__qualname__ = 'Mine'; return Mine(E, steps=4)
+        def update(self, x, s, g, v, i):
+            return s
+
+    if body:
+        Mine.update = lambda self, x, s, g, v, i: PGD.update(self, x, s, g, v, i)
+    Mine.__qualname__ = 'Mine'
+    return Mine(E, steps=4)
+
+
 class Hidden(PGD):
     "Its state does not show in what it prints"
-    def __init__(self, k): super().__init__(E, steps=3); object.__setattr__(self, 'k', k)
-    def update(self, x, s, g, v, i): return super().update(x, s, self.k*g, v, i)
+
+    def __init__(self, k):
+        super().__init__(E, steps=3)
+        object.__setattr__(self, 'k', k)
+
+    def update(self, x, s, g, v, i):
+        return super().update(x, s, self.k * g, v, i)
+
+
 class Part(functools.partial):
-    def __repr__(self): return 'part'
-def own(sign): return Part(lambda z,y,k: k*ce(z,y), k=sign)
+    def __repr__(self):
+        return 'part'
+
+
+def own(sign):
+    return Part(lambda z, y, k: k * ce(z, y), k=sign)
+
+
 class Call:
     __name__ = 'call'
-    def __init__(self, k): self.k = k
-    def __call__(self, z, y): return self.k*ce(z, y)
+
+    def __init__(self, k):
+        self.k = k
+
+    def __call__(self, z, y):
+        return self.k * ce(z, y)
+
+
 def function(k):
-    def attack(model, x, y, seed=0): return PGD(E, steps=3, loss=lambda z,y: k*ce(z,y))(model, x, y, seed=seed)
-    return type('F', (), dict(__call__=lambda s, model, x, y, seed=0: attack(model, x, y, seed=seed), __repr__=lambda s: 'F'))()
-def surrogate(seed): return Transfer(tiny_vit(num_classes=4, seed=seed), PGD(.3, steps=3))
-def bank(v): return function(torch.tensor(v))
-ATTACKS = dict(body=(classes, 0, 1), hidden=(Hidden, -1, 1), partial=(lambda k: PGD(E, steps=3, loss=own(k)), -1, 1), callable_=(lambda k: PGD(E, steps=3, loss=Call(k)), -1, 1), function=(function, -1, 1), tensor=(bank, -1., 1.), surrogate=(surrogate, 0, 1))
+    def attack(model, x, y, seed=0):
+        return PGD(E, steps=3, loss=lambda z, y: k * ce(z, y))(model, x, y, seed=seed)
+
+    return type(
+        'F', (), dict(__call__=lambda s, model, x, y, seed=0: attack(model, x, y, seed=seed), __repr__=lambda s: 'F')
+    )()
+
+
+def surrogate(seed):
+    return Transfer(tiny_vit(num_classes=4, seed=seed), PGD(0.3, steps=3))
+
+
+def bank(v):
+    return function(torch.tensor(v))
+
+
+ATTACKS = dict(
+    body=(classes, 0, 1),
+    hidden=(Hidden, -1, 1),
+    partial=(lambda k: PGD(E, steps=3, loss=own(k)), -1, 1),
+    callable_=(lambda k: PGD(E, steps=3, loss=Call(k)), -1, 1),
+    function=(function, -1, 1),
+    tensor=(bank, -1.0, 1.0),
+    surrogate=(surrogate, 0, 1),
+)
+
+
 @pytest.mark.parametrize('kind', ATTACKS)
 def test_an_attack_that_has_changed_behind_its_name(learn, data, tmp_path, kind):
-    make,a,b = ATTACKS[kind]; below = FGSM(E)
-    assert repr(make(a))==repr(make(b))
-    got,want,says = again(learn.model, learn.model, data, [make(a),below], tmp_path, [make(b),below])
-    assert rows(got)==rows(want) and len(says)==1 and repr(make(b)) in says[0]
-    with warnings.catch_warnings(): warnings.simplefilter('error'); same = robust_report(learn.model, data, [make(b),below], out=tmp_path)
-    assert [r['seconds'] for r in same.rows[1:]]==[r['seconds'] for r in got.rows[1:]]
+    make, a, b = ATTACKS[kind]
+    below = FGSM(E)
+    assert repr(make(a)) == repr(make(b))
+    got, want, says = again(learn.model, learn.model, data, [make(a), below], tmp_path, [make(b), below])
+    assert rows(got) == rows(want) and len(says) == 1 and repr(make(b)) in says[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        same = robust_report(learn.model, data, [make(b), below], out=tmp_path)
+    assert [r['seconds'] for r in same.rows[1:]] == [r['seconds'] for r in got.rows[1:]]
+
 
 @pytest.mark.parametrize('kind', ATTACKS)
 def test_a_row_that_was_cut_off_is_not_taken_from_another_attack(learn, data, tmp_path, kind):
-    make,a,b = ATTACKS[kind]
+    make, a, b = ATTACKS[kind]
+
     class Stop(nn.Module):
         left = None
-        def __init__(self): super().__init__(); self.net = learn.model
+
+        def __init__(self):
+            super().__init__()
+            self.net = learn.model
+
         def forward(self, x):
             if Stop.left is not None:
                 Stop.left -= 1
-                if Stop.left<0: raise KeyboardInterrupt
+                if Stop.left < 0:
+                    raise KeyboardInterrupt
             return self.net(x)
-    Stop.left = {'surrogate':9}.get(kind, 45)
-    with pytest.raises(KeyboardInterrupt): robust_report(Stop(), data, [make(a)], out=tmp_path, bs=4)
+
+    Stop.left = {'surrogate': 9}.get(kind, 45)
+    with pytest.raises(KeyboardInterrupt):
+        robust_report(Stop(), data, [make(a)], out=tmp_path, bs=4)
     Stop.left = None
-    assert (robust_report(Stop(), data, [make(b)], out=tmp_path, bs=4).verdicts[repr(make(b))]==robust_report(Stop(), data, [make(b)], bs=4).verdicts[repr(make(b))]).all()
+    assert (
+        robust_report(Stop(), data, [make(b)], out=tmp_path, bs=4).verdicts[repr(make(b))]
+        == robust_report(Stop(), data, [make(b)], bs=4).verdicts[repr(make(b))]
+    ).all()
+
 
 def test_a_row_that_was_cut_off_is_not_taken_from_another_model(learn, data, tmp_path):
     class Stop(nn.Module):
-        left,through = 60,False
-        def __init__(self): super().__init__(); self.net = learn.model
+        left, through = 60, False
+
+        def __init__(self):
+            super().__init__()
+            self.net = learn.model
+
         def forward(self, x):
             Stop.left -= 1
-            if Stop.left<0: raise KeyboardInterrupt
-            return self.net(Round.apply(x) if self.through else (x*64).round()/64)
+            if Stop.left < 0:
+                raise KeyboardInterrupt
+            return self.net(Round.apply(x) if self.through else (x * 64).round() / 64)
+
     a = [PGD(E, steps=10, rand=False)]
-    with pytest.raises(KeyboardInterrupt): robust_report(Stop(), data, a, out=tmp_path, bs=4)
-    Stop.left = 10**6; m = Stop(); m.through = True
-    assert rows(robust_report(m, data, a, out=tmp_path, bs=4))==rows(robust_report(m, data, a, bs=4))
+    with pytest.raises(KeyboardInterrupt):
+        robust_report(Stop(), data, a, out=tmp_path, bs=4)
+    Stop.left = 10**6
+    m = Stop()
+    m.through = True
+    assert rows(robust_report(m, data, a, out=tmp_path, bs=4)) == rows(robust_report(m, data, a, bs=4))
+
 
 def test_two_attacks_that_are_equal_and_differ_are_refused(learn, data):
-    assert Hidden(1)==Hidden(-1)
-    with pytest.raises(ValueError, match='print alike'): robust_report(learn.model, data, [Hidden(1),Hidden(-1)])
-    assert len(robust_report(learn.model, data, [Hidden(1),Hidden(1),FGSM(E),FGSM(E)]).rows)==4
+    assert Hidden(1) == Hidden(-1)
+    with pytest.raises(ValueError, match='print alike'):
+        robust_report(learn.model, data, [Hidden(1), Hidden(-1)])
+    assert len(robust_report(learn.model, data, [Hidden(1), Hidden(1), FGSM(E), FGSM(E)]).rows) == 4
+
 
 def test_a_folder_of_an_older_version_is_computed_again(learn, data, tmp_path):
-    a = [FGSM(E),PGD(E, steps=3)]; robust_report(learn.model, data, a, out=tmp_path); f = tmp_path/'report.json'
-    d = json.loads(f.read_text()); del d['meta']['code'],d['meta']['look']
-    for r in d['rows']: r.pop('identity', None); r['accuracy'] = .99
+    a = [FGSM(E), PGD(E, steps=3)]
+    robust_report(learn.model, data, a, out=tmp_path)
+    f = tmp_path / 'report.json'
+    d = json.loads(f.read_text())
+    del d['meta']['code'], d['meta']['look']
+    for r in d['rows']:
+        r.pop('identity', None)
+        r['accuracy'] = 0.99
     f.write_text(json.dumps(d))
-    with pytest.warns(UserWarning, match='an older version wrote them') as rec: rep = robust_report(learn.model, data, a, out=tmp_path)
-    assert len(rec)==1 and rows(rep)==rows(robust_report(learn.model, data, a))
+    with pytest.warns(UserWarning, match='an older version wrote them') as rec:
+        rep = robust_report(learn.model, data, a, out=tmp_path)
+    assert len(rec) == 1 and rows(rep) == rows(robust_report(learn.model, data, a))
+
 
 def test_rounding_is_not_another_model(learn, data, tmp_path, monkeypatch):
     "As on another device, or with more threads"
+
     class Other(Masked):
-        def forward(self, x): return self.net(x)*(1+float(os.environ.get('ROUNDING', 0)))
-    one = robust_report(Other(learn.model), data, [FGSM(E)], out=tmp_path); monkeypatch.setenv('ROUNDING', '1e-5')
+        def forward(self, x):
+            return self.net(x) * (1 + float(os.environ.get('ROUNDING', 0)))
+
+    one = robust_report(Other(learn.model), data, [FGSM(E)], out=tmp_path)
+    monkeypatch.setenv('ROUNDING', '1e-5')
     two = robust_report(Other(learn.model), data, [FGSM(E)], out=tmp_path)
-    assert one.rows[1]==two.rows[1] and not [o for o in two.warnings if 'again' in o]
+    assert one.rows[1] == two.rows[1] and not [o for o in two.warnings if 'again' in o]
+
 
 def test_a_random_model_is_not_refused(learn, data, tmp_path):
     g = torch.Generator().manual_seed(0)
+
     class Noisy(nn.Module):
-        def __init__(self): super().__init__(); self.net = learn.model
-        def forward(self, x): return self.net(x+.3*torch.randn(x.shape, generator=g))
+        def __init__(self):
+            super().__init__()
+            self.net = learn.model
+
+        def forward(self, x):
+            return self.net(x + 0.3 * torch.randn(x.shape, generator=g))
+
     robust_report(Noisy(), data, [FGSM(E)], out=tmp_path)
-    with pytest.warns(UserWarning, match='computed again'): rep = robust_report(Noisy(), data, [FGSM(E)], out=tmp_path)
-    assert len(rep.rows)==2
+    with pytest.warns(UserWarning, match='computed again'):
+        rep = robust_report(Noisy(), data, [FGSM(E)], out=tmp_path)
+    assert len(rep.rows) == 2
+
 
 def test_the_fingerprint_costs_nothing(learn, data):
     "The doubts look at the first batch anyway: a forward and a backward for each of two losses"
-    m = Counted(learn.model); robust_report(m, data, [], bs=len(data[0])); n = len(data[0])
-    assert m.forwards==3*n and m.backwards==2*n
+    m = Counted(learn.model)
+    robust_report(m, data, [], bs=len(data[0]))
+    n = len(data[0])
+    assert m.forwards == 3 * n and m.backwards == 2 * n
+
 
 def test_nothing_else_is_computed_again(learn, data, tmp_path):
-    att = [FGSM(E), PGD(E, steps=3), Transfer(tiny_vit(num_classes=4, seed=3), FGSM(E)), PGD(E, steps=3, loss=lambda z,y: ce(z,y))]
-    a,b = [robust_report(learn.model, data, att, out=tmp_path) for _ in '12']
-    assert [r['seconds'] for r in a.rows[1:]]==[r['seconds'] for r in b.rows[1:]] and a.warnings==b.warnings
+    att = [
+        FGSM(E),
+        PGD(E, steps=3),
+        Transfer(tiny_vit(num_classes=4, seed=3), FGSM(E)),
+        PGD(E, steps=3, loss=lambda z, y: ce(z, y)),
+    ]
+    a, b = [robust_report(learn.model, data, att, out=tmp_path) for _ in '12']
+    assert [r['seconds'] for r in a.rows[1:]] == [r['seconds'] for r in b.rows[1:]] and a.warnings == b.warnings
+
 
 class Guarded(nn.Module):
     "Smooths images that were never 8-bit files: clean outputs and gradients say nothing of `tol`"
-    def __init__(self, net, tol): super().__init__(); self.net,self.n = net,0; self.set(tol)
-    def set(self, tol): self.tol = tol
+
+    def __init__(self, net, tol):
+        super().__init__()
+        self.net, self.n = net, 0
+        self.set(tol)
+
+    def set(self, tol):
+        self.tol = tol
+
     def forward(self, x):
-        self.n += 1; self.cache = torch.ones(self.n)
-        off = (255*x-(255*x).round()).abs().amax((1,2,3))>self.tol
-        return torch.where(off[:,None], self.net(nn.functional.avg_pool2d(x.detach(), 3, 1, 1)), self.net(x))
+        self.n += 1
+        self.cache = torch.ones(self.n)
+        off = (255 * x - (255 * x).round()).abs().amax((1, 2, 3)) > self.tol
+        return torch.where(off[:, None], self.net(nn.functional.avg_pool2d(x.detach(), 3, 1, 1)), self.net(x))
+
+
 class InBuffer(Guarded):
-    def set(self, tol): self.register_buffer('tol', torch.tensor(tol), persistent=False)
+    def set(self, tol):
+        self.register_buffer('tol', torch.tensor(tol), persistent=False)
+
+
 class InClosure(Guarded):
-    def set(self, tol): self.f = lambda: tol
+    def set(self, tol):
+        self.f = lambda: tol
+
     tol = property(lambda self: self.f())
+
+
 class InGlobal(Guarded):
-    def set(self, tol): globals().update(TOL=tol)
+    def set(self, tol):
+        globals().update(TOL=tol)
+
     tol = property(lambda self: TOL)
+
+
 GUARDS = dict(attribute=Guarded, buffer=InBuffer, closure=InClosure, global_=InGlobal)
+
 
 @pytest.mark.parametrize('kind', GUARDS)
 def test_what_a_model_holds_beside_its_weights(learn, data, tmp_path, kind):
     "Only attacked images tell the two models apart; counters and caches make nothing be computed again"
-    x,y = (data[0][:64]*255).round()/255,data[1][:64]; a = [PGD(.1, steps=5)]; m = GUARDS[kind]
-    robust_report(m(learn.model, .05), (x,y), a, out=tmp_path)
-    with pytest.warns(UserWarning, match='beside its weights'): got = robust_report(m(learn.model, 1.), (x,y), a, out=tmp_path)
-    net = m(learn.model, 1.); net(x); net.register_forward_hook(lambda m,i,o: None).remove(); net.train()
-    same = robust_report(net, (x,y), a, out=tmp_path)
-    assert rows(got)==rows(robust_report(m(learn.model, 1.), (x,y), a))
-    assert same.rows[1]['seconds']==got.rows[1]['seconds'] and not any('computed again' in w for w in same.warnings)
+    x, y = (data[0][:64] * 255).round() / 255, data[1][:64]
+    a = [PGD(0.1, steps=5)]
+    m = GUARDS[kind]
+    robust_report(m(learn.model, 0.05), (x, y), a, out=tmp_path)
+    with pytest.warns(UserWarning, match='beside its weights'):
+        got = robust_report(m(learn.model, 1.0), (x, y), a, out=tmp_path)
+    net = m(learn.model, 1.0)
+    net(x)
+    net.register_forward_hook(lambda m, i, o: None).remove()
+    net.train()
+    same = robust_report(net, (x, y), a, out=tmp_path)
+    assert rows(got) == rows(robust_report(m(learn.model, 1.0), (x, y), a))
+    assert same.rows[1]['seconds'] == got.rows[1]['seconds'] and not any('computed again' in w for w in same.warnings)
+
 
 def test_rows_that_nobody_asks_for_are_not_counted(learn, data, tmp_path):
-    def broken(model, x, y, seed=0): return torch.rand_like(x)
+    def broken(model, x, y, seed=0):
+        return torch.rand_like(x)
+
     robust_report(learn.model, data, [broken], out=tmp_path)
-    with pytest.warns(UserWarning, match='does not ask for'): rep = robust_report(learn.model, data, [FGSM(.01)], out=tmp_path)
-    assert rows(rep)==rows(robust_report(learn.model, data, [FGSM(.01)])) and repr(broken) not in rep.verdicts
+    with pytest.warns(UserWarning, match='does not ask for'):
+        rep = robust_report(learn.model, data, [FGSM(0.01)], out=tmp_path)
+    assert rows(rep) == rows(robust_report(learn.model, data, [FGSM(0.01)])) and repr(broken) not in rep.verdicts

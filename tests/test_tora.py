@@ -1,9 +1,23 @@
-"TORA-ViT: every line of what issue 10 must show, the gate by hand, the two phases, fastai's contract, files, and the model left as it was."
+"""TORA-ViT: every line of what issue 10 must show, the gate by hand, the two phases, fastai's contract, files, and the
+model left as it was."""
+
 import copy, io, math, pickle
 import pytest, timm, torch, torch.nn.functional as F
 from safetensors import safe_open
 from torch import nn
-from fastai.vision.all import Callback, CancelFitException, CrossEntropyLossFlat, CutMix, DataLoaders, GradientAccumulation, Learner, MixUp, accuracy, load_learner, set_seed
+from fastai.vision.all import (
+    Callback,
+    CancelFitException,
+    CrossEntropyLossFlat,
+    CutMix,
+    DataLoaders,
+    GradientAccumulation,
+    Learner,
+    MixUp,
+    accuracy,
+    load_learner,
+    set_seed,
+)
 from robust_nbdev.core import *
 from robust_nbdev.vit import *
 from robust_nbdev.attacks import *
@@ -14,326 +28,687 @@ from robust_nbdev.tora import *
 from robust_nbdev.test_utils import *
 from two_processes import one_and_two
 
-PGD1 = PGD(.1, steps=1)
-def images(n=4, c=1, size=28, seed=0): return (torch.rand(n, c, size, size, generator=torch.Generator().manual_seed(seed))*255).round()/255
-def make(kind='tora', d=2, noise=0., model=None, **kw):
-    torch.manual_seed(1); m = model or tiny_vit(num_classes=4)
-    m = {'tora':tora_vit, 'adapter_fusion':adapter_fusion, 'single_adapter':single_adapter, 'head_only':lambda m,d: head_only(m)}[kind](m, d=d, **kw)
+PGD1 = PGD(0.1, steps=1)
+
+
+def images(n=4, c=1, size=28, seed=0):
+    return (torch.rand(n, c, size, size, generator=torch.Generator().manual_seed(seed)) * 255).round() / 255
+
+
+def make(kind='tora', d=2, noise=0.0, model=None, **kw):
+    torch.manual_seed(1)
+    m = model or tiny_vit(num_classes=4)
+    m = {
+        'tora': tora_vit,
+        'adapter_fusion': adapter_fusion,
+        'single_adapter': single_adapter,
+        'head_only': lambda m, d: head_only(m),
+    }[kind](m, d=d, **kw)
     for p in m.parameters():
-        if p.requires_grad: p.data += noise*torch.randn_like(p)
+        if p.requires_grad:
+            p.data += noise * torch.randn_like(p)
     return m
-def learner(model=None, cbs=(), cb=None, **kw): return synth_learner(model=model or make(), cbs=[cb or TORA(PGD1), *cbs], **kw)
-def state(m): return {k:v.clone() for k,v in m.state_dict().items()}
-def changed(m, before): return [k for k,v in m.state_dict().items() if not torch.equal(v, before[k])]
-KINDS = dict(tora={}, key=dict(gate='key'), both=dict(gate='both'), diagonal=dict(gate='diagonal'), folded=dict(folded=True), adapter_fusion=dict(kind='adapter_fusion'), single_adapter=dict(kind='single_adapter'), head_only=dict(kind='head_only'))
+
+
+def learner(model=None, cbs=(), cb=None, **kw):
+    return synth_learner(model=model or make(), cbs=[cb or TORA(PGD1), *cbs], **kw)
+
+
+def state(m):
+    return {k: v.clone() for k, v in m.state_dict().items()}
+
+
+def changed(m, before):
+    return [k for k, v in m.state_dict().items() if not torch.equal(v, before[k])]
+
+
+KINDS = dict(
+    tora={},
+    key=dict(gate='key'),
+    both=dict(gate='both'),
+    diagonal=dict(gate='diagonal'),
+    folded=dict(folded=True),
+    adapter_fusion=dict(kind='adapter_fusion'),
+    single_adapter=dict(kind='single_adapter'),
+    head_only=dict(kind='head_only'),
+)
 kinds = pytest.mark.parametrize('k', KINDS)
 
-# --- the model ------------------------------------------------------------------------------------------------------------------
+# --- the model
+# ------------------------------------------------------------------------------------------------------------------
+
 
 @kinds
-@pytest.mark.parametrize('net', [dict(), dict(reg_tokens=2), dict(init_values=.1), dict(pre_norm=True), dict(fc_norm=True), dict(qk_norm=True)], ids=['plain','registers','layerscale','pre_norm','fc_norm','qk_norm'])
+@pytest.mark.parametrize(
+    'net',
+    [dict(), dict(reg_tokens=2), dict(init_values=0.1), dict(pre_norm=True), dict(fc_norm=True), dict(qk_norm=True)],
+    ids=['plain', 'registers', 'layerscale', 'pre_norm', 'fc_norm', 'qk_norm'],
+)
 def test_step_0_is_the_pretrained_model(k, net):
-    x,m = images(),tiny_vit(num_classes=4, **net)
-    m.model.cls_token.data.normal_(); m.model.head.weight.data.normal_()
-    z = m(x); n = sum(p.numel() for p in m.parameters()); t = make(model=m, **KINDS[k])
-    assert (t(x)-z).abs().max()<1e-5 and t is m and not t.training
+    x, m = images(), tiny_vit(num_classes=4, **net)
+    m.model.cls_token.data.normal_()
+    m.model.head.weight.data.normal_()
+    z = m(x)
+    n = sum(p.numel() for p in m.parameters())
+    t = make(model=m, **KINDS[k])
+    assert (t(x) - z).abs().max() < 1e-5 and t is m and not t.training
     for fused in (False, True):
-        for b in t.model.blocks: b.attn.fused_attn = fused
-        assert (t(x)-z).abs().max()<1e-5
-    assert sum(p.numel() for p in m.parameters() if not p.requires_grad)==n
+        for b in t.model.blocks:
+            b.attn.fused_attn = fused
+        assert (t(x) - z).abs().max() < 1e-5
+    assert sum(p.numel() for p in m.parameters() if not p.requires_grad) == n
+
 
 @kinds
 def test_remove_brings_the_model_back_to_the_bit(k):
-    x,m = images(),tiny_vit(num_classes=4)
-    next(m.parameters()).requires_grad_(False); before,z = state_of(m),m(x)
-    t = make(model=m, noise=.1, **KINDS[k]); assert not torch.equal(t(x), z)
+    x, m = images(), tiny_vit(num_classes=4)
+    next(m.parameters()).requires_grad_(False)
+    before, z = state_of(m), m(x)
+    t = make(model=m, noise=0.1, **KINDS[k])
+    assert not torch.equal(t(x), z)
     remove_tora(m)
-    assert torch.equal(m(x), z) and repr(state_of(m))==repr(before)
-    with pytest.raises(ValueError, match='nothing to remove'): remove_tora(m)
+    assert torch.equal(m(x), z) and repr(state_of(m)) == repr(before)
+    with pytest.raises(ValueError, match='nothing to remove'):
+        remove_tora(m)
+
 
 def test_a_model_without_the_right_place_is_refused():
-    for f in (lambda: tora_vit(timm.create_model('resnet18')), lambda: tora_vit(tiny_vit(class_token=False, global_pool='avg'))):
-        with pytest.raises(TypeError, match='class token'): f()
-    with pytest.raises(ValueError, match='one head'): tora_vit(tiny_vit(global_pool='avg'))
-    with pytest.raises(ValueError, match='one head'): tora_vit(tiny_vit(num_classes=0))
-    with pytest.raises(ValueError, match='one head'): tora_vit(timm.create_model('deit_tiny_distilled_patch16_224'))
-    with pytest.raises(ValueError, match='already'): tora_vit(make())
-    with pytest.raises(ValueError, match='already'): tora_vit(add_tokens(tiny_vit(), 2))
-    with pytest.raises(ValueError, match="gate must be one of"): tora_vit(tiny_vit(), gate='row')
-    with pytest.raises(ValueError, match='folded'): tora_vit(tiny_vit(), gate='key', folded=True)
-    with pytest.raises(ValueError, match='whole number'): tora_vit(tiny_vit(), d=0)
-    with pytest.raises(TypeError, match='from its name'): tora_vit(tiny_vit(), num_classes=3)
-    m = tiny_vit(); before = repr(state_of(m))
-    for f in (lambda: tora_vit(m, gate='row'), lambda: tora_vit(m, d=.5)):
-        with pytest.raises(ValueError): f()
-    assert repr(state_of(m))==before                       # a refusal changes nothing
+    for f in (
+        lambda: tora_vit(timm.create_model('resnet18')),
+        lambda: tora_vit(tiny_vit(class_token=False, global_pool='avg')),
+    ):
+        with pytest.raises(TypeError, match='class token'):
+            f()
+    with pytest.raises(ValueError, match='one head'):
+        tora_vit(tiny_vit(global_pool='avg'))
+    with pytest.raises(ValueError, match='one head'):
+        tora_vit(tiny_vit(num_classes=0))
+    with pytest.raises(ValueError, match='one head'):
+        tora_vit(timm.create_model('deit_tiny_distilled_patch16_224'))
+    with pytest.raises(ValueError, match='already'):
+        tora_vit(make())
+    with pytest.raises(ValueError, match='already'):
+        tora_vit(add_tokens(tiny_vit(), 2))
+    with pytest.raises(ValueError, match="gate must be one of"):
+        tora_vit(tiny_vit(), gate='row')
+    with pytest.raises(ValueError, match='folded'):
+        tora_vit(tiny_vit(), gate='key', folded=True)
+    with pytest.raises(ValueError, match='whole number'):
+        tora_vit(tiny_vit(), d=0)
+    with pytest.raises(TypeError, match='from its name'):
+        tora_vit(tiny_vit(), num_classes=3)
+    m = tiny_vit()
+    before = repr(state_of(m))
+    for f in (lambda: tora_vit(m, gate='row'), lambda: tora_vit(m, d=0.5)):
+        with pytest.raises(ValueError):
+            f()
+    assert repr(state_of(m)) == before  # a refusal changes nothing
+
 
 def test_by_name_inside_normalized():
     m = tora_vit('vit_tiny_patch16_224', pretrained=False, num_classes=5, img_size=32)
-    assert isinstance(m, Normalized) and m(images(2, 3, 32)).shape==(2,5) and m.model.tora.about['d']==12
+    assert isinstance(m, Normalized) and m(images(2, 3, 32)).shape == (2, 5) and m.model.tora.about['d'] == 12
+
 
 def test_each_adapter_sees_its_own_token():
     "What is done to [ROB] does not reach the accuracy adapter of that block, and the other way round"
-    b = Branches(8, 3).eval(); nn.init.normal_(b.sides['acc'].up.weight); nn.init.normal_(b.sides['rob'].up.weight)
+    b = Branches(8, 3).eval()
+    nn.init.normal_(b.sides['acc'].up.weight)
+    nn.init.normal_(b.sides['rob'].up.weight)
     seen = {}
-    for k,a in b.sides.items(): a.register_forward_hook(lambda m,i,o,k=k: seen.update({k:i[0].clone()}))
-    z = torch.randn(2,6,8); b(z)
-    assert torch.equal(seen['acc'], z[:,[0,2,3,4,5]]) and torch.equal(seen['rob'], z[:,1:])
+    for k, a in b.sides.items():
+        a.register_forward_hook(lambda m, i, o, k=k: seen.update({k: i[0].clone()}))
+    z = torch.randn(2, 6, 8)
+    b(z)
+    assert torch.equal(seen['acc'], z[:, [0, 2, 3, 4, 5]]) and torch.equal(seen['rob'], z[:, 1:])
 
-@pytest.mark.parametrize('split', [True,False])
-@pytest.mark.parametrize('how', ['adapter','key','both','diagonal'])
+
+@pytest.mark.parametrize('split', [True, False])
+@pytest.mark.parametrize('how', ['adapter', 'key', 'both', 'diagonal'])
 def test_fusion_against_loops(how, split):
     "Entry by entry, with no shared code"
-    torch.manual_seed(0); b = Branches(6, 3, how=how, split=split)
-    for p in b.parameters(): p.data.normal_()
-    z = torch.randn(1,5,6); ks = ([0,2,3,4],[1,2,3,4]) if split else ([0,1,2,3,4],)*2; N = len(ks[0])
-    deltas = [[b.sides[s].up(torch.relu(b.sides[s].down(z[0,j]))) for j in o] for s,o in zip(('acc','rob'), ks)]
-    feats = [[z[0,j]+d for j,d in zip(o,dd)] for o,dd in zip(ks,deltas)]
-    W = {k:getattr(b.gate,k).weight for k in 'qkv'}
+    torch.manual_seed(0)
+    b = Branches(6, 3, how=how, split=split)
+    for p in b.parameters():
+        p.data.normal_()
+    z = torch.randn(1, 5, 6)
+    ks = ([0, 2, 3, 4], [1, 2, 3, 4]) if split else ([0, 1, 2, 3, 4],) * 2
+    N = len(ks[0])
+    deltas = [[b.sides[s].up(torch.relu(b.sides[s].down(z[0, j]))) for j in o] for s, o in zip(('acc', 'rob'), ks)]
+    feats = [[z[0, j] + d for j, d in zip(o, dd)] for o, dd in zip(ks, deltas)]
+    W = {k: getattr(b.gate, k).weight for k in 'qkv'}
     want = z.clone()
     for i in range(5):
-        s = torch.stack([torch.stack([(W['q']@z[0,i])@(W['k']@f)/6**.5 for f in fs]) for fs in feats])           # [2,N]
-        own = (max(i-1,0) if split else i)
-        g = {'adapter':s.softmax(0)/N, 'key':s.softmax(1)/2, 'both':s.flatten().softmax(0).view(2,N), 'diagonal':s.softmax(0)*F.one_hot(torch.tensor(own), N)}[how]
-        want[0,i] += sum(g[x,j]*(W['v']@deltas[x][j]) for x in (0,1) for j in range(N))
+        s = torch.stack(
+            [torch.stack([(W['q'] @ z[0, i]) @ (W['k'] @ f) / 6**0.5 for f in fs]) for fs in feats]
+        )  # [2,N]
+        own = max(i - 1, 0) if split else i
+        g = {
+            'adapter': s.softmax(0) / N,
+            'key': s.softmax(1) / 2,
+            'both': s.flatten().softmax(0).view(2, N),
+            'diagonal': s.softmax(0) * F.one_hot(torch.tensor(own), N),
+        }[how]
+        want[0, i] += sum(g[x, j] * (W['v'] @ deltas[x][j]) for x in (0, 1) for j in range(N))
     assert torch.allclose(b(z), want, atol=1e-4, rtol=1e-4)
     w = b.gate.weights(z, *[torch.stack(f)[None] for f in feats])
-    assert torch.allclose({'adapter':w.sum(1), 'diagonal':w.sum(1), 'key':w.sum(-1), 'both':w.sum((1,3))}[how], torch.ones(()), atol=1e-5)
+    assert torch.allclose(
+        {'adapter': w.sum(1), 'diagonal': w.sum(1), 'key': w.sum(-1), 'both': w.sum((1, 3))}[how],
+        torch.ones(()),
+        atol=1e-5,
+    )
+
 
 def test_folded_is_the_same_function_with_the_same_gradients():
-    a,b = make(noise=.3),make(noise=.3, folded=True); b.load_state_dict(a.state_dict()); x = images()
-    for m in (a,b): m(x).square().sum().backward()
-    assert torch.allclose(a(x), b(x), atol=1e-5) and all((p.grad is None)==(q.grad is None) and (p.grad is None or (p.grad-q.grad).norm()<=1e-4*p.grad.norm()+1e-6) for p,q in zip(a.parameters(), b.parameters()))
+    a, b = make(noise=0.3), make(noise=0.3, folded=True)
+    b.load_state_dict(a.state_dict())
+    x = images()
+    for m in (a, b):
+        m(x).square().sum().backward()
+    assert torch.allclose(a(x), b(x), atol=1e-5) and all(
+        (p.grad is None) == (q.grad is None)
+        and (p.grad is None or (p.grad - q.grad).norm() <= 1e-4 * p.grad.norm() + 1e-6)
+        for p, q in zip(a.parameters(), b.parameters())
+    )
 
-@pytest.mark.parametrize('k', [k for k in KINDS if k not in ('head_only','single_adapter')])
+
+@pytest.mark.parametrize('k', [k for k in KINDS if k not in ('head_only', 'single_adapter')])
 def test_every_part_gets_a_gradient(k):
-    m = make(noise=.1, d=16, **KINDS[k]); m(images()).square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum()>0 for o in tora_parts(m).values() for p in o)
+    m = make(noise=0.1, d=16, **KINDS[k])
+    m(images()).square().sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for o in tora_parts(m).values() for p in o)
     assert all(p.grad is None for p in tora_splitter(m)[0])
 
+
 def test_heads():
-    m,x = make(noise=.1),images()
-    za,zr = OneHead(m,'acc')(x),OneHead(m,'rob')(x)
-    assert torch.allclose(m(x), (za+zr)/2, atol=1e-6) and torch.equal(OneHead(m,'joint')(x), m(x)) and (za-zr).abs().max()>1e-3
-    with pytest.raises(ValueError, match="heads \\['acc', 'rob', 'joint'\\]"): OneHead(m, 'one')
-    with pytest.raises(ValueError, match='no TORA parts'): OneHead(tiny_vit(), 'acc')
+    m, x = make(noise=0.1), images()
+    za, zr = OneHead(m, 'acc')(x), OneHead(m, 'rob')(x)
+    assert (
+        torch.allclose(m(x), (za + zr) / 2, atol=1e-6)
+        and torch.equal(OneHead(m, 'joint')(x), m(x))
+        and (za - zr).abs().max() > 1e-3
+    )
+    with pytest.raises(ValueError, match="heads \\['acc', 'rob', 'joint'\\]"):
+        OneHead(m, 'one')
+    with pytest.raises(ValueError, match='no TORA parts'):
+        OneHead(tiny_vit(), 'acc')
     with pytest.raises(RuntimeError):
-        with use_head(m, 'acc'): raise RuntimeError
-    assert torch.allclose(m(x), (za+zr)/2, atol=1e-6)
-    m.train(); assert torch.allclose(OneHead(m,'rob')(x), zr, atol=1e-6); m.eval()
-    s = make('single_adapter'); assert torch.equal(OneHead(s,'one')(x), s(x))
+        with use_head(m, 'acc'):
+            raise RuntimeError
+    assert torch.allclose(m(x), (za + zr) / 2, atol=1e-6)
+    m.train()
+    assert torch.allclose(OneHead(m, 'rob')(x), zr, atol=1e-6)
+    m.eval()
+    s = make('single_adapter')
+    assert torch.equal(OneHead(s, 'one')(x), s(x))
+
 
 def test_attacks_on_it_leave_no_trace_and_images_do_not_depend_on_the_batch():
-    m,x = make(noise=.1),images(6); y = m(x).argmax(1); before = repr(state_of(m))
-    for a in (PGD(.1, steps=2), APGD(.1, steps=3), Transfer(OneHead(m,'rob'), PGD(.1, steps=2)), Transfer(WithGates(m), PGD(.1, steps=2, loss=gate_loss(4)))):
+    m, x = make(noise=0.1), images(6)
+    y = m(x).argmax(1)
+    before = repr(state_of(m))
+    for a in (
+        PGD(0.1, steps=2),
+        APGD(0.1, steps=3),
+        Transfer(OneHead(m, 'rob'), PGD(0.1, steps=2)),
+        Transfer(WithGates(m), PGD(0.1, steps=2, loss=gate_loss(4))),
+    ):
         x_adv = a(m, x, y)
-        assert (x_adv-x).abs().max()<=.1+1e-6 and repr(state_of(m))==before
-    assert torch.allclose(PGD(.1, steps=2)(m, x, y)[2:4], PGD(.1, steps=2)(m, x[2:4], y[2:4]), atol=1e-6)
+        assert (x_adv - x).abs().max() <= 0.1 + 1e-6 and repr(state_of(m)) == before
+    assert torch.allclose(PGD(0.1, steps=2)(m, x, y)[2:4], PGD(0.1, steps=2)(m, x[2:4], y[2:4]), atol=1e-6)
+
 
 def test_copies_pickles_and_bfloat16(tmp_path):
-    m,x = make(noise=.1),images(); z = m(x)
-    c = copy.deepcopy(m); c.model.tora.heads['acc'].bias.data += 1
+    m, x = make(noise=0.1), images()
+    z = m(x)
+    c = copy.deepcopy(m)
+    c.model.tora.heads['acc'].bias.data += 1
     assert torch.equal(m(x), z) and not torch.equal(c(x), z)
-    p = pickle.loads(pickle.dumps(m)); assert torch.equal(p(x), z) and p.model.tora is not m.model.tora
-    with torch.autocast('cpu', dtype=torch.bfloat16): assert (m(x).float()-z).abs().max()<.1
-    m.double(); assert m(x.double()).dtype==torch.float64 and (m(x.double())-z).abs().max()<1e-4
-    m.float().model.set_grad_checkpointing(); m.train(); assert torch.allclose(m(x), z, atol=1e-5)
+    p = pickle.loads(pickle.dumps(m))
+    assert torch.equal(p(x), z) and p.model.tora is not m.model.tora
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        assert (m(x).float() - z).abs().max() < 0.1
+    m.double()
+    assert m(x.double()).dtype == torch.float64 and (m(x.double()) - z).abs().max() < 1e-4
+    m.float().model.set_grad_checkpointing()
+    m.train()
+    assert torch.allclose(m(x), z, atol=1e-5)
 
-# --- size -----------------------------------------------------------------------------------------------------------------------
+
+# --- size
+# -----------------------------------------------------------------------------------------------------------------------
+
 
 def test_cost_by_hand_and_of_vit_b():
-    with torch.device('meta'): v = timm.create_model('vit_base_patch16_224')
-    make_ = dict(head=(head_only, 88.11), single=(single_adapter, 88.23), fusion=(adapter_fusion, 111.13), tora=(tora_vit, 111.13))          # 111.16 with biases in Q, K and V
-    for f,p in make_.values():
-        m = f(copy.deepcopy(v)); assert sum(o.numel() for o in m.parameters())/1e6==pytest.approx(p, abs=.02)
-        trained = sum(o.numel() for o in m.parameters() if o.requires_grad); assert trained==sum(o.numel() for g in tora_parts(m).values() for o in g)
-    m = tiny_vit(num_classes=4); x = images(1); c0 = tora_cost(m, x)
-    c,cf = tora_cost(make(model=copy.deepcopy(m)), x),tora_cost(make(model=copy.deepcopy(m), folded=True), x)
-    D,L,T,N,d = 32,2,18,17,2
-    backbone = L*(T*D*D*12+2*T*T*D)+16*49*D+2*D*4                          # attention, MLP; patches; two heads
-    assert c['GFLOPs']*1e9==pytest.approx(backbone+L*(2*2*N*D*d+(T+4*N)*D*D+3*T*N*D)) and c0['GFLOPs']*1e9==pytest.approx(L*(N*D*D*12+2*N*N*D)+16*49*D+D*4)
-    assert cf['GFLOPs']*1e9==pytest.approx(backbone+L*(2*2*N*D*d+(T+2*N+1)*D*D+2*T*N*D)) and m.model.blocks[0].attn.fused_attn in (True,1)
+    with torch.device('meta'):
+        v = timm.create_model('vit_base_patch16_224')
+    # 111.16 with biases in Q, K and V
+    make_ = dict(
+        head=(head_only, 88.11),
+        single=(single_adapter, 88.23),
+        fusion=(adapter_fusion, 111.13),
+        tora=(tora_vit, 111.13),
+    )
+    for f, p in make_.values():
+        m = f(copy.deepcopy(v))
+        assert sum(o.numel() for o in m.parameters()) / 1e6 == pytest.approx(p, abs=0.02)
+        trained = sum(o.numel() for o in m.parameters() if o.requires_grad)
+        assert trained == sum(o.numel() for g in tora_parts(m).values() for o in g)
+    m = tiny_vit(num_classes=4)
+    x = images(1)
+    c0 = tora_cost(m, x)
+    c, cf = tora_cost(make(model=copy.deepcopy(m)), x), tora_cost(make(model=copy.deepcopy(m), folded=True), x)
+    D, L, T, N, d = 32, 2, 18, 17, 2
+    backbone = L * (T * D * D * 12 + 2 * T * T * D) + 16 * 49 * D + 2 * D * 4  # attention, MLP; patches; two heads
+    assert c['GFLOPs'] * 1e9 == pytest.approx(
+        backbone + L * (2 * 2 * N * D * d + (T + 4 * N) * D * D + 3 * T * N * D)
+    ) and c0['GFLOPs'] * 1e9 == pytest.approx(L * (N * D * D * 12 + 2 * N * N * D) + 16 * 49 * D + D * 4)
+    assert cf['GFLOPs'] * 1e9 == pytest.approx(
+        backbone + L * (2 * 2 * N * D * d + (T + 2 * N + 1) * D * D + 2 * T * N * D)
+    ) and m.model.blocks[0].attn.fused_attn in (True, 1)
+
 
 @pytest.mark.slow
 def test_flops_of_vit_b():
-    got = {f.__name__:tora_cost(f(timm.create_model('vit_base_patch16_224')), torch.rand(1,3,224,224))['GFLOPs'] for f in (head_only,single_adapter,adapter_fusion,tora_vit)}
-    assert got['head_only']==pytest.approx(17.6, abs=.05) and got['single_adapter']==pytest.approx(17.8, abs=.07) and got['adapter_fusion']==pytest.approx(24.9, abs=.05) and 25.9<=got['tora_vit']<=26.4
+    got = {
+        f.__name__: tora_cost(f(timm.create_model('vit_base_patch16_224')), torch.rand(1, 3, 224, 224))['GFLOPs']
+        for f in (head_only, single_adapter, adapter_fusion, tora_vit)
+    }
+    assert (
+        got['head_only'] == pytest.approx(17.6, abs=0.05)
+        and got['single_adapter'] == pytest.approx(17.8, abs=0.07)
+        and got['adapter_fusion'] == pytest.approx(24.9, abs=0.05)
+        and 25.9 <= got['tora_vit'] <= 26.4
+    )
 
-@pytest.mark.parametrize('kw', [{}, dict(reg_tokens=2)], ids=['class','registers'])
+
+@pytest.mark.parametrize('kw', [{}, dict(reg_tokens=2)], ids=['class', 'registers'])
 def test_the_robust_class_token_is_no_patch(kw):
-    "[ROB] stands beside [ACC]: patches, their attention and their pictures begin behind both, and are those of the plain model at first"
+    """[ROB] stands beside [ACC]: patches, their attention and their pictures begin behind both, and are those of the
+    plain model at first"""
     from robust_nbdev.explorer import class_attention
-    m,x,r = tiny_vit(num_classes=4, **kw),images(),kw.get('reg_tokens', 0)
-    def look(m): return [torch.stack(block_outputs(m, x, prefix=False)), torch.stack(patch_attention(m, x))[:,:,-16:], class_attention(m, x)]
-    want,n = look(m),prefix_tokens(m); tora_vit(m, d=2)
-    assert n==1+r and prefix_tokens(m)==2+r and [o.shape[1] for o in block_outputs(m, x)]==[18+r]*2
-    for a,b in zip(look(m), want): assert a.shape==b.shape and torch.allclose(a, b, atol=1e-4)
-    assert prefix_tokens(copy.deepcopy(m))==2+r and prefix_tokens(remove_tora(m))==1+r and 'added_prefix' not in m.model.__dict__
-    assert prefix_tokens(adapter_fusion(m))==1+r                     # one class token for both heads
 
-# --- training -------------------------------------------------------------------------------------------------------------------
+    m, x, r = tiny_vit(num_classes=4, **kw), images(), kw.get('reg_tokens', 0)
+
+    def look(m):
+        return [
+            torch.stack(block_outputs(m, x, prefix=False)),
+            torch.stack(patch_attention(m, x))[:, :, -16:],
+            class_attention(m, x),
+        ]
+
+    want, n = look(m), prefix_tokens(m)
+    tora_vit(m, d=2)
+    assert n == 1 + r and prefix_tokens(m) == 2 + r and [o.shape[1] for o in block_outputs(m, x)] == [18 + r] * 2
+    for a, b in zip(look(m), want):
+        assert a.shape == b.shape and torch.allclose(a, b, atol=1e-4)
+    assert (
+        prefix_tokens(copy.deepcopy(m)) == 2 + r
+        and prefix_tokens(remove_tora(m)) == 1 + r
+        and 'added_prefix' not in m.model.__dict__
+    )
+    assert prefix_tokens(adapter_fusion(m)) == 1 + r  # one class token for both heads
+
+
+# --- training
+# -------------------------------------------------------------------------------------------------------------------
+
 
 class Parts(Callback):
     "Which parts each optimiser step moved"
+
     order = 90
-    def before_fit(self): self.seen = []
-    def before_step(self): self.was = state(self.model)
-    def after_step(self): self.seen.append({next((o for o in ('gate','acc','rob','one') if o in k), k) for k in changed(self.model, self.was)})
 
-@pytest.mark.parametrize('k', ['tora','key','both','diagonal','folded','adapter_fusion'])
+    def before_fit(self):
+        self.seen = []
+
+    def before_step(self):
+        self.was = state(self.model)
+
+    def after_step(self):
+        self.seen.append(
+            {next((o for o in ('gate', 'acc', 'rob', 'one') if o in k), k) for k in changed(self.model, self.was)}
+        )
+
+
+@pytest.mark.parametrize('k', ['tora', 'key', 'both', 'diagonal', 'folded', 'adapter_fusion'])
 def test_phases_move_what_they_should_and_the_backbone_stays_to_the_bit(k):
-    m = make(noise=.05, **KINDS[k]); before,bid = state(m),backbone_id(m); l = learner(m, [Parts()])
-    l.fit_tora(2, 0); assert l.parts.seen==[{'gate','rob'},{'gate','acc'}]*4
-    mid = state(m); l.fit_tora(0, 1); assert l.parts.seen==[{'gate'}]*4 and l.tora.phase=='gate'
-    assert all('.gate.' in o for o in changed(m, mid)) and all('tora.' in o or 'adapters.' in o for o in changed(m, before)) and backbone_id(m)==bid
-    remove_tora(m); assert all(torch.equal(v, before[n]) for n,v in m.state_dict().items())
+    m = make(noise=0.05, **KINDS[k])
+    before, bid = state(m), backbone_id(m)
+    l = learner(m, [Parts()])
+    l.fit_tora(2, 0)
+    assert l.parts.seen == [{'gate', 'rob'}, {'gate', 'acc'}] * 4
+    mid = state(m)
+    l.fit_tora(0, 1)
+    assert l.parts.seen == [{'gate'}] * 4 and l.tora.phase == 'gate'
+    assert (
+        all('.gate.' in o for o in changed(m, mid))
+        and all('tora.' in o or 'adapters.' in o for o in changed(m, before))
+        and backbone_id(m) == bid
+    )
+    remove_tora(m)
+    assert all(torch.equal(v, before[n]) for n, v in m.state_dict().items())
 
-@pytest.mark.parametrize('k', ['single_adapter','head_only'])
+
+@pytest.mark.parametrize('k', ['single_adapter', 'head_only'])
 def test_baselines_train_on_the_joint_loss(k):
-    m = make(k); bid = backbone_id(m); l = learner(m, [Parts()]); l.fit_tora(0, 1)
-    assert l.parts.seen==[{'one'} if k=='single_adapter' else {'acc','rob'}]*4 and backbone_id(m)==bid
+    m = make(k)
+    bid = backbone_id(m)
+    l = learner(m, [Parts()])
+    l.fit_tora(0, 1)
+    assert l.parts.seen == [{'one'} if k == 'single_adapter' else {'acc', 'rob'}] * 4 and backbone_id(m) == bid
+
 
 class Grab(Callback):
     "The step number `at`: model, images, loss, gradients; then stop"
-    order = 9
-    def __init__(self, at=0): self.at = at
-    def before_batch(self):
-        if self.training and self.train_iter==self.at: self.m,self.xs,self.y = copy.deepcopy(self.model),self.learn.x.as_subclass(torch.Tensor).clone(),self.learn.y.as_subclass(torch.Tensor).clone()
-    def before_step(self):
-        if self.train_iter==self.at: self.g,self.v = {n:None if p.grad is None else p.grad.clone() for n,p in self.model.named_parameters()},self.learn.loss.item(); raise CancelFitException()
 
-@pytest.mark.parametrize('lam', [.3, 0., 1.])
+    order = 9
+
+    def __init__(self, at=0):
+        self.at = at
+
+    def before_batch(self):
+        if self.training and self.train_iter == self.at:
+            self.m, self.xs, self.y = (
+                copy.deepcopy(self.model),
+                self.learn.x.as_subclass(torch.Tensor).clone(),
+                self.learn.y.as_subclass(torch.Tensor).clone(),
+            )
+
+    def before_step(self):
+        if self.train_iter == self.at:
+            self.g, self.v = (
+                {n: None if p.grad is None else p.grad.clone() for n, p in self.model.named_parameters()},
+                self.learn.loss.item(),
+            )
+            raise CancelFitException()
+
+
+@pytest.mark.parametrize('lam', [0.3, 0.0, 1.0])
 def test_gate_loss_by_hand(lam):
-    m = make(noise=.1); l = learner(m, [g:=Grab()], TORA(PGD1, lam)); l.fit_tora(0, 1)
+    m = make(noise=0.1)
+    l = learner(m, [g := Grab()], TORA(PGD1, lam))
+    l.fit_tora(0, 1)
     z = g.m.eval()(g.xs)
     ce_ = lambda z: F.cross_entropy(z, g.y)
-    want = ce_(z) if lam in (0,1) else (1-lam)*ce_(z[:len(g.y)])+lam*ce_(z[len(g.y):])
-    assert g.v==pytest.approx(want.item(), abs=1e-5) and len(g.xs)==len(g.y)*(1 if lam in (0,1) else 2)
-    if lam==0: assert any(torch.equal(o, g.xs[0]) for o,_ in l.dls.train.dataset)                # clean: no attack was paid for
-    ps = {n:p for n,p in g.m.named_parameters() if '.gate.' in n}
-    for (n,p),w in zip(ps.items(), torch.autograd.grad(want, list(ps.values()))): assert torch.allclose(g.g[n], w, atol=1e-6, rtol=1e-3)
-    assert all(v is None for n,v in g.g.items() if '.gate.' not in n)
+    want = ce_(z) if lam in (0, 1) else (1 - lam) * ce_(z[: len(g.y)]) + lam * ce_(z[len(g.y) :])
+    assert g.v == pytest.approx(want.item(), abs=1e-5) and len(g.xs) == len(g.y) * (1 if lam in (0, 1) else 2)
+    # clean: no attack was paid for
+    if lam == 0:
+        assert any(torch.equal(o, g.xs[0]) for o, _ in l.dls.train.dataset)
+    ps = {n: p for n, p in g.m.named_parameters() if '.gate.' in n}
+    for (n, p), w in zip(ps.items(), torch.autograd.grad(want, list(ps.values()))):
+        assert torch.allclose(g.g[n], w, atol=1e-6, rtol=1e-3)
+    assert all(v is None for n, v in g.g.items() if '.gate.' not in n)
 
-@pytest.mark.parametrize('at,side', [(0,'rob'),(1,'acc')])
+
+@pytest.mark.parametrize('at,side', [(0, 'rob'), (1, 'acc')])
 def test_adapter_losses_by_hand(at, side):
     "The robust side sees images attacked through its own head; the accuracy side clean ones; each loss is that head's"
-    m = make(noise=.1); dls = synth_dls(64); dls.train = dls.train.new(shuffle=False); clean = [b for b in dls.train]
-    l = learner(m, [g:=Grab(at)], dls=dls); seed = torch.initial_seed()%2**62; l.fit_tora(1, 0)
-    x,y = [o.as_subclass(torch.Tensor) for o in clean[at]]; head = OneHead(g.m.eval(), side)
-    want_x = PGD1(head, x, y, seed=seed) if side=='rob' else x
-    assert torch.allclose(g.xs, want_x, atol=1e-6) and g.v==pytest.approx(F.cross_entropy(head(want_x), y).item(), abs=1e-5)
-    other = {'rob':'acc', 'acc':'rob'}[side]
-    assert all(v is None for n,v in g.g.items() if other in n) and all(v is not None for n,v in g.g.items() if side in n or '.gate.' in n)
+    m = make(noise=0.1)
+    dls = synth_dls(64)
+    dls.train = dls.train.new(shuffle=False)
+    clean = [b for b in dls.train]
+    l = learner(m, [g := Grab(at)], dls=dls)
+    seed = torch.initial_seed() % 2**62
+    l.fit_tora(1, 0)
+    x, y = [o.as_subclass(torch.Tensor) for o in clean[at]]
+    head = OneHead(g.m.eval(), side)
+    want_x = PGD1(head, x, y, seed=seed) if side == 'rob' else x
+    assert torch.allclose(g.xs, want_x, atol=1e-6) and g.v == pytest.approx(
+        F.cross_entropy(head(want_x), y).item(), abs=1e-5
+    )
+    other = {'rob': 'acc', 'acc': 'rob'}[side]
+    assert all(v is None for n, v in g.g.items() if other in n) and all(
+        v is not None for n, v in g.g.items() if side in n or '.gate.' in n
+    )
 
-@pytest.mark.parametrize('phase,k', [('adapters',1),('adapters',3),('gate',1),('gate',3)])
+
+@pytest.mark.parametrize('phase,k', [('adapters', 1), ('adapters', 3), ('gate', 1), ('gate', 3)])
 def test_cost_is_the_minimum(phase, k):
-    "Phase 1: (2k+3)F on an attacked batch, 3F on a clean one; phase 2: 2k forwards and backwards of the attack, and one joint batch"
+    """Phase 1: (2k+3)F on an attacked batch, 3F on a clean one; phase 2: 2k forwards and backwards of the attack, and
+    one joint batch"""
     got = []
+
     class Count(Callback):
         order = -5
-        def before_batch(self):
-            if self.training: self.c = Counted(self.model.model); self.model.model = self.c
-        def after_batch(self):
-            if self.training: self.model.model = self.c.model; got.append((self.c.forwards, self.c.backwards))
-    l = learner(make(), [Count()], TORA(PGD(.1, steps=k))); b = l.dls.bs; l.fit_tora(int(phase=='adapters'), int(phase=='gate'))
-    assert got==([((k+1)*b, k*b),(b, 0)]*2 if phase=='adapters' else [((k+2)*b, k*b)]*4)
 
-CBS = dict(mixup=lambda: [MixUp()], cutmix=lambda: [CutMix()], accum=lambda: [GradientAccumulation(32)], bf16=lambda: [HalfPrecision(torch.bfloat16)], fp16=lambda: [HalfPrecision(torch.float16)], ema=lambda: [EMA(.9)], awp=lambda: [AWP(.01)],
-    overfit=lambda: [CatchOverfit(gap=2)], all=lambda: [MixUp(), GradientAccumulation(32), HalfPrecision(torch.bfloat16), AWP(.01), EMA(.9)])
+        def before_batch(self):
+            if self.training:
+                self.c = Counted(self.model.model)
+                self.model.model = self.c
+
+        def after_batch(self):
+            if self.training:
+                self.model.model = self.c.model
+                got.append((self.c.forwards, self.c.backwards))
+
+    l = learner(make(), [Count()], TORA(PGD(0.1, steps=k)))
+    b = l.dls.bs
+    l.fit_tora(int(phase == 'adapters'), int(phase == 'gate'))
+    assert got == ([((k + 1) * b, k * b), (b, 0)] * 2 if phase == 'adapters' else [((k + 2) * b, k * b)] * 4)
+
+
+CBS = dict(
+    mixup=lambda: [MixUp()],
+    cutmix=lambda: [CutMix()],
+    accum=lambda: [GradientAccumulation(32)],
+    bf16=lambda: [HalfPrecision(torch.bfloat16)],
+    fp16=lambda: [HalfPrecision(torch.float16)],
+    ema=lambda: [EMA(0.9)],
+    awp=lambda: [AWP(0.01)],
+    overfit=lambda: [CatchOverfit(gap=2)],
+    all=lambda: [MixUp(), GradientAccumulation(32), HalfPrecision(torch.bfloat16), AWP(0.01), EMA(0.9)],
+)
+
+
 @pytest.mark.parametrize('k', CBS)
 def test_composes_with(k):
-    m = make(noise=.05); bid,before = backbone_id(m),state(m); l = learner(m, CBS[k]()); lf = l.loss_func
+    m = make(noise=0.05)
+    bid, before = backbone_id(m), state(m)
+    l = learner(m, CBS[k]())
+    lf = l.loss_func
     l.fit_tora(1, 1)
-    assert backbone_id(m)==bid and changed(m, before) and l.loss_func is lf and lf.reduction=='mean' and not torch.is_autocast_enabled('cpu')
-    assert all(p.isfinite().all() for p in m.parameters()) and math.isfinite(l.recorder.values[-1][1]) and m.model.tora.train_out=='joint' and l.tora.held is None and l.tora.extra is None
-    assert all(len(b._forward_hooks)==1 and len(b._forward_pre_hooks)<=2 for b in m.model.blocks)
+    assert (
+        backbone_id(m) == bid
+        and changed(m, before)
+        and l.loss_func is lf
+        and lf.reduction == 'mean'
+        and not torch.is_autocast_enabled('cpu')
+    )
+    assert (
+        all(p.isfinite().all() for p in m.parameters())
+        and math.isfinite(l.recorder.values[-1][1])
+        and m.model.tora.train_out == 'joint'
+        and l.tora.held is None
+        and l.tora.extra is None
+    )
+    assert all(len(b._forward_hooks) == 1 and len(b._forward_pre_hooks) <= 2 for b in m.model.blocks)
+
 
 def test_accumulated_gradients_are_those_of_both_sides():
-    m = make(noise=.1); dls = synth_dls(32, bs=16); dls.train = dls.train.new(shuffle=False)
+    m = make(noise=0.1)
+    dls = synth_dls(32, bs=16)
+    dls.train = dls.train.new(shuffle=False)
+
     class Keep(Callback):
-        order = GradientAccumulation.order+1
-        def before_step(self): self.g = {n:p.grad.clone() for n,p in self.model.named_parameters() if p.grad is not None}; raise CancelFitException()
-    l = learner(copy.deepcopy(m), [GradientAccumulation(32), k:=Keep()], dls=dls); l.fit_tora(1, 0)
+        order = GradientAccumulation.order + 1
+
+        def before_step(self):
+            self.g = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+            raise CancelFitException()
+
+    l = learner(copy.deepcopy(m), [GradientAccumulation(32), k := Keep()], dls=dls)
+    l.fit_tora(1, 0)
     one = []
-    for at in (0,1):
-        l = learner(copy.deepcopy(m), [g:=Grab(at)], dls=dls, opt_func=lambda ps, **kw: __import__('fastai.optimizer', fromlist=['SGD']).SGD(ps, **kw))
-        l.fit_tora(1, 0, lr=0., clip=None); one.append(g.g)
-    for n,v in k.g.items():
-        want = sum(o[n] for o in one if o[n] is not None)/2
+    for at in (0, 1):
+        l = learner(
+            copy.deepcopy(m),
+            [g := Grab(at)],
+            dls=dls,
+            opt_func=lambda ps, **kw: __import__('fastai.optimizer', fromlist=['SGD']).SGD(ps, **kw),
+        )
+        l.fit_tora(1, 0, lr=0.0, clip=None)
+        one.append(g.g)
+    for n, v in k.g.items():
+        want = sum(o[n] for o in one if o[n] is not None) / 2
         assert torch.allclose(v, want, atol=1e-6, rtol=1e-3), n
+
 
 def test_interrupt_leaves_everything_usable():
     class Stop(Callback):
         order = 9
+
         def before_batch(self):
-            if self.training and self.train_iter==2: raise KeyboardInterrupt
-    m = make(noise=.05); l = learner(m, [Stop()]); x = images(); m.eval(); z = m(x)
-    with pytest.raises(KeyboardInterrupt): l.fit_tora(1, 0)
-    m.eval(); assert torch.isfinite(m(x)).all() and m.model.tora.says=='joint'
-    m.model.tora.train_out = 'rob'; l.tora('before_fit'); assert m.model.tora.train_out=='joint'      # which any fit, validation or prediction begins with
-    l.remove_cb(Stop); l.fit_tora(1, 1); assert m.model.tora.train_out=='joint' and l.validate()
+            if self.training and self.train_iter == 2:
+                raise KeyboardInterrupt
+
+    m = make(noise=0.05)
+    l = learner(m, [Stop()])
+    x = images()
+    m.eval()
+    z = m(x)
+    with pytest.raises(KeyboardInterrupt):
+        l.fit_tora(1, 0)
+    m.eval()
+    assert torch.isfinite(m(x)).all() and m.model.tora.says == 'joint'
+    # which any fit, validation or prediction begins with
+    m.model.tora.train_out = 'rob'
+    l.tora('before_fit')
+    assert m.model.tora.train_out == 'joint'
+    l.remove_cb(Stop)
+    l.fit_tora(1, 1)
+    assert m.model.tora.train_out == 'joint' and l.validate()
+
 
 def test_each_phase_can_be_resumed(tmp_path):
     "Three epochs in one go, and one and two with a file between, give the same weights; both phases"
-    for phase in ('adapters','gate'):
+    for phase in ('adapters', 'gate'):
+
         def new():
-            dls = synth_dls(48); dls.train = dls.train.new(shuffle=False)             # three batches: an odd number, so the sides of the second epoch begin the other way round
-            return learner(make(noise=.05), dls=dls, cb=TORA(PGD1, .5, phase), path=tmp_path, splitter=tora_splitter)
-        n = dict(adapter_epochs=3, gate_epochs=0) if phase=='adapters' else dict(adapter_epochs=0, gate_epochs=3)
+            # three batches: an odd number, so the sides of the second epoch begin the other way round
+            dls = synth_dls(48)
+            dls.train = dls.train.new(shuffle=False)
+            return learner(make(noise=0.05), dls=dls, cb=TORA(PGD1, 0.5, phase), path=tmp_path, splitter=tora_splitter)
+
+        n = dict(adapter_epochs=3, gate_epochs=0) if phase == 'adapters' else dict(adapter_epochs=0, gate_epochs=3)
+
         class KeepPart(Callback):
             order = 95
+
             def after_epoch(self):
-                if self.epoch==0: self.learn.save('part')
-        whole = new(); whole.add_cb(KeepPart()); whole.fit_tora(**n)
-        rest = new(); rest.create_opt(); rest.load('part'); rest.fit_tora(**n, start_epoch=1)
-        assert all(torch.allclose(a, b, atol=1e-6) for a,b in zip(whole.model.state_dict().values(), rest.model.state_dict().values()))
-    with pytest.raises(ValueError, match='one phase'): new().fit_tora(2, 2, start_epoch=1)
+                if self.epoch == 0:
+                    self.learn.save('part')
+
+        whole = new()
+        whole.add_cb(KeepPart())
+        whole.fit_tora(**n)
+        rest = new()
+        rest.create_opt()
+        rest.load('part')
+        rest.fit_tora(**n, start_epoch=1)
+        assert all(
+            torch.allclose(a, b, atol=1e-6)
+            for a, b in zip(whole.model.state_dict().values(), rest.model.state_dict().values())
+        )
+    with pytest.raises(ValueError, match='one phase'):
+        new().fit_tora(2, 2, start_epoch=1)
+
 
 def test_a_lam_does_not_depend_on_the_one_before():
-    m = make(noise=.05); dls = synth_dls(32); dls.train = dls.train.new(shuffle=False)
-    l = learner(m, dls=dls, cb=TORA(FGSM(.1))); g0,got = gates_of(m),[]              # no random start, which every epoch has its own of
-    for lams in ((.9,),(.1,.9)):
-        for lam in lams: set_gates(m, g0); l.fit_tora(0, 1, lam=lam)
+    m = make(noise=0.05)
+    dls = synth_dls(32)
+    dls.train = dls.train.new(shuffle=False)
+    # no random start, which every epoch has its own of
+    l = learner(m, dls=dls, cb=TORA(FGSM(0.1)))
+    g0, got = gates_of(m), []
+    for lams in ((0.9,), (0.1, 0.9)):
+        for lam in lams:
+            set_gates(m, g0)
+            l.fit_tora(0, 1, lam=lam)
         got.append(gates_of(m))
-    assert all(torch.equal(a, b) for a,b in zip(got[0].values(), got[1].values()))
+    assert all(torch.equal(a, b) for a, b in zip(got[0].values(), got[1].values()))
+
 
 def test_validate_predict_lr_find_and_export(tmp_path):
-    m = make(noise=.05, model=tiny_vit()); l = learner(m, metrics=accuracy, path=tmp_path, dls=fashion_mnist(32, 16, bs=8)); v = l.validate()
-    assert len(v)==2 and l.get_preds()[0].shape[1]==10
-    l.fit_tora(1, 1); assert list(l.validate(cbs=AdvValid(PGD1)))
-    l.export('l.pkl'); again = load_learner(tmp_path/'l.pkl'); x = images(); m.eval(); again.model.eval()
+    m = make(noise=0.05, model=tiny_vit())
+    l = learner(m, metrics=accuracy, path=tmp_path, dls=fashion_mnist(32, 16, bs=8))
+    v = l.validate()
+    assert len(v) == 2 and l.get_preds()[0].shape[1] == 10
+    l.fit_tora(1, 1)
+    assert list(l.validate(cbs=AdvValid(PGD1)))
+    l.export('l.pkl')
+    again = load_learner(tmp_path / 'l.pkl')
+    x = images()
+    m.eval()
+    again.model.eval()
     assert torch.allclose(again.model(x), m(x), atol=1e-6)
-    r = l.robust_report([PGD1], n=8); assert r.rows[0]['attack']=='clean'
+    r = l.robust_report([PGD1], n=8)
+    assert r.rows[0]['attack'] == 'clean'
+
 
 def test_wrong_use_is_told():
-    with pytest.raises(ValueError, match='no TORA parts'): learner(tiny_vit(num_classes=4)).fit(1)
-    with pytest.raises(ValueError, match='needs the callback'): synth_learner(model=make()).fit_tora(1, 1)
-    m = make(); m.model.blocks[0].norm1.weight.requires_grad_(True)
-    with pytest.raises(ValueError, match='1 parameters of the backbone would train, such as model.blocks.0.norm1.weight'): learner(m).fit(1)
-    m = make(); m.requires_grad_(False)
-    l = learner(m); l.create_opt = lambda: None
-    with pytest.raises(ValueError, match='every parameter is frozen'): TORA.before_train(l.tora) if setattr(l,'dl',l.dls.train) is None and setattr(l,'epoch',0) is None else 0
-    for f,w in ((lambda: TORA(PGD1, 2), 'between 0 and 1'), (lambda: TORA(PGD1, phase='x'), "'adapters' or 'gate'"), (lambda: learner(make()).fit_tora(0, 1, lam=-1), 'between 0 and 1')):
-        with pytest.raises(ValueError, match=w): f()
-    with pytest.raises(TypeError, match='expected an attack'): TORA(.1)
-    assert repr(TORA(PGD1, .3))=='TORA(PGD(0.1, steps=1), lam=0.3)'
+    with pytest.raises(ValueError, match='no TORA parts'):
+        learner(tiny_vit(num_classes=4)).fit(1)
+    with pytest.raises(ValueError, match='needs the callback'):
+        synth_learner(model=make()).fit_tora(1, 1)
+    m = make()
+    m.model.blocks[0].norm1.weight.requires_grad_(True)
+    with pytest.raises(
+        ValueError, match='1 parameters of the backbone would train, such as model.blocks.0.norm1.weight'
+    ):
+        learner(m).fit(1)
+    m = make()
+    m.requires_grad_(False)
+    l = learner(m)
+    l.create_opt = lambda: None
+    with pytest.raises(ValueError, match='every parameter is frozen'):
+        TORA.before_train(l.tora) if setattr(l, 'dl', l.dls.train) is None and setattr(l, 'epoch', 0) is None else 0
+    for f, w in (
+        (lambda: TORA(PGD1, 2), 'between 0 and 1'),
+        (lambda: TORA(PGD1, phase='x'), "'adapters' or 'gate'"),
+        (lambda: learner(make()).fit_tora(0, 1, lam=-1), 'between 0 and 1'),
+    ):
+        with pytest.raises(ValueError, match=w):
+            f()
+    with pytest.raises(TypeError, match='expected an attack'):
+        TORA(0.1)
+    assert repr(TORA(PGD1, 0.3)) == 'TORA(PGD(0.1, steps=1), lam=0.3)'
+
 
 def test_splitter_and_freeze_as_fastai_users_do_it():
-    m = make(noise=.05); l = learner(m, [Parts()], splitter=tora_splitter, train_bn=False)
-    assert [len(o)>0 for o in tora_splitter(m)]==[True]*3 and sum(map(len, tora_splitter(m)))==len(list(m.parameters()))
-    l.freeze_to(1); l.fit(1, 1e-2); assert l.parts.seen[:2]==[{'gate','rob'},{'gate','acc'}]
-    l.freeze(); l.tora.phase = 'gate'; l.fit(1, 1e-2); assert l.parts.seen==[{'gate'}]*4
-    assert len(tora_splitter(make('single_adapter')))==2
+    m = make(noise=0.05)
+    l = learner(m, [Parts()], splitter=tora_splitter, train_bn=False)
+    assert [len(o) > 0 for o in tora_splitter(m)] == [True] * 3 and sum(map(len, tora_splitter(m))) == len(
+        list(m.parameters())
+    )
+    l.freeze_to(1)
+    l.fit(1, 1e-2)
+    assert l.parts.seen[:2] == [{'gate', 'rob'}, {'gate', 'acc'}]
+    l.freeze()
+    l.tora.phase = 'gate'
+    l.fit(1, 1e-2)
+    assert l.parts.seen == [{'gate'}] * 4
+    assert len(tora_splitter(make('single_adapter'))) == 2
+
 
 def test_lam_moves_the_gate_the_right_way():
     "From the same adapters, a larger lam gives a smaller loss on attacked images and a larger one on clean ones"
     from robust_nbdev.models import small_model
-    m = make(d=8, model=small_model('vit', data='fashion_mnist')); l = learner(m, cb=TORA(PGD(.05, steps=2)), dls=fashion_mnist(256, 64, bs=32)); l.fit_tora(3, 0); g0,out = gates_of(m),{}
-    x,y = [torch.cat([b[i].as_subclass(torch.Tensor) for b in l.dls.valid]) for i in (0,1)]
-    for lam in (0.,1.):
-        set_gates(m, g0); set_seed(0); l.fit_tora(0, 2, lam=lam); m.eval()
-        out[lam] = [F.cross_entropy(m(v), y).item() for v in (x, PGD(.05, steps=3)(m, x, y))]
-    assert out[1.][1]<out[0.][1] and out[0.][0]<out[1.][0], out
+
+    m = make(d=8, model=small_model('vit', data='fashion_mnist'))
+    l = learner(m, cb=TORA(PGD(0.05, steps=2)), dls=fashion_mnist(256, 64, bs=32))
+    l.fit_tora(3, 0)
+    g0, out = gates_of(m), {}
+    x, y = [torch.cat([b[i].as_subclass(torch.Tensor) for b in l.dls.valid]) for i in (0, 1)]
+    for lam in (0.0, 1.0):
+        set_gates(m, g0)
+        set_seed(0)
+        l.fit_tora(0, 2, lam=lam)
+        m.eval()
+        out[lam] = [F.cross_entropy(m(v), y).item() for v in (x, PGD(0.05, steps=3)(m, x, y))]
+    assert out[1.0][1] < out[0.0][1] and out[0.0][0] < out[1.0][0], out
+
 
 JOB = '''
 def learner(dls): return Learner(dls, tora_vit(tiny_vit(num_classes=4), d=2), loss_func=CrossEntropyLossFlat(), opt_func=SGD, cbs=TORA(PGD(.05, steps=1)))
@@ -341,344 +716,636 @@ fits = [lambda l: l.fit_tora(1, 0, lr=.1), lambda l: l.fit_tora(0, 1, lr=.1)]
 def keep(l): return {k:v.detach() for k,v in get_model(l.model).named_parameters()}
 '''
 
-def test_two_processes_are_one(tmp_path):
-    "Each step trains one head, and every process waits for the gradients of all: two processes train what one trains on the joined batch"
-    pytest.importorskip('accelerate')
-    one,a,b = one_and_two(JOB, tmp_path); start = dict(tora_vit(tiny_vit(num_classes=4), d=2).named_parameters())
-    for k,v in one.items(): assert torch.equal(a[k], b[k]) and torch.allclose(v, a[k], atol=1e-4), k
-    assert all(not torch.equal(one[f'model.tora.heads.{o}.bias'], start[f'model.tora.heads.{o}.bias']) for o in ('acc','rob'))
 
-# --- gates and files --------------------------------------------------------------------------------------------------------------
+def test_two_processes_are_one(tmp_path):
+    """Each step trains one head, and every process waits for the gradients of all: two processes train what one trains
+    on the joined batch"""
+    pytest.importorskip('accelerate')
+    one, a, b = one_and_two(JOB, tmp_path)
+    start = dict(tora_vit(tiny_vit(num_classes=4), d=2).named_parameters())
+    for k, v in one.items():
+        assert torch.equal(a[k], b[k]) and torch.allclose(v, a[k], atol=1e-4), k
+    assert all(
+        not torch.equal(one[f'model.tora.heads.{o}.bias'], start[f'model.tora.heads.{o}.bias']) for o in ('acc', 'rob')
+    )
+
+
+# --- gates and files
+# --------------------------------------------------------------------------------------------------------------
+
 
 def test_dial():
-    m = make(); g = gates_of(m); gates = {.1:g, .5:{k:v+1 for k,v in g.items()}, .9:{k:v+3 for k,v in g.items()}}
-    d = GateDial(m, gates); before = state(m); d(.7)
-    assert all(torch.allclose(v, g[k]+2, atol=1e-5) for k,v in gates_of(m).items()) and all('.gate.' in o for o in changed(m, before))
-    for lam,add in ((.1,0),(.5,1),(.9,3)): assert all(torch.allclose(v, g[k]+add, atol=1e-5) for k,v in gates_of(d(lam)).items())
-    d = GateDial(m, dict(reversed(gates.items())))                                     # in any order
-    for lam,add in ((.1,0),(.3,.5),(.9,3)): assert all(torch.allclose(v, g[k]+add, atol=1e-5) for k,v in gates_of(d(lam)).items())
-    assert repr(d)=='GateDial(lam=[0.1, 0.5, 0.9])'; d(.1)
-    with pytest.raises(ValueError, match='at least two'): GateDial(m, {.1:g})
-    with pytest.raises(ValueError, match='differ from them'): set_gates(m, {})
-    with pytest.raises(ValueError, match='no gates'): gates_of(make('single_adapter'))
-    g['adapters.0.gate.q.weight'] += 1; assert not torch.equal(gates_of(m)['adapters.0.gate.q.weight'], g['adapters.0.gate.q.weight'])          # copies
+    m = make()
+    g = gates_of(m)
+    gates = {0.1: g, 0.5: {k: v + 1 for k, v in g.items()}, 0.9: {k: v + 3 for k, v in g.items()}}
+    d = GateDial(m, gates)
+    before = state(m)
+    d(0.7)
+    assert all(torch.allclose(v, g[k] + 2, atol=1e-5) for k, v in gates_of(m).items()) and all(
+        '.gate.' in o for o in changed(m, before)
+    )
+    for lam, add in ((0.1, 0), (0.5, 1), (0.9, 3)):
+        assert all(torch.allclose(v, g[k] + add, atol=1e-5) for k, v in gates_of(d(lam)).items())
+    d = GateDial(m, dict(reversed(gates.items())))  # in any order
+    for lam, add in ((0.1, 0), (0.3, 0.5), (0.9, 3)):
+        assert all(torch.allclose(v, g[k] + add, atol=1e-5) for k, v in gates_of(d(lam)).items())
+    assert repr(d) == 'GateDial(lam=[0.1, 0.5, 0.9])'
+    d(0.1)
+    with pytest.raises(ValueError, match='at least two'):
+        GateDial(m, {0.1: g})
+    with pytest.raises(ValueError, match='differ from them'):
+        set_gates(m, {})
+    with pytest.raises(ValueError, match='no gates'):
+        gates_of(make('single_adapter'))
+    # copies
+    g['adapters.0.gate.q.weight'] += 1
+    assert not torch.equal(gates_of(m)['adapters.0.gate.q.weight'], g['adapters.0.gate.q.weight'])
+
 
 @pytest.mark.parametrize('k', KINDS)
 def test_gate_maps(k):
-    m,x = make(noise=.2, **KINDS[k]),images(3)
-    if k in ('single_adapter','head_only'):
-        with pytest.raises(ValueError, match='no gates'): gate_maps(m, x)
+    m, x = make(noise=0.2, **KINDS[k]), images(3)
+    if k in ('single_adapter', 'head_only'):
+        with pytest.raises(ValueError, match='no gates'):
+            gate_maps(m, x)
         return
-    before = repr(state_of(m)); maps,z = gate_maps(m, x, logits=True); T = 17 if k=='adapter_fusion' else 18
-    assert len(maps)==2 and all(o.shape==(3,2,T,1 if k in ('diagonal','adapter_fusion') else 17) for o in maps) and torch.allclose(z, m(x), atol=1e-6) and repr(state_of(m))==before
-    p = gate_pictures(m, x); assert p.shape==(2,3,2,4,4) and p.isfinite().all() and repr(state_of(m))==before
-    w = WithGates(m)(x); assert w.shape==(3,6) and (w[:,4:]<-90).all() and torch.allclose(w[:,:4], z, atol=1e-5)
-    if k in ('tora','diagonal','folded'): assert ((w[:,4:]+100)<=1+1e-4).all() and ((w[:,4:]+100)>=0).all()
+    before = repr(state_of(m))
+    maps, z = gate_maps(m, x, logits=True)
+    T = 17 if k == 'adapter_fusion' else 18
+    assert (
+        len(maps) == 2
+        and all(o.shape == (3, 2, T, 1 if k in ('diagonal', 'adapter_fusion') else 17) for o in maps)
+        and torch.allclose(z, m(x), atol=1e-6)
+        and repr(state_of(m)) == before
+    )
+    p = gate_pictures(m, x)
+    assert p.shape == (2, 3, 2, 4, 4) and p.isfinite().all() and repr(state_of(m)) == before
+    w = WithGates(m)(x)
+    assert w.shape == (3, 6) and (w[:, 4:] < -90).all() and torch.allclose(w[:, :4], z, atol=1e-5)
+    if k in ('tora', 'diagonal', 'folded'):
+        assert ((w[:, 4:] + 100) <= 1 + 1e-4).all() and ((w[:, 4:] + 100) >= 0).all()
 
-@pytest.mark.parametrize('k', ['tora','key','both','diagonal','adapter_fusion'])
+
+@pytest.mark.parametrize('k', ['tora', 'key', 'both', 'diagonal', 'adapter_fusion'])
 def test_pictures_are_relative_to_even_weights_and_entropies_count_all(k):
     "Weights that sum to one are even at their mean; the entropy of a softmax runs over whatever it summed over"
-    m,x = make(noise=.3, **KINDS[k]),images(3); maps = gate_maps(m, x)
-    for p,w in zip(gate_pictures(m, x), maps):
-        at = w[:,:,-16:,0] if w.shape[-1]==1 else w.mean(2)[...,-16:]
-        assert torch.allclose(p, (at/w.mean()-1).view(3,2,4,4), atol=1e-4)
-    for h,w in zip((WithGates(m)(x)[:,4:]+100).T, maps):
-        o = w.double().transpose(1,2).flatten(2) if k in ('key','both') else w.double().permute(0,2,3,1)           # the last axis: all that is summed
-        want = torch.special.entr(o).sum(-1).flatten(1).mean(1)/math.log(2)
+    m, x = make(noise=0.3, **KINDS[k]), images(3)
+    maps = gate_maps(m, x)
+    for p, w in zip(gate_pictures(m, x), maps):
+        at = w[:, :, -16:, 0] if w.shape[-1] == 1 else w.mean(2)[..., -16:]
+        assert torch.allclose(p, (at / w.mean() - 1).view(3, 2, 4, 4), atol=1e-4)
+    for h, w in zip((WithGates(m)(x)[:, 4:] + 100).T, maps):
+        # the last axis: all that is summed
+        o = w.double().transpose(1, 2).flatten(2) if k in ('key', 'both') else w.double().permute(0, 2, 3, 1)
+        want = torch.special.entr(o).sum(-1).flatten(1).mean(1) / math.log(2)
         assert torch.allclose(h, want.float(), atol=1e-4)
 
+
 def test_what_is_added_to_the_class_token_does_not_decay():
-    assert {'model.tora.shift.acc','model.tora.shift.rob'}<=no_decay_names(make())
+    assert {'model.tora.shift.acc', 'model.tora.shift.rob'} <= no_decay_names(make())
+
 
 def test_the_attack_on_the_gate_moves_its_entropy():
-    m,x = make(noise=.4),images(8); y = m(x).argmax(1); h = lambda x: (WithGates(m)(x)[:,4:]+100).mean().item()
-    up,down = [PGD(.3, steps=5, loss=gate_loss(4, w))(WithGates(m), x, y) for w in (1e3,-1e3)]
-    assert h(down)<h(x)<h(up)
+    m, x = make(noise=0.4), images(8)
+    y = m(x).argmax(1)
+    h = lambda x: (WithGates(m)(x)[:, 4:] + 100).mean().item()
+    up, down = [PGD(0.3, steps=5, loss=gate_loss(4, w))(WithGates(m), x, y) for w in (1e3, -1e3)]
+    assert h(down) < h(x) < h(up)
+
 
 @pytest.mark.parametrize('k', KINDS)
 def test_files(k, tmp_path):
-    m,x,f = make(noise=.2, **KINDS[k]),images(),tmp_path/'a.safetensors'; save_adapters(m, f)
-    assert f.stat().st_size<4*sum(p.numel() for o in tora_parts(m).values() for p in o)+8000
-    plain = load_adapters(tiny_vit(num_classes=4), f); assert torch.equal(plain(x), m(x)) and plain.model.tora.about==m.model.tora.about
+    m, x, f = make(noise=0.2, **KINDS[k]), images(), tmp_path / 'a.safetensors'
+    save_adapters(m, f)
+    assert f.stat().st_size < 4 * sum(p.numel() for o in tora_parts(m).values() for p in o) + 8000
+    plain = load_adapters(tiny_vit(num_classes=4), f)
+    assert torch.equal(plain(x), m(x)) and plain.model.tora.about == m.model.tora.about
     assert torch.equal(load_adapters(make(**KINDS[k]), f)(x), m(x))
+
 
 def test_files_for_another_gate_are_refused(tmp_path):
     "The same names and shapes, but another function; a folded gate is the same one"
-    f = tmp_path/'a.safetensors'
-    for k in ('key','both','diagonal'):
-        save_adapters(make(noise=.1, **KINDS[k]), f); other = make(); before = state(other)
-        with pytest.raises(ValueError, match=f"gate.*{k}.*remove_tora"): load_adapters(other, f)
+    f = tmp_path / 'a.safetensors'
+    for k in ('key', 'both', 'diagonal'):
+        save_adapters(make(noise=0.1, **KINDS[k]), f)
+        other = make()
+        before = state(other)
+        with pytest.raises(ValueError, match=f"gate.*{k}.*remove_tora"):
+            load_adapters(other, f)
         assert not changed(other, before)
-    m = make(noise=.1); save_adapters(m, f)
-    with pytest.raises(ValueError, match='gate'): load_adapters(make(gate='both'), f)
+    m = make(noise=0.1)
+    save_adapters(m, f)
+    with pytest.raises(ValueError, match='gate'):
+        load_adapters(make(gate='both'), f)
     assert torch.allclose(load_adapters(make(folded=True), f)(images()), m(images()), atol=1e-5)
 
+
 def test_files_that_do_not_fit(tmp_path):
-    m,f = make(noise=.1),tmp_path/'a.safetensors'; save_adapters(m, f)
-    for other,w in ((tiny_vit(num_classes=4, seed=1),'another backbone'), (tiny_vit(num_classes=5),'another backbone'), (make(d=3),'does not fit'), (make('adapter_fusion'),'does not fit')):
+    m, f = make(noise=0.1), tmp_path / 'a.safetensors'
+    save_adapters(m, f)
+    for other, w in (
+        (tiny_vit(num_classes=4, seed=1), 'another backbone'),
+        (tiny_vit(num_classes=5), 'another backbone'),
+        (make(d=3), 'does not fit'),
+        (make('adapter_fusion'), 'does not fit'),
+    ):
         before = state(other)
-        with pytest.raises(ValueError, match=w): load_adapters(other, f)
+        with pytest.raises(ValueError, match=w):
+            load_adapters(other, f)
         assert not changed(other, before)
-    with pytest.raises(FileNotFoundError): load_adapters(tiny_vit(), tmp_path/'no.safetensors')
-    with pytest.raises(ValueError, match='.safetensors'): save_adapters(m, tmp_path/'a.pth')
-    with pytest.raises(ValueError, match='no TORA parts'): save_adapters(tiny_vit(), f)
-    (tmp_path/'b.safetensors').write_bytes(f.read_bytes()[:200])
-    with pytest.raises(ValueError, match='damaged'): load_adapters(tiny_vit(num_classes=4), tmp_path/'b.safetensors')
+    with pytest.raises(FileNotFoundError):
+        load_adapters(tiny_vit(), tmp_path / 'no.safetensors')
+    with pytest.raises(ValueError, match='.safetensors'):
+        save_adapters(m, tmp_path / 'a.pth')
+    with pytest.raises(ValueError, match='no TORA parts'):
+        save_adapters(tiny_vit(), f)
+    (tmp_path / 'b.safetensors').write_bytes(f.read_bytes()[:200])
+    with pytest.raises(ValueError, match='damaged'):
+        load_adapters(tiny_vit(num_classes=4), tmp_path / 'b.safetensors')
     from safetensors.torch import save_file
-    save_file({'a':torch.ones(2)}, str(tmp_path/'c.safetensors'))
-    with pytest.raises(ValueError, match='not written by save_adapters'): load_adapters(tiny_vit(num_classes=4), tmp_path/'c.safetensors')
-    m.model.adapters[0].gate.q.weight.data[0] = float('nan'); save_adapters(m, f)
-    with pytest.raises(ValueError, match='not finite'): load_adapters(tiny_vit(num_classes=4), f)
+
+    save_file({'a': torch.ones(2)}, str(tmp_path / 'c.safetensors'))
+    with pytest.raises(ValueError, match='not written by save_adapters'):
+        load_adapters(tiny_vit(num_classes=4), tmp_path / 'c.safetensors')
+    m.model.adapters[0].gate.q.weight.data[0] = float('nan')
+    save_adapters(m, f)
+    with pytest.raises(ValueError, match='not finite'):
+        load_adapters(tiny_vit(num_classes=4), f)
+
 
 def test_slider_and_pictures():
     import matplotlib.pyplot as plt
-    m = make(noise=.2); g = gates_of(m); l = learner(m); l.show_gates(max_n=2); show_gates(m, images(1), blocks=[1]); plt.close('all')
-    s = lam_slider(GateDial(m, {.1:g, .9:{k:v+1 for k,v in g.items()}}), images(1)); s.children[0].value = .5; plt.close('all')
-    assert torch.allclose(gates_of(m)['adapters.0.gate.q.weight'], g['adapters.0.gate.q.weight']+.5, atol=1e-5)
+
+    m = make(noise=0.2)
+    g = gates_of(m)
+    l = learner(m)
+    l.show_gates(max_n=2)
+    show_gates(m, images(1), blocks=[1])
+    plt.close('all')
+    s = lam_slider(GateDial(m, {0.1: g, 0.9: {k: v + 1 for k, v in g.items()}}), images(1))
+    s.children[0].value = 0.5
+    plt.close('all')
+    assert torch.allclose(gates_of(m)['adapters.0.gate.q.weight'], g['adapters.0.gate.q.weight'] + 0.5, atol=1e-5)
+
 
 @pytest.mark.slow
 def test_paper_profile():
     "ViT-B/16 at 224 pixels, random weights: activations keep their size, one step of each phase, one evaluation batch"
     from robust_nbdev.datasets import settings
-    s = settings('paper'); assert s.size==224
-    m = Normalized(timm.create_model('vit_base_patch16_224', num_classes=4)).eval(); x = images(2, 3, s.size)
-    sizes = [o.std().item() for o in block_outputs(m, x)]; tora_vit(m)
-    assert [o.std().item() for o in block_outputs(m, x)]==pytest.approx(sizes, rel=.02)
+
+    s = settings('paper')
+    assert s.size == 224
+    m = Normalized(timm.create_model('vit_base_patch16_224', num_classes=4)).eval()
+    x = images(2, 3, s.size)
+    sizes = [o.std().item() for o in block_outputs(m, x)]
+    tora_vit(m)
+    assert [o.std().item() for o in block_outputs(m, x)] == pytest.approx(sizes, rel=0.02)
     for b in m.model.adapters:
-        for a in b.sides.values(): nn.init.xavier_uniform_(a.up.weight)                         # adapters as large as trained ones
-    grown = [o.std().item() for o in block_outputs(m, x)]; assert all(.3<a/b<3 for a,b in zip(grown, sizes))
-    bid,dls = backbone_id(m),synth_dls(4, size=s.size, bs=2)
+        # adapters as large as trained ones
+        for a in b.sides.values():
+            nn.init.xavier_uniform_(a.up.weight)
+    grown = [o.std().item() for o in block_outputs(m, x)]
+    assert all(0.3 < a / b < 3 for a, b in zip(grown, sizes))
+    bid, dls = backbone_id(m), synth_dls(4, size=s.size, bs=2)
+
     class RGB(Callback):
         order = -3
-        def before_batch(self): self.learn.xb = (self.x.expand(-1,3,-1,-1),)
-    l = synth_learner(model=m, dls=dls, cbs=[TORA(PGD(1/255, steps=1)), Parts(), RGB()]); l.fit_tora(1, 0, lr=1e-3); assert l.parts.seen==[{'gate','rob'},{'gate','acc'}]
-    l.fit_tora(0, 1, lr=1e-3); assert l.parts.seen==[{'gate'}]*2 and backbone_id(m)==bid
-    assert len(robust_report(m, (x,torch.tensor([0,1])), [PGD(1/255, steps=1)]).rows)>=2
 
-# --- copies and replicas ----------------------------------------------------------------------------------------------------------
+        def before_batch(self):
+            self.learn.xb = (self.x.expand(-1, 3, -1, -1),)
+
+    l = synth_learner(model=m, dls=dls, cbs=[TORA(PGD(1 / 255, steps=1)), Parts(), RGB()])
+    l.fit_tora(1, 0, lr=1e-3)
+    assert l.parts.seen == [{'gate', 'rob'}, {'gate', 'acc'}]
+    l.fit_tora(0, 1, lr=1e-3)
+    assert l.parts.seen == [{'gate'}] * 2 and backbone_id(m) == bid
+    assert len(robust_report(m, (x, torch.tensor([0, 1])), [PGD(1 / 255, steps=1)]).rows) >= 2
+
+
+# --- copies and replicas
+# ----------------------------------------------------------------------------------------------------------
+
 
 def replicate(m):
     "A replica of a model, built as `torch.nn.parallel.replicate` builds it"
-    mods = list(m.modules()); reps = {id(o):o._replicate_for_data_parallel() for o in mods}
+    mods = list(m.modules())
+    reps = {id(o): o._replicate_for_data_parallel() for o in mods}
     for o in mods:
         r = reps[id(o)]
-        for k,v in o._modules.items(): r._modules[k] = v if v is None else reps[id(v)]
-        for k,v in o._parameters.items(): setattr(r, k, v if v is None else v.detach().clone())
-        for k,v in o._buffers.items(): r._buffers[k] = v if v is None else v.clone()
+        for k, v in o._modules.items():
+            r._modules[k] = v if v is None else reps[id(v)]
+        for k, v in o._parameters.items():
+            setattr(r, k, v if v is None else v.detach().clone())
+        for k, v in o._buffers.items():
+            r._buffers[k] = v if v is None else v.clone()
     return reps[id(m)]
+
+
 def grow(m, by=1.5):
     "The same model with all its weights larger"
     for o in m.modules():
-        for k,p in o._parameters.items(): o._parameters[k] = p if p is None else nn.Parameter(by*p.detach(), p.requires_grad)
+        for k, p in o._parameters.items():
+            o._parameters[k] = p if p is None else nn.Parameter(by * p.detach(), p.requires_grad)
     return m
+
+
 def saved(m):
-    f = io.BytesIO(); torch.save(m, f); f.seek(0)
+    f = io.BytesIO()
+    torch.save(m, f)
+    f.seek(0)
     return torch.load(f, weights_only=False)
-def functional(m): return lambda x: torch.func.functional_call(m, {k:1.5*v for k,v in m.named_parameters()}, (x,))
+
+
+def functional(m):
+    return lambda x: torch.func.functional_call(m, {k: 1.5 * v for k, v in m.named_parameters()}, (x,))
+
+
 def shallow(m):
     c = copy.copy(m)
-    c._modules,c._parameters = [{k:copy.deepcopy(v) for k,v in o.items()} for o in (m._modules,m._parameters)]
+    c._modules, c._parameters = [{k: copy.deepcopy(v) for k, v in o.items()} for o in (m._modules, m._parameters)]
     return grow(c)
-WAYS = dict(replicate=lambda m: replicate(grow(copy.deepcopy(m))), deepcopy=lambda m: grow(copy.deepcopy(m)), copy=shallow,
-    pickle=lambda m: grow(pickle.loads(pickle.dumps(m))), save=lambda m: grow(saved(m)), functional_call=functional,
-    compile=lambda m: torch.compile(grow(copy.deepcopy(m)), backend='eager'))
+
+
+WAYS = dict(
+    replicate=lambda m: replicate(grow(copy.deepcopy(m))),
+    deepcopy=lambda m: grow(copy.deepcopy(m)),
+    copy=shallow,
+    pickle=lambda m: grow(pickle.loads(pickle.dumps(m))),
+    save=lambda m: grow(saved(m)),
+    functional_call=functional,
+    compile=lambda m: torch.compile(grow(copy.deepcopy(m)), backend='eager'),
+)
 VIEWS = dict(model=lambda m: m, head=lambda m: OneHead(m, list(m.model.tora.heads)[-1]), network=lambda m: m.model)
 
-@pytest.mark.parametrize('k,way', [(k,w) for k in KINDS for w in WAYS if w!='compile' or k=='tora'])
-def test_a_copy_answers_with_its_own_weights(k, way):
-    x,m,big = images(),make(noise=.2, **KINDS[k]),grow(make(noise=.2, **KINDS[k]))
-    for view in VIEWS.values():
-        a = view(m); z = a(x); want = view(big)(x)
-        assert torch.allclose(WAYS[way](a)(x), want, atol=1e-5)
-        assert torch.equal(a(x), z) and (z-want).abs().max()>1e-2
 
-@pytest.mark.parametrize('way', ['deepcopy','pickle','save'])
+@pytest.mark.parametrize('k,way', [(k, w) for k in KINDS for w in WAYS if w != 'compile' or k == 'tora'])
+def test_a_copy_answers_with_its_own_weights(k, way):
+    x, m, big = images(), make(noise=0.2, **KINDS[k]), grow(make(noise=0.2, **KINDS[k]))
+    for view in VIEWS.values():
+        a = view(m)
+        z = a(x)
+        want = view(big)(x)
+        assert torch.allclose(WAYS[way](a)(x), want, atol=1e-5)
+        assert torch.equal(a(x), z) and (z - want).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize('way', ['deepcopy', 'pickle', 'save'])
 @kinds
 def test_parts_are_removed_from_a_copy_alone(k, way):
-    x,m,plain = images(),make(noise=.2, **KINDS[k]),tiny_vit(num_classes=4); z = m(x)
+    x, m, plain = images(), make(noise=0.2, **KINDS[k]), tiny_vit(num_classes=4)
+    z = m(x)
     c = dict(deepcopy=copy.deepcopy, pickle=lambda m: pickle.loads(pickle.dumps(m)), save=saved)[way](m)
     remove_tora(c)
-    assert torch.equal(c(x), plain(x)) and type(c.model) is type(plain.model) and all(p.requires_grad for p in c.parameters())
-    assert torch.equal(m(x), z) and sum(p.requires_grad for p in m.parameters())<len(list(m.parameters()))
-    c.model.reset_classifier(3); assert c(x).shape==(4,3)
+    assert (
+        torch.equal(c(x), plain(x))
+        and type(c.model) is type(plain.model)
+        and all(p.requires_grad for p in c.parameters())
+    )
+    assert torch.equal(m(x), z) and sum(p.requires_grad for p in m.parameters()) < len(list(m.parameters()))
+    c.model.reset_classifier(3)
+    assert c(x).shape == (4, 3)
 
-# --- timm's other ways to the logits -------------------------------------------------------------------------------------------------
+
+# --- timm's other ways to the logits
+# -------------------------------------------------------------------------------------------------
+
 
 @kinds
 def test_features_and_head_are_the_forward(k):
-    m,x = make(noise=.2, **KINDS[k]),images()
+    m, x = make(noise=0.2, **KINDS[k]), images()
     with torch.no_grad():
-        f = m.model.forward_features((x-.5)/.5)
+        f = m.model.forward_features((x - 0.5) / 0.5)
         assert torch.equal(m.model.forward_head(f), m(x))
         for o in m.model.tora.heads:
-            with use_head(m, o): assert torch.allclose(m.model.tora.heads[o](m.model.forward_head(f, pre_logits=True)), m(x), atol=1e-6)
+            with use_head(m, o):
+                assert torch.allclose(m.model.tora.heads[o](m.model.forward_head(f, pre_logits=True)), m(x), atol=1e-6)
     assert m.model.get_classifier() is m.model.tora.heads
 
+
 def test_whose_features_must_be_said():
-    m = make(); f = m.model.forward_features(images())
-    with pytest.raises(ValueError, match='use_head'): m.model.forward_head(f, pre_logits=True)
+    m = make()
+    f = m.model.forward_features(images())
+    with pytest.raises(ValueError, match='use_head'):
+        m.model.forward_head(f, pre_logits=True)
+
 
 @kinds
 def test_another_number_of_classes_is_refused(k):
-    m,x = make(noise=.1, **KINDS[k]),images(); z = m(x)
-    with pytest.raises(ValueError, match='remove_tora'): m.model.reset_classifier(5)
+    m, x = make(noise=0.1, **KINDS[k]), images()
+    z = m(x)
+    with pytest.raises(ValueError, match='remove_tora'):
+        m.model.reset_classifier(5)
     assert torch.equal(m(x), z)
+
 
 def block_half(n, dtype):
     "A mask in which no token sees the last half of the patches"
-    keep = torch.ones(n, n, dtype=torch.bool); keep[:,-8:] = False
-    return keep if dtype==torch.bool else torch.zeros(n, n).masked_fill(~keep, -1e4)
-@pytest.mark.parametrize('fused', [False,True])
-@pytest.mark.parametrize('dtype', [torch.bool,torch.float32])
+    keep = torch.ones(n, n, dtype=torch.bool)
+    keep[:, -8:] = False
+    return keep if dtype == torch.bool else torch.zeros(n, n).masked_fill(~keep, -1e4)
+
+
+@pytest.mark.parametrize('fused', [False, True])
+@pytest.mark.parametrize('dtype', [torch.bool, torch.float32])
 @kinds
 def test_a_given_mask_holds(k, dtype, fused):
     "At the start the masked model is the pretrained one with that mask; and the user's mask always matters"
-    plain,mask,x = tiny_vit(num_classes=4).model,block_half(17, dtype),images()
-    plain.cls_token.data.normal_(); plain.head.weight.data.normal_()
-    for b in plain.blocks: b.attn.fused_attn = fused; b.attn.qkv.weight.data.normal_(0, .5)
-    for o in (mask, mask[None,None].expand(4,1,-1,-1)):
-        z = plain(x, attn_mask=o); m = make(model=copy.deepcopy(plain), **KINDS[k])
-        assert torch.allclose(m(x, attn_mask=o), z, atol=1e-5) and (m(x)-z).abs().max()>1e-2
+    plain, mask, x = tiny_vit(num_classes=4).model, block_half(17, dtype), images()
+    plain.cls_token.data.normal_()
+    plain.head.weight.data.normal_()
+    for b in plain.blocks:
+        b.attn.fused_attn = fused
+        b.attn.qkv.weight.data.normal_(0, 0.5)
+    for o in (mask, mask[None, None].expand(4, 1, -1, -1)):
+        z = plain(x, attn_mask=o)
+        m = make(model=copy.deepcopy(plain), **KINDS[k])
+        assert torch.allclose(m(x, attn_mask=o), z, atol=1e-5) and (m(x) - z).abs().max() > 1e-2
+
 
 def test_what_two_class_tokens_cannot_do_is_refused():
     m = make().model
-    with pytest.raises(ValueError, match='attn_mask'): m(images(), is_causal=True)
-    with pytest.raises(ValueError, match='block_outputs'): m.forward_intermediates(images())
-    with pytest.raises(ValueError, match='torch.compile'): head_only(torch.compile(tiny_vit(), backend='eager'))
+    with pytest.raises(ValueError, match='attn_mask'):
+        m(images(), is_causal=True)
+    with pytest.raises(ValueError, match='block_outputs'):
+        m.forward_intermediates(images())
+    with pytest.raises(ValueError, match='torch.compile'):
+        head_only(torch.compile(tiny_vit(), backend='eager'))
 
-# --- what is frozen stands still ----------------------------------------------------------------------------------------------------
+
+# --- what is frozen stands still
+# ----------------------------------------------------------------------------------------------------
+
 
 class BNLast(nn.BatchNorm1d):
-    def forward(self, x): return super().forward(x.transpose(1,2)).transpose(1,2)
+    def forward(self, x):
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
 def hybrid():
     "A ViT with BatchNorm in its stem and dropout of every kind"
-    m = tiny_vit(num_classes=4, drop_path_rate=.3, proj_drop_rate=.2, attn_drop_rate=.2, pos_drop_rate=.2, drop_rate=.2)
-    m.model.patch_embed.norm = nn.Sequential(BNLast(32)); m.model.patch_embed.norm[0].num_batches_tracked += 3
+    m = tiny_vit(
+        num_classes=4, drop_path_rate=0.3, proj_drop_rate=0.2, attn_drop_rate=0.2, pos_drop_rate=0.2, drop_rate=0.2
+    )
+    m.model.patch_embed.norm = nn.Sequential(BNLast(32))
+    m.model.patch_embed.norm[0].num_batches_tracked += 3
     return m.eval()
+
+
 class Awake(Callback):
     "Names of the modules in training mode, batch by batch"
-    def before_fit(self): self.seen = set()
-    def after_pred(self): self.seen |= {n for n,o in self.model.named_modules() if self.training and o.training}
+
+    def before_fit(self):
+        self.seen = set()
+
+    def after_pred(self):
+        self.seen |= {n for n, o in self.model.named_modules() if self.training and o.training}
+
 
 @kinds
 def test_the_backbone_stands_still(k, tmp_path):
     "Weights, statistics and logits to the bit; its dropout is off; and the adapters know it again"
-    x,plain = images(),hybrid(); bid,z = backbone_id(plain),plain(x)
-    m = make(model=hybrid(), **KINDS[k]); l = learner(m, [Awake()]); l.fit_tora(1, 1); m.eval()
-    assert backbone_id(m)==bid
-    assert not [n for n in l.awake.seen if 'adapters' not in n and 'tora' not in n and n not in ('','model')]
-    save_adapters(m, tmp_path/'a.safetensors')
-    assert torch.equal(load_adapters(hybrid(), tmp_path/'a.safetensors')(x), m(x))
+    x, plain = images(), hybrid()
+    bid, z = backbone_id(plain), plain(x)
+    m = make(model=hybrid(), **KINDS[k])
+    l = learner(m, [Awake()])
+    l.fit_tora(1, 1)
+    m.eval()
+    assert backbone_id(m) == bid
+    assert not [n for n in l.awake.seen if 'adapters' not in n and 'tora' not in n and n not in ('', 'model')]
+    save_adapters(m, tmp_path / 'a.safetensors')
+    assert torch.equal(load_adapters(hybrid(), tmp_path / 'a.safetensors')(x), m(x))
     assert torch.equal(remove_tora(m)(x), z)
+
 
 @kinds
 def test_the_backbone_stands_still_in_anybodys_loop(k):
-    m = make(model=hybrid(), **KINDS[k]); bid = backbone_id(m); dls = synth_dls(16, bs=8)
-    opt = torch.optim.SGD([p for p in m.parameters() if p.requires_grad], .1)
-    for x,y in dls.train: m.train(); F.cross_entropy(m(x.as_subclass(torch.Tensor)), y.as_subclass(torch.Tensor)).backward(); opt.step()
-    assert backbone_id(m)==bid and not any(o.training for o in m.eval().modules())
+    m = make(model=hybrid(), **KINDS[k])
+    bid = backbone_id(m)
+    dls = synth_dls(16, bs=8)
+    opt = torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.1)
+    for x, y in dls.train:
+        m.train()
+        F.cross_entropy(m(x.as_subclass(torch.Tensor)), y.as_subclass(torch.Tensor)).backward()
+        opt.step()
+    assert backbone_id(m) == bid and not any(o.training for o in m.eval().modules())
+
 
 def test_a_trained_model_is_that_of_training():
     "With the backbone's dropout off, the loss of a batch is the same in training as in evaluation"
-    m = make(model=hybrid(), noise=.1); l = learner(m, cb=TORA(PGD1, lam=0., phase='gate')); got = []
-    def look(self): got.append((self.learn.loss.item(), F.cross_entropy(copy.deepcopy(self.model).eval()(self.x), self.y).item()))
-    l.add_cb(Callback(before_backward=look)); l.fit_tora(0, 1)
-    assert all(a==pytest.approx(b, abs=1e-5) for a,b in got)
+    m = make(model=hybrid(), noise=0.1)
+    l = learner(m, cb=TORA(PGD1, lam=0.0, phase='gate'))
+    got = []
 
-def net(*ms): return nn.Sequential(*ms)
-def frozen(m): return m.requires_grad_(False)
-STILL = dict(head=(lambda: net(frozen(net(nn.Linear(2,2), nn.Dropout())), nn.Dropout(), nn.Linear(2,2)), {'','1','2'}),
-    all=(lambda: frozen(net(nn.Linear(2,2), nn.BatchNorm1d(2))), set()), none=(lambda: net(nn.Linear(2,2), nn.Dropout()), {'','0','1'}),
-    probe=(lambda: net(frozen(nn.Linear(2,2)), nn.BatchNorm1d(2, affine=False), nn.Linear(2,2)), {'','1','2'}),
-    inner=(lambda: net(frozen(net(nn.Linear(2,2), nn.BatchNorm1d(2, affine=False))), nn.Linear(2,2)), {'','1'}))
+    def look(self):
+        got.append((self.learn.loss.item(), F.cross_entropy(copy.deepcopy(self.model).eval()(self.x), self.y).item()))
+
+    l.add_cb(Callback(before_backward=look))
+    l.fit_tora(0, 1)
+    assert all(a == pytest.approx(b, abs=1e-5) for a, b in got)
+
+
+def net(*ms):
+    return nn.Sequential(*ms)
+
+
+def frozen(m):
+    return m.requires_grad_(False)
+
+
+STILL = dict(
+    head=(lambda: net(frozen(net(nn.Linear(2, 2), nn.Dropout())), nn.Dropout(), nn.Linear(2, 2)), {'', '1', '2'}),
+    all=(lambda: frozen(net(nn.Linear(2, 2), nn.BatchNorm1d(2))), set()),
+    none=(lambda: net(nn.Linear(2, 2), nn.Dropout()), {'', '0', '1'}),
+    probe=(lambda: net(frozen(nn.Linear(2, 2)), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2)), {'', '1', '2'}),
+    inner=(lambda: net(frozen(net(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))), nn.Linear(2, 2)), {'', '1'}),
+)
+
+
 @pytest.mark.parametrize('k', STILL)
 def test_still(k):
     m = STILL[k][0]().train()
-    assert still(m) is m and {n for n,o in m.named_modules() if o.training}==STILL[k][1]
+    assert still(m) is m and {n for n, o in m.named_modules() if o.training} == STILL[k][1]
+
 
 @pytest.mark.parametrize('method', [AdvTrain, TRADES, MART])
 def test_a_frozen_body_stands_still_under_every_method(method):
-    body = frozen(net(nn.Flatten(), nn.Linear(784,8), nn.BatchNorm1d(8), nn.Dropout())); l = synth_learner([method(PGD1)], net(body, nn.Linear(8,4)))
-    before = state(l.model); l.fit(1, .1)
+    body = frozen(net(nn.Flatten(), nn.Linear(784, 8), nn.BatchNorm1d(8), nn.Dropout()))
+    l = synth_learner([method(PGD1)], net(body, nn.Linear(8, 4)))
+    before = state(l.model)
+    l.fit(1, 0.1)
     assert all(o.startswith('1.') for o in changed(l.model, before)) and changed(l.model, before)
 
-# --- the epochs of the Learner's life -------------------------------------------------------------------------------------------------
+
+# --- the epochs of the Learner's life
+# -------------------------------------------------------------------------------------------------
+
 
 def test_four_fits_are_one_of_four_epochs():
     "Sides and random starts; three batches, so that every epoch begins with the other side"
+
     def run(fits, epochs):
-        dls = synth_dls(48); dls.train = dls.train.new(shuffle=False); got = []
-        l = learner(make(), [Callback(after_pred=lambda self: got.append((self.learn.tora.side, self.learn.tora.seed)) if self.training else None)], dls=dls)
-        for _ in range(fits): l.fit_tora(epochs, 0)
+        dls = synth_dls(48)
+        dls.train = dls.train.new(shuffle=False)
+        got = []
+        l = learner(
+            make(),
+            [
+                Callback(
+                    after_pred=lambda self: (
+                        got.append((self.learn.tora.side, self.learn.tora.seed)) if self.training else None
+                    )
+                )
+            ],
+            dls=dls,
+        )
+        for _ in range(fits):
+            l.fit_tora(epochs, 0)
         return got
-    a,b = run(4, 1),run(1, 4)
-    assert a==b and [o[0] for o in a]==['rob','acc']*6 and len({o[1] for o in a})==4
 
-# --- the loss is the Learner's own ------------------------------------------------------------------------------------------------------
+    a, b = run(4, 1), run(1, 4)
+    assert a == b and [o[0] for o in a] == ['rob', 'acc'] * 6 and len({o[1] for o in a}) == 4
 
-LOSSES = dict(plain={}, weights=dict(weight=torch.tensor([1.,2.,5.,.1])), tens=dict(weight=torch.full((4,), 10.)), sum=dict(reduction='sum'),
-    ignore=dict(ignore_index=2), smooth=dict(label_smoothing=.1))
+
+# --- the loss is the Learner's own
+# ------------------------------------------------------------------------------------------------------
+
+LOSSES = dict(
+    plain={},
+    weights=dict(weight=torch.tensor([1.0, 2.0, 5.0, 0.1])),
+    tens=dict(weight=torch.full((4,), 10.0)),
+    sum=dict(reduction='sum'),
+    ignore=dict(ignore_index=2),
+    smooth=dict(label_smoothing=0.1),
+)
+
+
 @pytest.mark.parametrize('k', LOSSES)
 def test_lam_mixes_the_learners_loss(k):
-    lf,got = F.cross_entropy,[]
-    def look(self):
-        m = copy.deepcopy(self.model).eval(); x = self.x; z,z_adv = m(x).chunk(2)
-        y = self.y.as_subclass(torch.Tensor); want = .3*lf(z_adv, y, **LOSSES[k])+.7*lf(z, y, **LOSSES[k])
-        got.append((self.learn.loss_grad.item(), want.item()))
-    l = learner(make(noise=.2), [Callback(before_backward=look)], cb=TORA(PGD1, lam=.3), loss_func=CrossEntropyLossFlat(**LOSSES[k]))
-    l.fit_tora(0, 1, lr=0.)
-    assert len(got)==4 and all(a==pytest.approx(b, rel=1e-4) for a,b in got)
+    lf, got = F.cross_entropy, []
 
-# --- models that change their input -------------------------------------------------------------------------------------------------------
+    def look(self):
+        m = copy.deepcopy(self.model).eval()
+        x = self.x
+        z, z_adv = m(x).chunk(2)
+        y = self.y.as_subclass(torch.Tensor)
+        want = 0.3 * lf(z_adv, y, **LOSSES[k]) + 0.7 * lf(z, y, **LOSSES[k])
+        got.append((self.learn.loss_grad.item(), want.item()))
+
+    l = learner(
+        make(noise=0.2),
+        [Callback(before_backward=look)],
+        cb=TORA(PGD1, lam=0.3),
+        loss_func=CrossEntropyLossFlat(**LOSSES[k]),
+    )
+    l.fit_tora(0, 1, lr=0.0)
+    assert len(got) == 4 and all(a == pytest.approx(b, rel=1e-4) for a, b in got)
+
+
+# --- models that change their input
+# -------------------------------------------------------------------------------------------------------
+
 
 class InPlace(Wrapper):
     "Normalises as careless code does: in the tensor that it was given"
-    def forward(self, x): return self.model(x.sub_(.5).div_(.5))
-def in_place(m): return InPlace(m.model)
-ASK = dict(maps=lambda m,x: torch.cat([o.flatten() for o in gate_maps(m, x)]), pictures=gate_pictures, entropies=lambda m,x: WithGates(m)(x),
-    cost=lambda m,x: torch.tensor(list(tora_cost(m, x).values())), show=lambda m,x: show_gates(m, x, blocks=[0]) or x)
+
+    def forward(self, x):
+        return self.model(x.sub_(0.5).div_(0.5))
+
+
+def in_place(m):
+    return InPlace(m.model)
+
+
+ASK = dict(
+    maps=lambda m, x: torch.cat([o.flatten() for o in gate_maps(m, x)]),
+    pictures=gate_pictures,
+    entropies=lambda m, x: WithGates(m)(x),
+    cost=lambda m, x: torch.tensor(list(tora_cost(m, x).values())),
+    show=lambda m, x: show_gates(m, x, blocks=[0]) or x,
+)
+
+
 @pytest.mark.parametrize('k', ASK)
 def test_nothing_changes_the_images(k):
-    m,x = make(noise=.3),images(); keep = x.clone(); want = ASK[k](m, x)
+    m, x = make(noise=0.3), images()
+    keep = x.clone()
+    want = ASK[k](m, x)
     assert torch.allclose(ASK[k](in_place(m), x), want, atol=1e-6) and torch.equal(x, keep)
-    import matplotlib.pyplot as plt; plt.close('all')
+    import matplotlib.pyplot as plt
+
+    plt.close('all')
+
+
 def test_an_in_place_model_trains_the_same():
     ws = []
     for f in (lambda m: m, in_place):
-        dls = synth_dls(32); dls.train = dls.train.new(shuffle=False)
-        m = f(make(noise=.1)); learner(m, dls=dls).fit_tora(1, 1); ws.append([p.detach() for p in m.parameters()])
-    assert all(torch.allclose(a, b, atol=1e-5) for a,b in zip(*ws))
+        dls = synth_dls(32)
+        dls.train = dls.train.new(shuffle=False)
+        m = f(make(noise=0.1))
+        learner(m, dls=dls).fit_tora(1, 1)
+        ws.append([p.detach() for p in m.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*ws))
 
-# --- whose file is it? --------------------------------------------------------------------------------------------------------------------
 
-OTHERS = dict(weights=(dict(seed=3), 'another backbone'), heads=(dict(num_heads=4), 'attention heads'), one_head=(dict(num_heads=1), 'attention heads'),
-    activation=(dict(act_layer='quick_gelu'), 'activation'))
+# --- whose file is it?
+# --------------------------------------------------------------------------------------------------------------------
+
+OTHERS = dict(
+    weights=(dict(seed=3), 'another backbone'),
+    heads=(dict(num_heads=4), 'attention heads'),
+    one_head=(dict(num_heads=1), 'attention heads'),
+    activation=(dict(act_layer='quick_gelu'), 'activation'),
+)
+
+
 @pytest.mark.parametrize('k', OTHERS)
 def test_files_know_their_backbone(k, tmp_path):
-    kw,words = OTHERS[k]
-    save_adapters(make(noise=.1), f := tmp_path/'a.safetensors')
-    with pytest.raises(ValueError, match=words): load_adapters(tiny_vit(num_classes=4, **kw), f)
+    kw, words = OTHERS[k]
+    save_adapters(make(noise=0.1), f := tmp_path / 'a.safetensors')
+    with pytest.raises(ValueError, match=words):
+        load_adapters(tiny_vit(num_classes=4, **kw), f)
+
+
 def test_files_know_how_images_were_normalised(tmp_path):
-    m = make(noise=.1); save_adapters(m, f := tmp_path/'a.safetensors')
-    with pytest.raises(ValueError, match=r'mean \[0.5\].*\[0.4\]'): load_adapters(Normalized(tiny_vit(num_classes=4).model, [.4], [.5]), f)
-    x = images(); assert torch.equal(load_adapters(tiny_vit(num_classes=4).model, f)(2*x-1), m(x))
+    m = make(noise=0.1)
+    save_adapters(m, f := tmp_path / 'a.safetensors')
+    with pytest.raises(ValueError, match=r'mean \[0.5\].*\[0.4\]'):
+        load_adapters(Normalized(tiny_vit(num_classes=4).model, [0.4], [0.5]), f)
+    x = images()
+    assert torch.equal(load_adapters(tiny_vit(num_classes=4).model, f)(2 * x - 1), m(x))
+
+
 def test_older_files_are_taken_by_their_hash(tmp_path):
     from safetensors.torch import save_file
-    m,f = make(noise=.1),tmp_path/'a.safetensors'; save_adapters(m, f)
-    with safe_open(f, 'pt') as h: ts,about = {k:h.get_tensor(k) for k in h.keys()},h.metadata()
-    save_file(ts, f, {k:v for k,v in about.items() if k not in ('answer','mean','std')})
+
+    m, f = make(noise=0.1), tmp_path / 'a.safetensors'
+    save_adapters(m, f)
+    with safe_open(f, 'pt') as h:
+        ts, about = {k: h.get_tensor(k) for k in h.keys()}, h.metadata()
+    save_file(ts, f, {k: v for k, v in about.items() if k not in ('answer', 'mean', 'std')})
     assert torch.equal(load_adapters(tiny_vit(num_classes=4), f)(images()), m(images()))
 
-# --- a second copy --------------------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('cbs', [lambda: [TORA(PGD1),TORA(PGD1)], lambda: [TORA(PGD1),AdvTrain(PGD1)], lambda: [TORA(PGD1),TRADES(PGD1)]])
+# --- a second copy
+# --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'cbs', [lambda: [TORA(PGD1), TORA(PGD1)], lambda: [TORA(PGD1), AdvTrain(PGD1)], lambda: [TORA(PGD1), TRADES(PGD1)]]
+)
 def test_only_one_attacks_the_training_images(cbs):
-    with pytest.raises(ValueError, match='has two'): synth_learner(model=make(), cbs=cbs()).fit_tora(1, 1)
+    with pytest.raises(ValueError, match='has two'):
+        synth_learner(model=make(), cbs=cbs()).fit_tora(1, 1)
+
+
 def test_a_head_of_a_head_is_refused():
-    with pytest.raises(ValueError, match="OneHead of 'acc' already"): OneHead(OneHead(make(),'acc'), 'rob')
+    with pytest.raises(ValueError, match="OneHead of 'acc' already"):
+        OneHead(OneHead(make(), 'acc'), 'rob')
+
 
 def test_a_new_head_beside_those_that_answer_is_refused():
     m = tora_vit(tiny_vit(num_classes=4))
-    with pytest.raises(ValueError, match='remove_tora'): unwrap(m).head = nn.Linear(32, 7)
+    with pytest.raises(ValueError, match='remove_tora'):
+        unwrap(m).head = nn.Linear(32, 7)
     unwrap(remove_tora(m)).head = nn.Linear(32, 7)
-    assert m(torch.rand(2,1,28,28)).shape==(2,7)
+    assert m(torch.rand(2, 1, 28, 28)).shape == (2, 7)

@@ -1,4 +1,6 @@
-"Every attack class, in both norms: what it may depend on, what it must leave alone, what it refuses (R07-R10, R14-R17, R30, R36)."
+"""Every attack class, in both norms: what it may depend on, what it must leave alone, what it refuses (R07-R10,
+R14-R17, R30, R36)."""
+
 import copy, random, sys, warnings
 import numpy as np, pytest, torch, torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
@@ -11,422 +13,782 @@ from robust_nbdev.attacks import mse
 from robust_nbdev.evaluate import predict
 from robust_nbdev.test_utils import *
 
-C,H,W = 4,6,7   # classes; images are not square
-EPS = dict(Linf=.1, L2=.7)
+C, H, W = 4, 6, 7  # classes; images are not square
+EPS = dict(Linf=0.1, L2=0.7)
+
 
 class Pixels(nn.Module):
     "Sums of one pixel after the other: no image's output depends, by a bit, on the rest of the batch"
-    def __init__(self, c=C, scale=4., seed=0): super().__init__(); self.c,self.scale,self.seed = c,scale,seed
+
+    def __init__(self, c=C, scale=4.0, seed=0):
+        super().__init__()
+        self.c, self.scale, self.seed = c, scale, seed
+
     def forward(self, x):
-        w = torch.randn(self.c, x[0].numel(), generator=torch.Generator().manual_seed(self.seed)).to(x.dtype)*self.scale/x[0].numel()**.5
-        f = (x.flatten(1)-.5).tanh()
+        w = (
+            torch.randn(self.c, x[0].numel(), generator=torch.Generator().manual_seed(self.seed)).to(x.dtype)
+            * self.scale
+            / x[0].numel() ** 0.5
+        )
+        f = (x.flatten(1) - 0.5).tanh()
         o = torch.zeros(len(x), self.c, dtype=x.dtype)
-        for j in range(f.shape[1]): o = o+f[:,j:j+1]*w[:,j]
+        for j in range(f.shape[1]):
+            o = o + f[:, j : j + 1] * w[:, j]
         return o
+
 
 class Dense(nn.Module):
     "A small smooth network"
-    def __init__(self, dtype=torch.float32, c=C, seed=0, k=1., shape=(1,H,W)):
-        super().__init__()
-        g,n = torch.Generator().manual_seed(seed),int(np.prod(shape))
-        self.a,self.b,self.k = nn.Parameter((torch.randn(16, n, generator=g)*3/n**.5).to(dtype)),nn.Parameter(torch.randn(c, 16, generator=g).to(dtype)),k
-    def forward(self, x): return ((x.flatten(1)-.5)@self.a.T).tanh()@self.b.T*self.k
 
-def images(b, dtype=torch.float32, seed=0, shape=(1,H,W)):
+    def __init__(self, dtype=torch.float32, c=C, seed=0, k=1.0, shape=(1, H, W)):
+        super().__init__()
+        g, n = torch.Generator().manual_seed(seed), int(np.prod(shape))
+        self.a, self.b, self.k = (
+            nn.Parameter((torch.randn(16, n, generator=g) * 3 / n**0.5).to(dtype)),
+            nn.Parameter(torch.randn(c, 16, generator=g).to(dtype)),
+            k,
+        )
+
+    def forward(self, x):
+        return ((x.flatten(1) - 0.5) @ self.a.T).tanh() @ self.b.T * self.k
+
+
+def images(b, dtype=torch.float32, seed=0, shape=(1, H, W)):
     "Some pixels are exactly 0 or 1"
-    return (torch.rand(b, *shape, generator=torch.Generator().manual_seed(seed))*1.4-.2).clamp(0,1).to(dtype)
-def labels(b, c=C, seed=0): return torch.randint(0, c, (b,), generator=torch.Generator().manual_seed(seed+1))
+    return (torch.rand(b, *shape, generator=torch.Generator().manual_seed(seed)) * 1.4 - 0.2).clamp(0, 1).to(dtype)
+
+
+def labels(b, c=C, seed=0):
+    return torch.randint(0, c, (b,), generator=torch.Generator().manual_seed(seed + 1))
+
 
 SUR = Dense(seed=5)
-ZOO = dict(fgsm=lambda e,n: FGSM(e, norm=n), fgsm_rs=lambda e,n: FGSM_RS(e, norm=n), pgd=lambda e,n: PGD(e, norm=n, steps=3), pgd_restarts=lambda e,n: PGD(e, norm=n, steps=2, restarts=3),
-    mifgsm=lambda e,n: MIFGSM(e, norm=n, steps=3), mifgsm_rand=lambda e,n: MIFGSM(e, norm=n, steps=3, rand=True), cwpgd=lambda e,n: CWPGD(e, norm=n, steps=3), gama=lambda e,n: GAMAPGD(e, norm=n, steps=5),
-    gama_clean=lambda e,n: GAMAPGD(e, norm=n, steps=5, ref='clean', restarts=2), gamafw=lambda e,n: GAMAFW(e, norm=n, steps=5), apgd=lambda e,n: APGD(e, norm=n, steps=6), apgdt=lambda e,n: APGDT(e, norm=n, steps=4, targets=2, restarts=2),
-    square=lambda e,n: Square(e, norm=n, queries=12), fab=lambda e,n: FAB(e, norm=n, steps=4, targets=2, restarts=2), fab_u=lambda e,n: FAB(e, norm=n, steps=3, targets=0, restarts=2),
-    auto=lambda e,n: AutoAttack(e, norm=n, attacks=[APGD(e, norm=n, steps=4), APGDT(e, norm=n, steps=3, targets=2), FAB(e, norm=n, steps=3, targets=2), Square(e, norm=n, queries=6)]),
-    worst=lambda e,n: WorstCase([PGD(e, norm=n, steps=1, alpha=e/9), Square(e, norm=n, queries=6)]), transfer=lambda e,n: Transfer(SUR, PGD(e, norm=n, steps=3)),
-    pgd_kl=lambda e,n: PGD(e, norm=n, steps=3, loss=kl), apgd_kl=lambda e,n: APGD(e, norm=n, steps=4, loss=kl), pgd_feat=lambda e,n: PGD(e, norm=n, steps=3, loss=feat_cos), apgd_mse=lambda e,n: APGD(e, norm=n, steps=4, loss=mse), pgd_scaled=lambda e,n: PGD(e, norm=n, steps=3, loss=scaled_ce))
-ALL = [(k,n) for k in ZOO for n in EPS]
-each = pytest.mark.parametrize('kind,norm', ALL, ids=[f'{k}-{n}' for k,n in ALL])
+ZOO = dict(
+    fgsm=lambda e, n: FGSM(e, norm=n),
+    fgsm_rs=lambda e, n: FGSM_RS(e, norm=n),
+    pgd=lambda e, n: PGD(e, norm=n, steps=3),
+    pgd_restarts=lambda e, n: PGD(e, norm=n, steps=2, restarts=3),
+    mifgsm=lambda e, n: MIFGSM(e, norm=n, steps=3),
+    mifgsm_rand=lambda e, n: MIFGSM(e, norm=n, steps=3, rand=True),
+    cwpgd=lambda e, n: CWPGD(e, norm=n, steps=3),
+    gama=lambda e, n: GAMAPGD(e, norm=n, steps=5),
+    gama_clean=lambda e, n: GAMAPGD(e, norm=n, steps=5, ref='clean', restarts=2),
+    gamafw=lambda e, n: GAMAFW(e, norm=n, steps=5),
+    apgd=lambda e, n: APGD(e, norm=n, steps=6),
+    apgdt=lambda e, n: APGDT(e, norm=n, steps=4, targets=2, restarts=2),
+    square=lambda e, n: Square(e, norm=n, queries=12),
+    fab=lambda e, n: FAB(e, norm=n, steps=4, targets=2, restarts=2),
+    fab_u=lambda e, n: FAB(e, norm=n, steps=3, targets=0, restarts=2),
+    auto=lambda e, n: AutoAttack(
+        e,
+        norm=n,
+        attacks=[
+            APGD(e, norm=n, steps=4),
+            APGDT(e, norm=n, steps=3, targets=2),
+            FAB(e, norm=n, steps=3, targets=2),
+            Square(e, norm=n, queries=6),
+        ],
+    ),
+    worst=lambda e, n: WorstCase([PGD(e, norm=n, steps=1, alpha=e / 9), Square(e, norm=n, queries=6)]),
+    transfer=lambda e, n: Transfer(SUR, PGD(e, norm=n, steps=3)),
+    pgd_kl=lambda e, n: PGD(e, norm=n, steps=3, loss=kl),
+    apgd_kl=lambda e, n: APGD(e, norm=n, steps=4, loss=kl),
+    pgd_feat=lambda e, n: PGD(e, norm=n, steps=3, loss=feat_cos),
+    apgd_mse=lambda e, n: APGD(e, norm=n, steps=4, loss=mse),
+    pgd_scaled=lambda e, n: PGD(e, norm=n, steps=3, loss=scaled_ce),
+)
+ALL = [(k, n) for k in ZOO for n in EPS]
+each = pytest.mark.parametrize('kind,norm', ALL, ids=[f'{k}-{n}' for k, n in ALL])
 norms = pytest.mark.parametrize('norm', list(EPS))
-def make(kind, norm, eps=None): return ZOO[kind](EPS[norm] if eps is None else eps, norm)
-RAND = [k for k in ZOO if k not in ('fgsm','mifgsm')]
-PACKAGE = ('square','fab','fab_u','auto','worst')     # computed in float32 at least in part
-NO_TARGET = ('apgdt','square','fab','fab_u','auto','worst','pgd_kl','apgd_kl','pgd_feat','apgd_mse')
+
+
+def make(kind, norm, eps=None):
+    return ZOO[kind](EPS[norm] if eps is None else eps, norm)
+
+
+RAND = [k for k in ZOO if k not in ('fgsm', 'mifgsm')]
+PACKAGE = ('square', 'fab', 'fab_u', 'auto', 'worst')  # computed in float32 at least in part
+NO_TARGET = ('apgdt', 'square', 'fab', 'fab_u', 'auto', 'worst', 'pgd_kl', 'apgd_kl', 'pgd_feat', 'apgd_mse')
+
 
 def size(x_adv, x, norm):
-    d = (x_adv.double()-x.double()).flatten(1)
-    return d.abs().amax(1) if norm=='Linf' else d.norm(dim=1)
-def inside(x_adv, x, norm, eps, dtype=None):
-    assert x_adv.shape==x.shape and x_adv.dtype==x.dtype and x_adv.isfinite().all() and x_adv.min()>=0 and x_adv.max()<=1
-    slack = 0 if x.dtype in (torch.float16,torch.bfloat16) and norm=='Linf' else 1e-6
-    assert size(x_adv, x, norm).max().item()<=eps+slack
-def quiet(f):
-    with warnings.catch_warnings(): warnings.simplefilter('ignore'); return f()
+    d = (x_adv.double() - x.double()).flatten(1)
+    return d.abs().amax(1) if norm == 'Linf' else d.norm(dim=1)
 
-# --- what the images depend on ----------------------------------------------------------------------------------------------
+
+def inside(x_adv, x, norm, eps, dtype=None):
+    assert (
+        x_adv.shape == x.shape
+        and x_adv.dtype == x.dtype
+        and x_adv.isfinite().all()
+        and x_adv.min() >= 0
+        and x_adv.max() <= 1
+    )
+    slack = 0 if x.dtype in (torch.float16, torch.bfloat16) and norm == 'Linf' else 1e-6
+    assert size(x_adv, x, norm).max().item() <= eps + slack
+
+
+def quiet(f):
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        return f()
+
+
+# --- what the images depend on
+# ----------------------------------------------------------------------------------------------
+
 
 @each
 def test_images_do_not_depend_on_batch_mates(kind, norm):
-    m,a,x = Pixels(),make(kind, norm, (2 if kind in PACKAGE else 1)*EPS[norm]),images(5, seed=3); y = predict(m, x)
-    if kind=='transfer': object.__setattr__(a, 'surrogate', Pixels(seed=5))
+    m, a, x = Pixels(), make(kind, norm, (2 if kind in PACKAGE else 1) * EPS[norm]), images(5, seed=3)
+    y = predict(m, x)
+    if kind == 'transfer':
+        object.__setattr__(a, 'surrogate', Pixels(seed=5))
     run = lambda i: a(m, x[i], y[i], seed=11)
     whole = run(torch.arange(5))
     assert not torch.equal(whole, x)
-    p = torch.tensor([3,0,4,1,2])
+    p = torch.tensor([3, 0, 4, 1, 2])
     assert torch.equal(run(p), whole[p])
     assert torch.equal(torch.cat([run(torch.tensor([i])) for i in range(5)]), whole)
-    assert torch.equal(torch.cat([run(torch.arange(2)), run(torch.arange(2,5))]), whole)
-    assert torch.equal(run(torch.tensor([1,1,1,0,2,3,4,4]))[[3,0,4,5,6]], whole)
+    assert torch.equal(torch.cat([run(torch.arange(2)), run(torch.arange(2, 5))]), whole)
+    assert torch.equal(run(torch.tensor([1, 1, 1, 0, 2, 3, 4, 4]))[[3, 0, 4, 5, 6]], whole)
+
 
 def test_random_restarts_of_fab_do_not_depend_on_batch_mates():
     "Where the first run finds nothing the random starts of the later ones decide"
-    p = Pixels(); m = lambda v: p((v*30).sin()*.5+.5)                                # far from linear
-    x = images(40, seed=3); y = predict(m, x); a = FAB(.1, norm='L2', steps=1, targets=2, restarts=4)
-    whole,i = a(m, x, y, seed=1),torch.arange(40).flip(0)
+    p = Pixels()
+    m = lambda v: p((v * 30).sin() * 0.5 + 0.5)  # far from linear
+    x = images(40, seed=3)
+    y = predict(m, x)
+    a = FAB(0.1, norm='L2', steps=1, targets=2, restarts=4)
+    whole, i = a(m, x, y, seed=1), torch.arange(40).flip(0)
     assert not torch.equal(whole, a.but(restarts=1)(m, x, y, seed=1))
-    assert torch.equal(a(m, x[i], y[i], seed=1)[i], whole) and torch.equal(torch.cat([a(m, x[j:j+7], y[j:j+7], seed=1) for j in range(0,40,7)]), whole)
+    assert torch.equal(a(m, x[i], y[i], seed=1)[i], whole) and torch.equal(
+        torch.cat([a(m, x[j : j + 7], y[j : j + 7], seed=1) for j in range(0, 40, 7)]), whole
+    )
 
-@pytest.mark.parametrize('kind,norm', [(k, n) for k,n in ALL if k in ('pgd','gama','apgdt','fab')])
+
+@pytest.mark.parametrize('kind,norm', [(k, n) for k, n in ALL if k in ('pgd', 'gama', 'apgdt', 'fab')])
 def test_one_seed_per_image(kind, norm):
     "As an int64 tensor: each image keeps its own, whatever the batch"
-    m,a,x,y,s = Pixels(),make(kind, norm, (2 if kind in PACKAGE else .3)*EPS[norm]),images(5, seed=3),predict(Pixels(), images(5, seed=3)),torch.tensor([5,-1,2**62,0,77])
+    m, a, x, y, s = (
+        Pixels(),
+        make(kind, norm, (2 if kind in PACKAGE else 0.3) * EPS[norm]),
+        images(5, seed=3),
+        predict(Pixels(), images(5, seed=3)),
+        torch.tensor([5, -1, 2**62, 0, 77]),
+    )
     whole = a(m, x, y, seed=s)
-    assert torch.equal(torch.cat([a(m, x[i:i+1], y[i:i+1], seed=s[i:i+1]) for i in range(5)]), whole)
+    assert torch.equal(torch.cat([a(m, x[i : i + 1], y[i : i + 1], seed=s[i : i + 1]) for i in range(5)]), whole)
 
-@pytest.mark.parametrize('norm', ['Linf','L2'])
+
+@pytest.mark.parametrize('norm', ['Linf', 'L2'])
 def test_square_has_one_seed_for_all(norm):
-    with pytest.raises(ValueError, match='one integer'): make('square', norm)(Pixels(), images(5), labels(5), seed=torch.arange(5))
+    with pytest.raises(ValueError, match='one integer'):
+        make('square', norm)(Pixels(), images(5), labels(5), seed=torch.arange(5))
+
 
 @each
 def test_same_seed_same_images_and_another_seed_others(kind, norm):
-    m,a,x = Dense(),make(kind, norm, (1 if kind in PACKAGE else .2)*EPS[norm]),images(6)
+    m, a, x = Dense(), make(kind, norm, (1 if kind in PACKAGE else 0.2) * EPS[norm]), images(6)
     y = predict(m, x)
     one = a(m, x, y, seed=1)
-    random.seed(9); np.random.seed(9); torch.manual_seed(9)
+    random.seed(9)
+    np.random.seed(9)
+    torch.manual_seed(9)
     assert torch.equal(a(m, x, y, seed=1), one)
-    if kind in RAND and not kind.startswith('fab'): assert not torch.equal(a(m, x, y, seed=2), one)     # FAB's answer is the nearest point, wherever it starts
-    elif kind in ('fgsm','mifgsm'): assert torch.equal(a(m, x, y, seed=2), one)
+    # FAB's answer is the nearest point, wherever it starts
+    if kind in RAND and not kind.startswith('fab'):
+        assert not torch.equal(a(m, x, y, seed=2), one)
+    elif kind in ('fgsm', 'mifgsm'):
+        assert torch.equal(a(m, x, y, seed=2), one)
+
 
 @each
 def test_global_random_state_is_left(kind, norm):
-    random.seed(1); np.random.seed(1); torch.manual_seed(1)
-    before = torch.get_rng_state(),np.random.get_state()[1].copy(),np.random.get_state()[2],random.getstate()
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), np.random.get_state()[2], random.getstate()
     trace = sys.gettrace()
     make(kind, norm)(Dense(), images(3), labels(3))
-    assert torch.equal(torch.get_rng_state(), before[0]) and (np.random.get_state()[1]==before[1]).all() and np.random.get_state()[2]==before[2] and random.getstate()==before[3]
+    assert (
+        torch.equal(torch.get_rng_state(), before[0])
+        and (np.random.get_state()[1] == before[1]).all()
+        and np.random.get_state()[2] == before[2]
+        and random.getstate() == before[3]
+    )
     assert sys.gettrace() is trace
 
-@pytest.mark.parametrize('norm', ['Linf','L2'])
-def test_global_random_state_is_left_by_the_package_as_a_whole(norm):
-    random.seed(1); np.random.seed(1); torch.manual_seed(1)
-    before = torch.get_rng_state(),np.random.get_state()[1].copy(),random.getstate()
-    quiet(lambda: AutoAttack(.1*EPS[norm], norm=norm, attacks='apgd-ce', reference=True)(Dense(c=10), images(3), labels(3)))
-    assert torch.equal(torch.get_rng_state(), before[0]) and (np.random.get_state()[1]==before[1]).all() and random.getstate()==before[2]
 
-# --- what they leave alone ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize('norm', ['Linf', 'L2'])
+def test_global_random_state_is_left_by_the_package_as_a_whole(norm):
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    quiet(
+        lambda: AutoAttack(0.1 * EPS[norm], norm=norm, attacks='apgd-ce', reference=True)(
+            Dense(c=10), images(3), labels(3)
+        )
+    )
+    assert (
+        torch.equal(torch.get_rng_state(), before[0])
+        and (np.random.get_state()[1] == before[1]).all()
+        and random.getstate() == before[2]
+    )
+
+
+# --- what they leave alone
+# ---------------------------------------------------------------------------------------------------
+
 
 def _net():
-    with torch.random.fork_rng(devices=[]): torch.manual_seed(0); return _seeded()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return _seeded()
+
+
 def _seeded():
-    m = nn.Sequential(nn.Conv2d(1,4,3), nn.BatchNorm2d(4), nn.Dropout(.5), nn.Flatten(), nn.Linear(80,C)).train()
-    m[1].eval(); m[0].bias.requires_grad_(False); m[4].weight.grad = torch.full_like(m[4].weight, 3.)
+    m = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten(), nn.Linear(80, C)).train()
+    m[1].eval()
+    m[0].bias.requires_grad_(False)
+    m[4].weight.grad = torch.full_like(m[4].weight, 3.0)
     return m
+
 
 @each
 def test_model_is_left(kind, norm):
     m = _net()
-    seen,grad = [],m[4].weight.grad
-    m[0].register_forward_hook(lambda *a: seen.append(m[2].training)); m[4].register_full_backward_hook(lambda *a: None)
-    state,buf = state_of(m),{k:v.clone() for k,v in m.state_dict().items()}
-    x,y = images(3),labels(3); x0,y0 = x.clone(),y.clone()
+    seen, grad = [], m[4].weight.grad
+    m[0].register_forward_hook(lambda *a: seen.append(m[2].training))
+    m[4].register_full_backward_hook(lambda *a: None)
+    state, buf = state_of(m), {k: v.clone() for k, v in m.state_dict().items()}
+    x, y = images(3), labels(3)
+    x0, y0 = x.clone(), y.clone()
     make(kind, norm)(m, x, y)
-    assert (seen and not any(seen)) or kind=='transfer'
-    assert state_of(m)==state and m[4].weight.grad is grad and (grad==3).all() and all(torch.equal(v, buf[k]) for k,v in m.state_dict().items())
+    assert (seen and not any(seen)) or kind == 'transfer'
+    assert (
+        state_of(m) == state
+        and m[4].weight.grad is grad
+        and (grad == 3).all()
+        and all(torch.equal(v, buf[k]) for k, v in m.state_dict().items())
+    )
     assert torch.equal(x, x0) and torch.equal(y, y0)
 
-@pytest.mark.parametrize('after', [1,3])
-@pytest.mark.parametrize('scope', [torch.enable_grad, torch.inference_mode], ids=['grad','inference'])
-@pytest.mark.parametrize('kind', [k for k in ZOO if k!='transfer'])
+
+@pytest.mark.parametrize('after', [1, 3])
+@pytest.mark.parametrize('scope', [torch.enable_grad, torch.inference_mode], ids=['grad', 'inference'])
+@pytest.mark.parametrize('kind', [k for k in ZOO if k != 'transfer'])
 def test_everything_is_restored_after_an_exception(kind, scope, after):
-    m,x,n = _net(),images(3),[]; y = predict(m, x); a = make(kind, 'Linf', .02)
-    with torch.random.fork_rng(devices=[]): n.clear(); h = m[3].register_forward_hook(lambda *a: n.append(1)); quiet(lambda: a(m, x, y)); h.remove(); after = min(after, len(n)); n.clear()
+    m, x, n = _net(), images(3), []
+    y = predict(m, x)
+    a = make(kind, 'Linf', 0.02)
+    with torch.random.fork_rng(devices=[]):
+        n.clear()
+        h = m[3].register_forward_hook(lambda *a: n.append(1))
+        quiet(lambda: a(m, x, y))
+        h.remove()
+        after = min(after, len(n))
+        n.clear()
+
     def boom(*a):
         n.append(1)
-        if len(n)==after: raise KeyboardInterrupt('stop')
-    m[3].register_forward_hook(boom); state,trace = state_of(m),sys.gettrace()
+        if len(n) == after:
+            raise KeyboardInterrupt('stop')
+
+    m[3].register_forward_hook(boom)
+    state, trace = state_of(m), sys.gettrace()
     rng = torch.get_rng_state()
     with scope():
-        grad,inf = torch.is_grad_enabled(),torch.is_inference_mode_enabled()
-        with pytest.raises(KeyboardInterrupt, match='stop'): a(m, x, y)
-        assert (torch.is_grad_enabled(),torch.is_inference_mode_enabled())==(grad,inf)
-    assert state_of(m)==state and sys.gettrace() is trace and torch.equal(torch.get_rng_state(), rng)
+        grad, inf = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        with pytest.raises(KeyboardInterrupt, match='stop'):
+            a(m, x, y)
+        assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == (grad, inf)
+    assert state_of(m) == state and sys.gettrace() is trace and torch.equal(torch.get_rng_state(), rng)
 
-# --- the ball, eps 0, scopes, types ---------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('kind,norm,dtype', [(k, n, d)
-    for k,n in ALL for d in (torch.float32, torch.float64, torch.bfloat16)])
+# --- the ball, eps 0, scopes, types
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'kind,norm,dtype', [(k, n, d) for k, n in ALL for d in (torch.float32, torch.float64, torch.bfloat16)]
+)
 def test_inside_the_ball_and_of_the_same_type(kind, norm, dtype):
-    a,x = make(kind, norm),images(4, dtype, seed=2)
-    if kind=='transfer': object.__setattr__(a, 'surrogate', Dense(dtype, seed=5))
+    a, x = make(kind, norm), images(4, dtype, seed=2)
+    if kind == 'transfer':
+        object.__setattr__(a, 'surrogate', Dense(dtype, seed=5))
     x_adv = a(Dense(dtype), x.as_subclass(TensorImage), labels(4))
     assert type(x_adv) is TensorImage and not x_adv.requires_grad
     inside(x_adv.as_subclass(torch.Tensor), x, norm, EPS[norm])
+
 
 @each
 def test_eps_0_returns_the_input(kind, norm):
     x = images(3)
     assert torch.equal(make(kind, norm, 0)(Dense(), x, labels(3)), x)
 
+
 @each
-@pytest.mark.parametrize('scope', [torch.no_grad, torch.inference_mode], ids=['no_grad','inference'])
+@pytest.mark.parametrize('scope', [torch.no_grad, torch.inference_mode], ids=['no_grad', 'inference'])
 def test_works_in_every_scope(kind, norm, scope):
-    a,m,x,y = make(kind, norm),Dense(),images(3),labels(3)
+    a, m, x, y = make(kind, norm), Dense(), images(3), labels(3)
     want = a(m, x, y)
-    with scope(): got = [a(m, x, y), a(m, x.clone(), y.clone())]
+    with scope():
+        got = [a(m, x, y), a(m, x.clone(), y.clone())]
     assert all(torch.equal(o, want) for o in got)
+
 
 @each
 def test_any_integer_labels(kind, norm):
-    a,m,x,y = make(kind, norm),Dense(),images(3),labels(3)
+    a, m, x, y = make(kind, norm), Dense(), images(3), labels(3)
     want = a(m, x, y)
-    for o in (y.int(), y.to(torch.uint8), y.numpy(), y[:,None], y.tolist()): assert torch.equal(a(m, x, o), want)
+    for o in (y.int(), y.to(torch.uint8), y.numpy(), y[:, None], y.tolist()):
+        assert torch.equal(a(m, x, o), want)
 
-# --- targets ----------------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('kind,norm', [(k,n) for k,n in ALL if k not in NO_TARGET])
+# --- targets
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('kind,norm', [(k, n) for k, n in ALL if k not in NO_TARGET])
 def test_targeted_reaches_more_targets(kind, norm):
-    a,m,x = make(kind, norm, 3*EPS[norm]),Dense(),images(24)
-    if kind=='transfer': object.__setattr__(a, 'surrogate', m)
-    y = predict(m, x); t = (y+1)%C
+    a, m, x = make(kind, norm, 3 * EPS[norm]), Dense(), images(24)
+    if kind == 'transfer':
+        object.__setattr__(a, 'surrogate', m)
+    y = predict(m, x)
+    t = (y + 1) % C
     x_adv = a(m, x, y, target=t, targeted=True)
-    hit = (predict(m, x_adv)==t).float().mean()
-    assert hit>=.25 and torch.equal(x_adv, a(m, x, target=t, targeted=True))
-    inside(x_adv, x, norm, 3*EPS[norm])
+    hit = (predict(m, x_adv) == t).float().mean()
+    assert hit >= 0.25 and torch.equal(x_adv, a(m, x, target=t, targeted=True))
+    inside(x_adv, x, norm, 3 * EPS[norm])
+
 
 def test_targeted_worst_case_keeps_the_first_hit():
-    m,x = Dense(),images(24); y = predict(m, x); t = (y+1)%C
-    one,two = PGD(.2, steps=2, alpha=.02),PGD(.2, steps=10)
-    w = WorstCase([one,two])(m, x, y, target=t, targeted=True)
-    first,hit = one(m, x, y, target=t, targeted=True),lambda o: predict(m, o)==t
-    assert torch.equal(w[hit(first)], first[hit(first)]) and torch.equal(hit(w), hit(first)|hit(two(m, x, y, target=t, targeted=True))) and 0<hit(first).sum()<hit(w).sum()
+    m, x = Dense(), images(24)
+    y = predict(m, x)
+    t = (y + 1) % C
+    one, two = PGD(0.2, steps=2, alpha=0.02), PGD(0.2, steps=10)
+    w = WorstCase([one, two])(m, x, y, target=t, targeted=True)
+    first, hit = one(m, x, y, target=t, targeted=True), lambda o: predict(m, o) == t
+    assert (
+        torch.equal(w[hit(first)], first[hit(first)])
+        and torch.equal(hit(w), hit(first) | hit(two(m, x, y, target=t, targeted=True)))
+        and 0 < hit(first).sum() < hit(w).sum()
+    )
+
 
 @pytest.mark.parametrize('kind', NO_TARGET)
 def test_attacks_without_targets_say_so(kind):
-    m,x = Dense(),images(3); y = predict(m, x)
-    for kw in (dict(target=(y+1)%C),dict(targeted=True)):
-        with pytest.raises(ValueError, match='needs both'): make(kind, 'Linf')(m, x, y, **kw)
-    with pytest.raises(ValueError, match='target'): make(kind, 'Linf')(m, x, y, target=(y+1)%C, targeted=True)
+    m, x = Dense(), images(3)
+    y = predict(m, x)
+    for kw in (dict(target=(y + 1) % C), dict(targeted=True)):
+        with pytest.raises(ValueError, match='needs both'):
+            make(kind, 'Linf')(m, x, y, **kw)
+    with pytest.raises(ValueError, match='target'):
+        make(kind, 'Linf')(m, x, y, target=(y + 1) % C, targeted=True)
+
 
 def test_targeted_cw_has_a_gradient_however_confident_the_model():
-    m,x = Dense(k=50.),images(24); y = predict(m, x); t = (y+1)%C
-    hit = lambda a: (predict(m, a(m, x, y, target=t, targeted=True))==t).float().mean().item()
-    assert hit(PGD(.3, steps=20, loss=margin))>.9 and hit(CWPGD(.3, steps=20))>.9
+    m, x = Dense(k=50.0), images(24)
+    y = predict(m, x)
+    t = (y + 1) % C
+    hit = lambda a: (predict(m, a(m, x, y, target=t, targeted=True)) == t).float().mean().item()
+    assert hit(PGD(0.3, steps=20, loss=margin)) > 0.9 and hit(CWPGD(0.3, steps=20)) > 0.9
+
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(2,12), st.integers(1,9), st.sampled_from(['random','likely','least','next']), st.integers(0,99))
+@given(
+    st.integers(2, 12), st.integers(1, 9), st.sampled_from(['random', 'likely', 'least', 'next']), st.integers(0, 99)
+)
 def test_chosen_targets(c, b, how, seed):
     "In range, never the label, the last class included; by the definition; independent of the batch"
-    m,x = Dense(c=c, seed=seed),images(b, seed=seed); y = labels(b, c, seed); y[-1] = c-1
+    m, x = Dense(c=c, seed=seed), images(b, seed=seed)
+    y = labels(b, c, seed)
+    y[-1] = c - 1
     t = choose_target(m, x, y, how, seed=seed)
-    assert t.shape==(b,) and t.dtype==torch.long and (t!=y).all() and t.min()>=0 and t.max()<c
-    assert torch.equal(torch.cat([choose_target(m, x[i:i+1], y[i:i+1], how, seed=seed) for i in range(b)]), t)
+    assert t.shape == (b,) and t.dtype == torch.long and (t != y).all() and t.min() >= 0 and t.max() < c
+    assert torch.equal(torch.cat([choose_target(m, x[i : i + 1], y[i : i + 1], how, seed=seed) for i in range(b)]), t)
     z = m(x).detach()
-    if how=='next': assert torch.equal(t, (y+1)%c)
-    if how=='likely': assert all(z[i,t[i]]>=max(z[i,j] for j in range(c) if j!=y[i]) for i in range(b))
-    if how=='least': assert all(z[i,t[i]]<=min(z[i,j] for j in range(c) if j!=y[i]) for i in range(b))
+    if how == 'next':
+        assert torch.equal(t, (y + 1) % c)
+    if how == 'likely':
+        assert all(z[i, t[i]] >= max(z[i, j] for j in range(c) if j != y[i]) for i in range(b))
+    if how == 'least':
+        assert all(z[i, t[i]] <= min(z[i, j] for j in range(c) if j != y[i]) for i in range(b))
+
 
 def test_random_targets_take_every_class_and_depend_on_the_seed():
-    m,x,y = Dense(c=5),images(300),torch.zeros(300).long()
+    m, x, y = Dense(c=5), images(300), torch.zeros(300).long()
     n = torch.bincount(choose_target(m, x, y), minlength=5)
-    assert n[0]==0 and (n[1:]>45).all() and (choose_target(m, x, y)!=choose_target(m, x, y, seed=1)).any()
-    for bad in ('best',None):
-        with pytest.raises(ValueError, match='how must be'): choose_target(m, x, y, bad)
+    assert n[0] == 0 and (n[1:] > 45).all() and (choose_target(m, x, y) != choose_target(m, x, y, seed=1)).any()
+    for bad in ('best', None):
+        with pytest.raises(ValueError, match='how must be'):
+            choose_target(m, x, y, bad)
 
-# --- restarts, ensembles ---------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('kind,norm', [(k, n) for k,n in ALL if k in ('pgd','cwpgd','gama','gamafw','apgd','square')])
+# --- restarts, ensembles
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'kind,norm', [(k, n) for k, n in ALL if k in ('pgd', 'cwpgd', 'gama', 'gamafw', 'apgd', 'square')]
+)
 def test_restarts_find_more_and_lose_nothing(kind, norm):
-    m,x = Dense(),images(150); y = predict(m, x)
-    a = make(kind, norm, .25*EPS[norm]); a = a.but(restarts=1, **(dict(queries=15) if kind=='square' else dict(steps=1 if kind!='gama' and kind!='gamafw' else 2)))
-    one,many = [predict(m, o(m, x, y))==y for o in (a,a.restart(6))]
-    assert not (many&~one).any() and many.sum()<one.sum()
+    m, x = Dense(), images(150)
+    y = predict(m, x)
+    a = make(kind, norm, 0.25 * EPS[norm])
+    a = a.but(
+        restarts=1,
+        **(dict(queries=15) if kind == 'square' else dict(steps=1 if kind != 'gama' and kind != 'gamafw' else 2)),
+    )
+    one, many = [predict(m, o(m, x, y)) == y for o in (a, a.restart(6))]
+    assert not (many & ~one).any() and many.sum() < one.sum()
 
-@pytest.mark.parametrize('norm', ['Linf','L2'])
+
+@pytest.mark.parametrize('norm', ['Linf', 'L2'])
 def test_an_ensemble_is_its_members_one_after_the_other(norm):
-    m,x = Dense(),images(60); y = predict(m, x); e = .25*EPS[norm]
-    mem = [PGD(e, norm=norm, steps=1, alpha=e/9), APGD(e, norm=norm, steps=5), Square(e, norm=norm, queries=20), FAB(e, norm=norm, steps=5)]
-    each = torch.stack([predict(m, a(m, x, y))==y for a in mem])
+    m, x = Dense(), images(60)
+    y = predict(m, x)
+    e = 0.25 * EPS[norm]
+    mem = [
+        PGD(e, norm=norm, steps=1, alpha=e / 9),
+        APGD(e, norm=norm, steps=5),
+        Square(e, norm=norm, queries=20),
+        FAB(e, norm=norm, steps=5),
+    ]
+    each = torch.stack([predict(m, a(m, x, y)) == y for a in mem])
     for a in (WorstCase(mem), AutoAttack(e, norm=norm, attacks=mem)):
         x_adv = a(m, x, y)
-        assert torch.equal(predict(m, x_adv)==y, each.all(0)) and 0<each.all(0).sum()<each[0].sum()
-        assert torch.equal(x_adv[~each[0]], mem[0](m, x, y)[~each[0]]); inside(x_adv, x, norm, e)
+        assert torch.equal(predict(m, x_adv) == y, each.all(0)) and 0 < each.all(0).sum() < each[0].sum()
+        assert torch.equal(x_adv[~each[0]], mem[0](m, x, y)[~each[0]])
+        inside(x_adv, x, norm, e)
+
 
 def test_an_ensemble_has_one_radius():
-    with pytest.raises(ValueError, match='threat model'): AutoAttack(.1, attacks=[PGD(.05)])
+    with pytest.raises(ValueError, match='threat model'):
+        AutoAttack(0.1, attacks=[PGD(0.05)])
+
 
 def test_an_ensemble_changes_its_radius_as_a_whole():
-    assert all(a.eps==.05 for a in AutoAttack(.1, attacks=[PGD(.1),'square']).but(eps=.05).members(10))
+    assert all(a.eps == 0.05 for a in AutoAttack(0.1, attacks=[PGD(0.1), 'square']).but(eps=0.05).members(10))
+
 
 def test_transfer_is_made_on_the_surrogate_and_leaves_the_victim_alone():
-    m,x,y,n = Dense(),images(6),labels(6),[]
-    m.register_forward_hook(lambda *a: n.append(1)); sur = _net(); state = state_of(sur)
-    a = Transfer(sur, PGD(.1, steps=2))
-    assert torch.equal(a(m, x, y), PGD(.1, steps=2)(sur, x, y)) and not n and state_of(sur)==state and repr(a).startswith('Transfer(Sequential, PGD(0.1') and a.name=='transfer_pgd2'
+    m, x, y, n = Dense(), images(6), labels(6), []
+    m.register_forward_hook(lambda *a: n.append(1))
+    sur = _net()
+    state = state_of(sur)
+    a = Transfer(sur, PGD(0.1, steps=2))
+    assert (
+        torch.equal(a(m, x, y), PGD(0.1, steps=2)(sur, x, y))
+        and not n
+        and state_of(sur) == state
+        and repr(a).startswith('Transfer(Sequential, PGD(0.1')
+        and a.name == 'transfer_pgd2'
+    )
 
-# --- few classes, wrong calls ---------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('c', [2,3,4,5,12])
-@pytest.mark.parametrize('norm', ['Linf','L2'])
+# --- few classes, wrong calls
+# ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('c', [2, 3, 4, 5, 12])
+@pytest.mark.parametrize('norm', ['Linf', 'L2'])
 def test_every_attack_takes_few_classes_or_says_what_to_do(norm, c):
-    m,x = Dense(c=c),images(12); y = predict(m, x)
+    m, x = Dense(c=c), images(12)
+    y = predict(m, x)
     for kind in ZOO:
-        if kind=='transfer': continue
-        a = make(kind, norm, .2*EPS[norm])
-        if c==2 and kind in ('apgdt','auto'):
-            with pytest.raises(ValueError, match='at least 3 classes'): a(m, x, y)
-        else: inside(quiet(lambda: a(m, x, y)), x, norm, .2*EPS[norm])
-    std = AutoAttack(.2*EPS[norm], norm=norm).members(c)
-    assert len(std)==4 and (isinstance(std[1], APGDT) and std[1].targets==min(9,c-1) if c>2 else std[1]==APGD(.2*EPS[norm], norm=norm, loss=margin)) and std[2].targets==min(9,c-1)
+        if kind == 'transfer':
+            continue
+        a = make(kind, norm, 0.2 * EPS[norm])
+        if c == 2 and kind in ('apgdt', 'auto'):
+            with pytest.raises(ValueError, match='at least 3 classes'):
+                a(m, x, y)
+        else:
+            inside(quiet(lambda: a(m, x, y)), x, norm, 0.2 * EPS[norm])
+    std = AutoAttack(0.2 * EPS[norm], norm=norm).members(c)
+    assert (
+        len(std) == 4
+        and (
+            isinstance(std[1], APGDT) and std[1].targets == min(9, c - 1)
+            if c > 2
+            else std[1] == APGD(0.2 * EPS[norm], norm=norm, loss=margin)
+        )
+        and std[2].targets == min(9, c - 1)
+    )
+
 
 @each
 def test_wrong_labels_are_refused_in_words(kind, norm):
-    a,m,x = make(kind, norm),Dense(),images(3)
-    for y,err,words in (([0,1],ValueError,'3 images need 3 labels'), ([0,1,-1],ValueError,'>= 0, got -1'), (torch.tensor([0.,1.,2.]),TypeError,'use y.long')):
-        if kind not in ('pgd_kl','apgd_kl','pgd_feat','apgd_mse'):
-            with pytest.raises(err, match=words): a(m, x, y)
-    if kind not in ('pgd_kl','apgd_kl','pgd_feat','apgd_mse'):
-        with pytest.raises(ValueError, match='5 classes do not fit a model with 4'): a(m, x, [0,1,C])
-    for bad,words in ((x+.5,r'\[0,1\]'), (x*255,r'\[0,1\]')):
-        with pytest.raises(ValueError, match=words): a(m, bad, labels(len(bad)))
-    with pytest.raises(TypeError, match='first argument|images must be'): a(x, m, labels(3))
+    a, m, x = make(kind, norm), Dense(), images(3)
+    for y, err, words in (
+        ([0, 1], ValueError, '3 images need 3 labels'),
+        ([0, 1, -1], ValueError, '>= 0, got -1'),
+        (torch.tensor([0.0, 1.0, 2.0]), TypeError, 'use y.long'),
+    ):
+        if kind not in ('pgd_kl', 'apgd_kl', 'pgd_feat', 'apgd_mse'):
+            with pytest.raises(err, match=words):
+                a(m, x, y)
+    if kind not in ('pgd_kl', 'apgd_kl', 'pgd_feat', 'apgd_mse'):
+        with pytest.raises(ValueError, match='5 classes do not fit a model with 4'):
+            a(m, x, [0, 1, C])
+    for bad, words in ((x + 0.5, r'\[0,1\]'), (x * 255, r'\[0,1\]')):
+        with pytest.raises(ValueError, match=words):
+            a(m, bad, labels(len(bad)))
+    with pytest.raises(TypeError, match='first argument|images must be'):
+        a(x, m, labels(3))
+
 
 @pytest.mark.parametrize('kind', ZOO)
 def test_an_empty_batch_is_refused_in_words(kind):
-    with pytest.raises(ValueError, match='B>=1'): make(kind, 'Linf')(Dense(), images(3)[:0], labels(0))
+    with pytest.raises(ValueError, match='B>=1'):
+        make(kind, 'Linf')(Dense(), images(3)[:0], labels(0))
 
-@pytest.mark.parametrize('kind', ['fgsm','apgd','apgdt','square','fab','auto','worst','gama'])
+
+@pytest.mark.parametrize('kind', ['fgsm', 'apgd', 'apgdt', 'square', 'fab', 'auto', 'worst', 'gama'])
 def test_no_labels_are_refused_in_words(kind):
-    with pytest.raises((ValueError,TypeError), match='label'): make(kind, 'Linf')(Dense(), images(3))
+    with pytest.raises((ValueError, TypeError), match='label'):
+        make(kind, 'Linf')(Dense(), images(3))
 
-@pytest.mark.parametrize('kind', ['apgdt','square','fab','worst','gama'])
+
+@pytest.mark.parametrize('kind', ['apgdt', 'square', 'fab', 'worst', 'gama'])
 def test_soft_labels_work_or_are_refused_in_words(kind):
     "Four images and four classes: a comparison of [B] with [B,C] would go unnoticed"
-    m,x = Dense(),images(C); y = predict(m, x)
-    a,soft = make(kind, 'Linf') if kind!='worst' else WorstCase([PGD(.1, steps=1), PGD(.1, steps=5)]),F.one_hot(y, C).float()
-    try: got = a(m, x, soft)
-    except (ValueError,TypeError) as e: assert 'class numbers' in str(e) or 'soft' in str(e)
-    else: assert torch.equal(predict(m, got), predict(m, a(m, x, y)))
+    m, x = Dense(), images(C)
+    y = predict(m, x)
+    a, soft = (
+        make(kind, 'Linf') if kind != 'worst' else WorstCase([PGD(0.1, steps=1), PGD(0.1, steps=5)]),
+        F.one_hot(y, C).float(),
+    )
+    try:
+        got = a(m, x, soft)
+    except (ValueError, TypeError) as e:
+        assert 'class numbers' in str(e) or 'soft' in str(e)
+    else:
+        assert torch.equal(predict(m, got), predict(m, a(m, x, y)))
 
-# --- R07, R17: broken gradients ----------------------------------------------------------------------------------------------------------
+
+# --- R07, R17: broken gradients
+# ----------------------------------------------------------------------------------------------------------
+
 
 class Break(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, bad): ctx.bad = bad; return x.clone()
+    def forward(ctx, x, bad):
+        ctx.bad = bad
+        return x.clone()
+
     @staticmethod
-    def backward(ctx, g): g = g.clone(); g[1,:,0] = ctx.bad; return g,None
+    def backward(ctx, g):
+        g = g.clone()
+        g[1, :, 0] = ctx.bad
+        return g, None
+
 
 @pytest.mark.parametrize('bad', [float('nan'), float('inf')])
-@pytest.mark.parametrize('kind,norm', [(k,n) for k,n in ALL if k not in ('square','fab','fab_u','auto','worst','transfer','apgdt')])
+@pytest.mark.parametrize(
+    'kind,norm', [(k, n) for k, n in ALL if k not in ('square', 'fab', 'fab_u', 'auto', 'worst', 'transfer', 'apgdt')]
+)
 def test_broken_gradients_give_one_warning_and_stay_with_their_image(kind, norm, bad):
-    p,x,y,a = Pixels(),images(3),labels(3),make(kind, norm, .02)
+    p, x, y, a = Pixels(), images(3), labels(3), make(kind, norm, 0.02)
     m = lambda v: p(Break.apply(v, bad))
-    with pytest.warns(UserWarning, match='1 of 3 images had gradients that are not finite') as rec: x_adv = a(m, x, y)
-    assert len([r for r in rec if 'not finite' in str(r.message)])==1
-    inside(x_adv, x, norm, .02); assert torch.equal(x_adv[[0,2]], a(p, x, y)[[0,2]])
+    with pytest.warns(UserWarning, match='1 of 3 images had gradients that are not finite') as rec:
+        x_adv = a(m, x, y)
+    assert len([r for r in rec if 'not finite' in str(r.message)]) == 1
+    inside(x_adv, x, norm, 0.02)
+    assert torch.equal(x_adv[[0, 2]], a(p, x, y)[[0, 2]])
+
 
 class Flat(nn.Module):
-    def forward(self, x): return torch.tensor([3.,1.,0.,-1.]).expand(len(x),-1)+0*x.flatten(1).sum(1, keepdim=True)
+    def forward(self, x):
+        return torch.tensor([3.0, 1.0, 0.0, -1.0]).expand(len(x), -1) + 0 * x.flatten(1).sum(1, keepdim=True)
+
+
 @each
 def test_zero_gradients_leave_numbers(kind, norm):
-    x,y = images(3),torch.zeros(3).long()
+    x, y = images(3), torch.zeros(3).long()
     inside(quiet(lambda: make(kind, norm)(Flat(), x, y)), x, norm, EPS[norm])
+
 
 @pytest.mark.parametrize('kind,norm', ALL)
 def test_ties_between_all_logits(kind, norm):
     "R06: equal logits give finite images"
     x = images(3)
-    inside(quiet(lambda: make(kind, norm)(lambda v: v.flatten(1).sum(1, keepdim=True).expand(-1,C)*1., x, labels(3))), x, norm, EPS[norm])
+    inside(
+        quiet(lambda: make(kind, norm)(lambda v: v.flatten(1).sum(1, keepdim=True).expand(-1, C) * 1.0, x, labels(3))),
+        x,
+        norm,
+        EPS[norm],
+    )
 
-# --- R08: very confident models ------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('norm', ['Linf','L2'])
+# --- R08: very confident models
+# ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('norm', ['Linf', 'L2'])
 def test_margin_losses_break_what_cross_entropy_cannot(norm):
-    m,x = Dense(k=1e4),images(40); y = predict(m, x); e = EPS[norm]
-    left = lambda a: (predict(m, a(m, x, y))==y).float().mean().item()
+    m, x = Dense(k=1e4), images(40)
+    y = predict(m, x)
+    e = EPS[norm]
+    left = lambda a: (predict(m, a(m, x, y)) == y).float().mean().item()
     stuck = left(PGD(e, norm=norm, rand=False))
-    soft = (predict(Dense(), PGD(e, norm=norm, rand=False)(Dense(), x, y))==y).float().mean().item()
-    assert stuck>soft+.2
-    for a in (PGD(e, norm=norm, loss=margin), PGD(e, norm=norm, loss=dlr), PGD(e, norm=norm, loss=scaled_ce), APGD(e, norm=norm, steps=20, loss=dlr), APGDT(e, norm=norm, steps=20, targets=3), FAB(e, norm=norm, steps=20), CWPGD(e, norm=norm)): assert left(a)<=soft+.1, a
+    soft = (predict(Dense(), PGD(e, norm=norm, rand=False)(Dense(), x, y)) == y).float().mean().item()
+    assert stuck > soft + 0.2
+    for a in (
+        PGD(e, norm=norm, loss=margin),
+        PGD(e, norm=norm, loss=dlr),
+        PGD(e, norm=norm, loss=scaled_ce),
+        APGD(e, norm=norm, steps=20, loss=dlr),
+        APGDT(e, norm=norm, steps=20, targets=3),
+        FAB(e, norm=norm, steps=20),
+        CWPGD(e, norm=norm),
+    ):
+        assert left(a) <= soft + 0.1, a
+
 
 def test_losses_that_do_not_see_the_scale():
-    z,y = torch.randn(20,6, generator=torch.Generator().manual_seed(0)).double(),labels(20,6)
-    for f in (dlr, scaled_ce, lambda z,y: dlr_t(z, y, (y+1)%6)): assert torch.allclose(f(z,y), f(z*1e4+7,y), rtol=1e-6)
+    z, y = torch.randn(20, 6, generator=torch.Generator().manual_seed(0)).double(), labels(20, 6)
+    for f in (dlr, scaled_ce, lambda z, y: dlr_t(z, y, (y + 1) % 6)):
+        assert torch.allclose(f(z, y), f(z * 1e4 + 7, y), rtol=1e-6)
 
-# --- R09: CW ----------------------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('norm', ['Linf','L2'])
-@pytest.mark.parametrize('steps', [1,10,100])
+# --- R09: CW
+# ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('norm', ['Linf', 'L2'])
+@pytest.mark.parametrize('steps', [1, 10, 100])
 def test_cw_with_any_number_of_steps(steps, norm):
     "Right, wrong and saturated images: never out of the ball, never no number, and more steps break no fewer"
-    m = Dense(k=5.); x = torch.cat([images(20), torch.zeros(2,1,H,W), torch.ones(2,1,H,W)]); y = predict(m, x); y[:4] = (y[:4]+1)%C
-    a = CWPGD(.4*EPS[norm], norm=norm, steps=steps); x_adv = a(m, x, y)
-    inside(x_adv, x, norm, .4*EPS[norm])
-    left = lambda k: (predict(m, a.but(steps=k)(m, x, y))==y).sum()
-    assert left(steps)<=left(1) and (steps==1 or left(steps)<(predict(m, x)==y).sum())
+    m = Dense(k=5.0)
+    x = torch.cat([images(20), torch.zeros(2, 1, H, W), torch.ones(2, 1, H, W)])
+    y = predict(m, x)
+    y[:4] = (y[:4] + 1) % C
+    a = CWPGD(0.4 * EPS[norm], norm=norm, steps=steps)
+    x_adv = a(m, x, y)
+    inside(x_adv, x, norm, 0.4 * EPS[norm])
+    left = lambda k: (predict(m, a.but(steps=k)(m, x, y)) == y).sum()
+    assert left(steps) <= left(1) and (steps == 1 or left(steps) < (predict(m, x) == y).sum())
 
-# --- R30: defaults -----------------------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('c', [3,10,100,1000])
+# --- R30: defaults
+# -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('c', [3, 10, 100, 1000])
 def test_defaults_of_the_papers(c):
-    assert APGD().steps==APGDT().steps==100 and APGD().rho==.75 and APGD().restarts==1 and APGDT().targets==9 and Square().queries==5000 and Square().p==.8 and FAB().steps==100 and FAB().targets==9 and GAMAPGD().steps==100 and GAMAPGD().weight==50 and CWPGD().loss is cw and AutoAttack().eps==8/255
-    m,x = Dense(c=c),images(2); y = predict(m, x)
-    with attack_mode(m): refs = APGDT(.1).refs(APGDT(.1).objective(m, x, y))
-    want = min(9, c-1)
-    assert refs.shape==(2,want,2) and (refs[:,:,0]==y[:,None]).all() and (refs[:,:,1]!=y[:,None]).all() and all(len(set(o.tolist()))==want for o in refs[:,:,1])
-    z = m(x).detach().scatter(1, y[:,None], -torch.inf)
-    assert torch.equal(refs[:,:,1], z.topk(want).indices)
+    assert (
+        APGD().steps == APGDT().steps == 100
+        and APGD().rho == 0.75
+        and APGD().restarts == 1
+        and APGDT().targets == 9
+        and Square().queries == 5000
+        and Square().p == 0.8
+        and FAB().steps == 100
+        and FAB().targets == 9
+        and GAMAPGD().steps == 100
+        and GAMAPGD().weight == 50
+        and CWPGD().loss is cw
+        and AutoAttack().eps == 8 / 255
+    )
+    m, x = Dense(c=c), images(2)
+    y = predict(m, x)
+    with attack_mode(m):
+        refs = APGDT(0.1).refs(APGDT(0.1).objective(m, x, y))
+    want = min(9, c - 1)
+    assert (
+        refs.shape == (2, want, 2)
+        and (refs[:, :, 0] == y[:, None]).all()
+        and (refs[:, :, 1] != y[:, None]).all()
+        and all(len(set(o.tolist())) == want for o in refs[:, :, 1])
+    )
+    z = m(x).detach().scatter(1, y[:, None], -torch.inf)
+    assert torch.equal(refs[:, :, 1], z.topk(want).indices)
+
 
 @each
 def test_names_say_eps_and_length(kind, norm):
-    a = make(kind, norm, 8/255 if norm=='Linf' else .5)
-    assert ('8/255' if norm=='Linf' else '0.5') in repr(a) and (norm=='Linf' or "norm='L2'" in repr(a)) and a.eps==(8/255 if norm=='Linf' else .5) and a.norm==norm
-    if hasattr(a, 'steps') and kind not in ('fgsm','fgsm_rs'): assert f'steps={a.steps}' in repr(a)
-    assert make(kind, norm)==make(kind, norm) and hash(make(kind, norm))==hash(make(kind, norm)) and a!=make(kind, norm)
+    a = make(kind, norm, 8 / 255 if norm == 'Linf' else 0.5)
+    assert (
+        ('8/255' if norm == 'Linf' else '0.5') in repr(a)
+        and (norm == 'Linf' or "norm='L2'" in repr(a))
+        and a.eps == (8 / 255 if norm == 'Linf' else 0.5)
+        and a.norm == norm
+    )
+    if hasattr(a, 'steps') and kind not in ('fgsm', 'fgsm_rs'):
+        assert f'steps={a.steps}' in repr(a)
+    assert (
+        make(kind, norm) == make(kind, norm)
+        and hash(make(kind, norm)) == hash(make(kind, norm))
+        and a != make(kind, norm)
+    )
+
 
 def test_radius_of_a_paper_and_of_a_report_are_told_apart():
     "R30: eps=0.031 is not 8/255"
-    assert '8/255' in repr(PGD(8/255)) and '0.031' in repr(PGD(.031)) and PGD(.031)!=PGD(8/255)
+    assert '8/255' in repr(PGD(8 / 255)) and '0.031' in repr(PGD(0.031)) and PGD(0.031) != PGD(8 / 255)
 
-# --- R17, R36: fast and compiled models ------------------------------------------------------------------------------------------------------
+
+# --- R17, R36: fast and compiled models
+# ------------------------------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope='module')
 def trained():
-    learn = synth_learner(dls=synth_dls(n=512, bs=32, seed=1)); learn.fit_one_cycle(4, 4e-3)
-    x,y = next(iter(synth_dls(n=400, bs=100, seed=5).valid.new(shuffle=False)))
-    return learn.model.eval(),x.as_subclass(torch.Tensor)[:100],y.as_subclass(torch.Tensor)[:100]
+    learn = synth_learner(dls=synth_dls(n=512, bs=32, seed=1))
+    learn.fit_one_cycle(4, 4e-3)
+    x, y = next(iter(synth_dls(n=400, bs=100, seed=5).valid.new(shuffle=False)))
+    return learn.model.eval(), x.as_subclass(torch.Tensor)[:100], y.as_subclass(torch.Tensor)[:100]
 
-@pytest.mark.parametrize('a', [PGD(.05, steps=5), APGD(.6, norm='L2', steps=5)], ids=repr)
+
+@pytest.mark.parametrize('a', [PGD(0.05, steps=5), APGD(0.6, norm='L2', steps=5)], ids=repr)
 def test_bfloat16_attacks_are_as_strong(trained, a):
-    m,x,y = trained; f = Fast(m, dtype=torch.bfloat16, compile=False)
-    assert f(x).dtype==torch.float32 and not torch.equal(f(x), m(x)) and len(list(f.state_dict()))==len(list(m.state_dict()))
-    slow,fast = [(predict(m, a(o, x, y))==y).sum().item() for o in (m,f)]
-    assert abs(slow-fast)<=4 and 2<slow<95
+    m, x, y = trained
+    f = Fast(m, dtype=torch.bfloat16, compile=False)
+    assert (
+        f(x).dtype == torch.float32
+        and not torch.equal(f(x), m(x))
+        and len(list(f.state_dict())) == len(list(m.state_dict()))
+    )
+    slow, fast = [(predict(m, a(o, x, y)) == y).sum().item() for o in (m, f)]
+    assert abs(slow - fast) <= 4 and 2 < slow < 95
     inside(a(f, x, y), x, a.norm, a.eps)
+
 
 def _compiled(m, backend):
     import torch._dynamo
-    torch._dynamo.reset(); return torch.compile(m, backend=backend)
+
+    torch._dynamo.reset()
+    return torch.compile(m, backend=backend)
+
+
 @pytest.mark.parametrize('backend', ['eager', pytest.param('inductor', marks=pytest.mark.slow)])
 def test_compiled_models_give_the_same_images(trained, backend):
-    m,x,y = trained; x,y = x[:16],y[:16]; c = _compiled(copy.deepcopy(m), backend); c(x)
-    for a in (PGD(.05, steps=3), APGD(.05, steps=4), Square(.05, queries=5)):
-        assert torch.equal(predict(c, a(c, x, y)), predict(m, a(m, x, y))) and ((a(c, x, y)-a(m, x, y)).abs()<1e-4).float().mean()>.98
-    assert not c.training and c._orig_mod.head.weight.grad is None if hasattr(c._orig_mod,'head') else True
+    m, x, y = trained
+    x, y = x[:16], y[:16]
+    c = _compiled(copy.deepcopy(m), backend)
+    c(x)
+    for a in (PGD(0.05, steps=3), APGD(0.05, steps=4), Square(0.05, queries=5)):
+        assert (
+            torch.equal(predict(c, a(c, x, y)), predict(m, a(m, x, y)))
+            and ((a(c, x, y) - a(m, x, y)).abs() < 1e-4).float().mean() > 0.98
+        )
+    assert not c.training and c._orig_mod.head.weight.grad is None if hasattr(c._orig_mod, 'head') else True
 
-# --- R33: larger radius, no fewer successes --------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('kind,norm', [(k,n) for k,n in ALL if k in ('pgd','mifgsm','cwpgd','gama','apgd','apgdt','square','fab','pgd_kl')])
+# --- R33: larger radius, no fewer successes
+# --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    'kind,norm',
+    [(k, n) for k, n in ALL if k in ('pgd', 'mifgsm', 'cwpgd', 'gama', 'apgd', 'apgdt', 'square', 'fab', 'pgd_kl')],
+)
 def test_a_larger_ball_breaks_more(kind, norm):
-    m,x = Dense(),images(100); y = predict(m, x)
-    acc = [(predict(m, make(kind, norm, k*EPS[norm])(m, x, y))==y).float().mean().item() for k in (0,.2,.6,3)]
-    assert acc[0]==1 and all(b<=a+.03 for a,b in zip(acc, acc[1:])) and acc[-1]<.4
+    m, x = Dense(), images(100)
+    y = predict(m, x)
+    acc = [(predict(m, make(kind, norm, k * EPS[norm])(m, x, y)) == y).float().mean().item() for k in (0, 0.2, 0.6, 3)]
+    assert acc[0] == 1 and all(b <= a + 0.03 for a, b in zip(acc, acc[1:])) and acc[-1] < 0.4
