@@ -387,7 +387,7 @@ sections = dict(pgd=pgd, memory=memory, apgd=apgd, autoattack=autoattack, fast=f
 
 
 @call_parse
-def main(
+def main(  # noqa: PLR0913
     device: str = 'cpu',  # cpu or cuda
     only: str = '',  # Sections, with commas between: pgd, memory, apgd, autoattack, fast (default: all)
     out: str = 'bench_out',  # Folder for results.txt, results.json and the trained model

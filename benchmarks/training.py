@@ -52,7 +52,7 @@ def kl_sum(z_adv, z):
     return F.kl_div(z_adv.log_softmax(1), z.softmax(1), reduction='sum')
 
 
-def loop_at(model, opt, x, y, eps, k, alpha=None):
+def loop_at(model, opt, x, y, eps, k, alpha=None):  # noqa: PLR0913
     model.eval()
     z = climb_ce(model, x, y, eps, k, alpha)
     model.train()
@@ -62,7 +62,7 @@ def loop_at(model, opt, x, y, eps, k, alpha=None):
     opt.zero_grad()
 
 
-def loop_trades(model, opt, x, y, eps, k, beta=6.0):
+def loop_trades(model, opt, x, y, eps, k, beta=6.0):  # noqa: PLR0913
     model.eval()
     z = x + 0.001 * torch.randn_like(x)
     for _ in range(k):
@@ -76,7 +76,7 @@ def loop_trades(model, opt, x, y, eps, k, beta=6.0):
     opt.zero_grad()
 
 
-def loop_mart(model, opt, x, y, eps, k, beta=5.0):
+def loop_mart(model, opt, x, y, eps, k, beta=5.0):  # noqa: PLR0913
     model.eval()
     z = x + 0.001 * torch.randn_like(x)
     for _ in range(k):
@@ -292,7 +292,7 @@ sections = dict(steps=steps, loops=loops, precision=precision)
 
 
 @call_parse
-def main(
+def main(  # noqa: PLR0913
     device: str = 'cpu',  # cpu or cuda
     only: str = '',  # Sections, with commas between: steps, loops, precision (default: all)
     out: str = 'bench_out',  # Folder for training.txt and training.json

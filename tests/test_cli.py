@@ -685,13 +685,14 @@ def test_bad_arguments_of_eval_are_one_clear_line(eval_failures, args):
     assert not out.strip(), 'it had begun to work'
 
 
+OPTIONS = '''model checkpoint pretrained data attacks eps norm n seed bs device out overwrite size
+crop-pct interpolation crop-mode n-classes mean std profile'''
+
+
 def test_eval_leaves_no_folder_after_an_error_and_has_help(eval_failures):
     res, d = eval_failures
     assert sorted(p.name for p in d.iterdir()) == ['afile', 'empty']
-    assert res['--help'][0] in (0, None) and all(
-        f'--{o}' in res['--help'][2]
-        for o in 'model checkpoint pretrained data attacks eps norm n seed bs device out overwrite size crop-pct interpolation crop-mode n-classes mean std profile'.split()
-    )
+    assert res['--help'][0] in (0, None) and all(f'--{o}' in res['--help'][2] for o in OPTIONS.split())
 
 
 SLOW = [

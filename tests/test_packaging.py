@@ -103,7 +103,8 @@ def seen(installed):
         '''import sys, time, json, importlib
 class Block:
     def find_spec(self, name, path=None, target=None):
-        if name.split('.')[0] in ('lpips','pyautoattack','ipywidgets','nbdev','pyarrow'): raise ImportError('blocked: '+name)
+        lazy = ('lpips','pyautoattack','ipywidgets','nbdev','pyarrow')
+        if name.split('.')[0] in lazy: raise ImportError('blocked: '+name)
 sys.meta_path.insert(0, Block())
 import timm, io, contextlib
 from fastai.vision.all import *
@@ -113,10 +114,16 @@ r = dict(seconds=time.process_time()-t, said=said.getvalue())
 import robust_nbdev, robust_nbdev.cli, robust_nbdev.test_utils, robust_nbdev.all as everything
 r['where'] = Path(robust_nbdev.__file__).parent.parent.name
 r['settings'] = settings('smoke').n_train,settings().profile
-dls = fashion_mnist(64, 20, bs=16); x,y = dls.one_batch(); r['data'] = list(x.shape),len(dls.valid_ds)
-m = Normalized(timm.create_model('vit_tiny_patch16_224', img_size=28, patch_size=7, in_chans=1, num_classes=10, embed_dim=32, depth=1, num_heads=2))
+dls = fashion_mnist(64, 20, bs=16)
+x,y = dls.one_batch()
+r['data'] = list(x.shape),len(dls.valid_ds)
+small = dict(img_size=28, patch_size=7, in_chans=1, num_classes=10, embed_dim=32, depth=1, num_heads=2)
+m = Normalized(timm.create_model('vit_tiny_patch16_224', **small))
 r['moved'] = (PGD(8/255, steps=2)(m, x, y)-x).abs().max().item()
-r['missing'] = [(k,n) for k in ('core','vit','datasets','attacks','adv_train','evaluate') for mod in [importlib.import_module('robust_nbdev.'+k)] for n in mod.__all__ if getattr(everything,n,None) is not getattr(mod,n)]
+names = 'core vit datasets attacks adv_train evaluate'.split()
+mods = {k:importlib.import_module('robust_nbdev.'+k) for k in names}
+pairs = [(k,n) for k in mods for n in mods[k].__all__]
+r['missing'] = [(k,n) for k,n in pairs if getattr(everything,n,None) is not getattr(mods[k],n)]
 print('RESULT'+json.dumps(r))''',
     )
     return json.loads(out.split('RESULT')[1])

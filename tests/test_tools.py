@@ -164,9 +164,12 @@ def test_everything_that_nbdev_has_indexed_is_looked_at(lint):
     } <= seen and len(seen) > 500
 
 
-PAGE = '''<!doctype html><html lang="en"><head><title>T</title><link rel="stylesheet" href="s.css"><link rel="canonical" href="https://x.org/a.html"></head>
-<body><h1 id="top">T</h1><a href="b.html#end">b</a><a href="#top">up</a><a href="https://x.org">out</a><a href="mailto:a@b.c">mail</a><a href="sub/">sub</a>
-<img src="p.png" alt="A picture"><div class="cell-output cell-output-display"><div><img alt="A figure" src="data:image/png;base64,AA"></div></div></body></html>'''
+PAGE = '''<!doctype html><html lang="en"><head><title>T</title><link rel="stylesheet" href="s.css">
+<link rel="canonical" href="https://x.org/a.html"></head>
+<body><h1 id="top">T</h1><a href="b.html#end">b</a><a href="#top">up</a><a href="https://x.org">out</a>
+<a href="mailto:a@b.c">mail</a><a href="sub/">sub</a><img src="p.png" alt="A picture">
+<div class="cell-output cell-output-display"><div><img alt="A figure" src="data:image/png;base64,AA"></div></div>
+</body></html>'''
 
 
 @pytest.fixture
@@ -336,8 +339,11 @@ check_pages = tool('check_pages')
 CHROME = check_pages.chromium()
 browser = pytest.mark.skipif(CHROME is None, reason='no chromium here')
 
-SOUND = '''<!doctype html><html lang="en"><head><meta charset="utf-8"><title>T</title><link rel="icon" href="data:,"><style>body { color: #222 } div { width: 100px; overflow: auto }</style></head>
-<body><p>Text</p><a href="#x">Link</a><button>Press</button><img alt="A dot" src="data:image/gif;base64,R0lGODlhAQABAAAAACw="><div><pre>a line that is longer than its box</pre></div></body></html>'''
+SOUND = '''<!doctype html><html lang="en"><head><meta charset="utf-8"><title>T</title><link rel="icon" href="data:,">
+<style>body { color: #222 } div { width: 100px; overflow: auto }</style></head>
+<body><p>Text</p><a href="#x">Link</a><button>Press</button>
+<img alt="A dot" src="data:image/gif;base64,R0lGODlhAQABAAAAACw=">
+<div><pre>a line that is longer than its box</pre></div></body></html>'''
 
 
 @browser

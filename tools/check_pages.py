@@ -5,7 +5,8 @@ import fcntl, functools, json, os, select, shutil, subprocess, sys, tempfile, th
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
 FLAGS = [
     '--headless',
     '--no-sandbox',
@@ -130,57 +131,13 @@ class Browser:
             )
 
 
-LOOK = '''(() => {
-  const say = [], known = new Map(), rgba = (c) => { const v = (c.match(/[\d.]+/g) || [0,0,0,0]).map(Number); return v.length > 3 ? v : [...v, 1]; };
-  const over = (a, b) => [0,1,2].map(i => a[3]*a[i]+(1-a[3])*b[i]), lum = (c) => { const [r,g,b] = c.map(v => (v /= 255) <= .04045 ? v/12.92 : ((v+.055)/1.055)**2.4); return .2126*r+.7152*g+.0722*b; };
-  const name = (e) => '<' + e.tagName.toLowerCase() + '> "' + (e.textContent.trim() || e.getAttribute('aria-label') || '').replace(/\s+/g, ' ').slice(0, 40) + '"';
-  const behind = (e) => {                                                  // colour behind an element, its opacity, whether a picture is there
-    if (!e) return [[255,255,255], 1, false];
-    if (!known.has(e)) { const s = getComputedStyle(e), [b, o, p] = behind(e.parentElement); known.set(e, [over(rgba(s.backgroundColor), b), o*s.opacity, p || s.backgroundImage.includes('url(')]); }
-    return known.get(e);
-  };
-  if (document.scrollingElement.scrollWidth > innerWidth) {
-    const far = [...document.querySelectorAll('body *')].filter(e => e.getBoundingClientRect().right > innerWidth+1);
-    say.push(`wider than the window: ${document.scrollingElement.scrollWidth} of ${innerWidth} px, ${far.length ? name(far.at(-1)) : ''}`);
-  }
-  for (const i of document.images) if (!i.alt.trim()) say.push('image without alt text: ' + i.outerHTML.slice(0, 60));
-  for (const e of document.querySelectorAll('body *')) {
-    if (!(e instanceof HTMLElement) || e.closest('script, style, option, .katex-mathml') || ![...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()) || !e.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
-    const s = getComputedStyle(e), [back, faint, picture] = behind(e), fore = rgba(s.color), size = parseFloat(s.fontSize), least = size >= 24 || (size >= 18.66 && +s.fontWeight >= 700) ? 3 : 4.5;
-    fore[3] *= faint;
-    const [a, b] = [lum(over(fore, back)), lum(back)].sort((x, y) => y-x), ratio = (a+.05)/(b+.05);
-    if (!picture && ratio < least) say.push(`contrast ${ratio.toFixed(1)}, should be ${least}: ${name(e)}`);
-  }
-  return say;
-})()'''
-
-MARK = '''(() => {
-  const style = (e) => { const s = getComputedStyle(e); return [s.outlineStyle, s.outlineWidth, s.boxShadow, s.borderColor, s.backgroundColor, s.textDecoration, s.color, s.opacity].join(); };
-  const all = [...document.querySelectorAll('a[href], button, input, select, textarea, summary, [onclick], [role=button], [data-bs-toggle], [tabindex]')].filter(e => e.checkVisibility({visibilityProperty: true}) && !e.closest('[role=presentation], [tabindex="-1"]'));
-  window.tabbed = {all, style, before: new Map(all.map(e => [e, style(e)])), seen: new Set(), plain: []};
-  document.body.tabIndex = -1; document.body.focus(); document.body.removeAttribute('tabindex');
-  return all.length;
-})()'''
-STEP = '''(() => {
-  const e = document.activeElement, t = window.tabbed;
-  if (e === document.body || t.seen.has(e)) return false;
-  t.seen.add(e);
-  if (t.before.has(e) && t.before.get(e) === t.style(e)) t.plain.push(e);
-  return true;
-})()'''
-REST = '''(() => {
-  const t = window.tabbed, name = (e) => '<' + e.tagName.toLowerCase() + '> "' + (e.textContent.trim() || e.getAttribute('aria-label') || '').replace(/\s+/g, ' ').slice(0, 40) + '"';
-  return [...t.all.filter(e => !t.seen.has(e)).map(e => 'Tab does not reach ' + name(e)), ...t.plain.map(e => 'focus cannot be seen on ' + name(e))];
-})()'''
-
-
 def tab(b):
     "What Tab does not reach on this page, or reaches without showing it"
-    for _ in range(b.js(MARK) + 50):
+    for _ in range(b.js('tabStart()') + 50):
         b.key('Tab')
-        if not b.js(STEP):
+        if not b.js('tabStep()'):
             break
-    return b.js(REST)
+    return b.js('tabEnd()')
 
 
 def errors(b, host):
@@ -258,7 +215,12 @@ def check(site, exe, widths=(1200, 360), pages=None):
         for p in pages or sorted(p.relative_to(site).as_posix() for p in Path(site).rglob('*.html')):
             for w in widths:
                 b.go(host + p, w)
-                bad = [*b.js(LOOK), *(tab(b) if w == max(widths) and (pages or p in KINDS) else []), *errors(b, host)]
+                b.js((HERE / 'look.js').read_text())
+                bad = [
+                    *b.js('look()'),
+                    *(tab(b) if w == max(widths) and (pages or p in KINDS) else []),
+                    *errors(b, host),
+                ]
                 yield from (f'{p} at {w} px: {o}' for o in dict.fromkeys(bad))
 
 

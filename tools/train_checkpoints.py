@@ -156,7 +156,7 @@ def changed(key, start, teacher, lr):
     return Row(**{**vars(ROWS[key]), **{k: v for k, v in dict(start=start, teacher=teacher, lr=lr).items() if v}})
 
 
-def train(key, row, minutes, epochs, out, seed, every=1):
+def train(key, row, minutes, epochs, out, seed, every=1):  # noqa: PLR0913
     "One checkpoint, from its row to its file"
     t = time.perf_counter()
     begun = dict(start_sha256=sha256(file_of(row.start, out))) if hasattr(row, 'start') else {}
@@ -252,7 +252,7 @@ def describe(key, out, got):
 
 
 @call_parse
-def main(
+def main(  # noqa: PLR0913
     names: str,  # Checkpoints, or `all`
     minutes: float = None,  # Time for each; the number of epochs follows from a measured step
     epochs: int = None,  # Number of epochs; default: the row's
