@@ -1,0 +1,399 @@
+"Experiments: runs that write a row each, killed, continued, shared, read and compared"
+
+import json, multiprocessing, os, re, signal, time
+from pathlib import Path
+import numpy as np, pandas as pd, pytest
+import robust_nbdev.all  # registers the experiments of all papers
+from robust_nbdev import experiments as ex
+from robust_nbdev.cli import robust_reproduce
+from robust_nbdev.datasets import RunSettings
+from robust_nbdev.experiments import (
+    EXPERIMENTS,
+    Outcome,
+    Trial,
+    _code_of,
+    _pack,
+    _unpack,
+    check_rows,
+    difference,
+    experiment,
+    profile_for,
+    published_table,
+    reproduce,
+    rows,
+    status,
+    trials_of,
+    verdicts_of,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+toy = RunSettings(profile='toy', n=40, seeds=2)
+
+
+def luck(share, n, seed, images='these', kill=''):
+    "Right on about `share` of the images; kills its own process where the file `kill` is not there yet"
+    if kill and not Path(kill).exists():
+        Path(kill).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    right = np.random.default_rng(seed).random(n) < share
+    return Outcome(dict(clean=100 * right.mean()), dict(clean=right), images)
+
+
+def slow_luck(folder, **key):
+    "Leaves a file for each time that it is run"
+    time.sleep(0.02)
+    with open(Path(folder) / f'{key["share"]}_{key["seed"]}', 'a') as f:
+        f.write('x')
+    return luck(**key)
+
+
+@pytest.fixture
+def register():
+    "Experiments of one test"
+    before = dict(EXPERIMENTS)
+
+    def _register(name, trials, **kw):
+        experiment(name, 'a table', **kw)(trials)
+
+    yield _register
+    EXPERIMENTS.clear()
+    EXPERIMENTS.update(before)
+
+
+def shares(s, fn=luck, **key):
+    for share in (0.2, 0.8):
+        for seed in range(s.seeds):
+            yield Trial(dict(share=share, n=s.n, seed=seed, **key), fn, cost=s.n)
+
+
+def made(folder):
+    "What the rows in a folder say, without what may differ between two machines"
+    found = [json.loads(f.read_text()) for f in sorted(Path(folder).rglob('*.json'))]
+    return [{k: r[k] for k in ('experiment', 'key', 'numbers', 'verdicts')} for r in found]
+
+
+def in_process(*names, out):
+    p = multiprocessing.get_context('fork').Process(target=lambda: [reproduce(o, toy, out) for o in names])
+    p.start()
+    return p
+
+
+# ---------------------------------------------------------------- making rows
+def test_a_killed_command_goes_on_to_the_same_rows(register, tmp_path):
+    register('toy.shares', lambda s: shares(s, kill=str(tmp_path / 'mark')), by='share')
+    child = in_process('toy.shares', out=tmp_path / 'killed')
+    child.join()
+    assert child.exitcode == -signal.SIGKILL and made(tmp_path / 'killed') == []
+    assert reproduce('toy.shares', toy, tmp_path / 'killed') == 4
+    reproduce('toy.shares', toy, tmp_path / 'whole')
+    assert made(tmp_path / 'killed') == made(tmp_path / 'whole') and len(made(tmp_path / 'whole')) == 4
+
+
+def test_finished_rows_outlive_a_kill_and_are_not_made_again(register, tmp_path):
+    def trials(s):
+        *first, last = shares(s)
+        yield from first
+        yield Trial(last.key | dict(kill=str(tmp_path / 'mark')), luck)
+
+    register('toy.shares', trials)
+    in_process('toy.shares', out=tmp_path / 'r').join()
+    assert status('toy', toy, tmp_path / 'r').done.tolist() == [3]
+    assert reproduce('toy.shares', toy, tmp_path / 'r') == 1
+
+
+def test_two_processes_make_the_same_rows_as_one_each_once(register, tmp_path):
+    (tmp_path / 'ran').mkdir()
+    many = RunSettings(toy, seeds=10)
+    register('toy.shares', lambda s: shares(many, slow_luck, folder=str(tmp_path / 'ran')))
+    both = [in_process('toy.shares', out=tmp_path / 'two') for _ in range(2)]
+    for p in both:
+        p.join()
+    assert [p.exitcode for p in both] == [0, 0]
+    assert {f.read_text() for f in (tmp_path / 'ran').iterdir()} == {'x'}
+    reproduce('toy.shares', toy, tmp_path / 'one')
+    assert made(tmp_path / 'one') == made(tmp_path / 'two') and len(made(tmp_path / 'two')) == 20
+
+
+def test_two_experiments_of_a_paper_share_a_run(register, tmp_path):
+    register('toy.a', shares)
+    register('toy.b', shares)
+    assert [reproduce(o, toy, tmp_path) for o in ('toy.a', 'toy.b')] == [4, 0]
+    assert len(rows('toy.b', toy, tmp_path)) == 4
+
+
+def test_a_run_that_fails_leaves_no_row(register, tmp_path):
+    register('toy.shares', lambda s: [Trial(dict(share=0.5, n='many', seed=0), luck)])
+    with pytest.raises(Exception):
+        reproduce('toy.shares', toy, tmp_path)
+    assert made(tmp_path) == []
+
+
+# ---------------------------------------------------------------- which rows count
+def test_a_row_of_another_key_is_not_taken(register, tmp_path):
+    register('toy.shares', shares)
+    reproduce('toy.shares', toy, tmp_path)
+    assert len(rows('toy.shares', RunSettings(toy, n=50), tmp_path)) == 0
+
+
+def test_a_row_of_other_code_is_listed_as_old_and_made_again(register, tmp_path):
+    register('toy.shares', shares)
+    reproduce('toy.shares', toy, tmp_path)
+    for f in list(tmp_path.rglob('*.json'))[:3]:
+        row = json.loads(f.read_text())
+        f.write_text(json.dumps(row | dict(made=row['made'] | dict(code='other'))))
+    assert status('toy', toy, tmp_path)[['done', 'old', 'open']].values.tolist() == [[1, 3, 0]]
+    assert len(rows('toy.shares', toy, tmp_path)) == 1
+    assert reproduce('toy.shares', toy, tmp_path) == 3
+
+
+def test_rows_of_an_earlier_package_are_counted(register, tmp_path, monkeypatch):
+    register('toy.shares', shares)
+    reproduce('toy.shares', toy, tmp_path)
+    monkeypatch.setattr(ex, '_library', lambda: 'changed')
+    assert status('toy', toy, tmp_path)[['done', 'earlier']].values.tolist() == [[4, 4]]
+
+
+MODULE = '''
+CONSTANT = 2
+def helper(a):
+    return a*CONSTANT
+def run(a):
+    return helper(a)
+def unused(a): return a
+'''
+CHANGES = {
+    'a comment': ('return a*CONSTANT', 'return a*CONSTANT   # twice', True),
+    'a docstring': ('def run(a):\n', 'def run(a):\n    "Twice"\n', True),
+    'a layout': ('a*CONSTANT', '(a * CONSTANT)', True),
+    'an unused function': ('unused(a): return a', 'unused(a): return -a', True),
+    'a constant': ('CONSTANT = 2', 'CONSTANT = 3', False),
+    'a helper': ('return a*CONSTANT', 'return a+CONSTANT', False),
+    'the function': ('return helper(a)', 'return helper(a)+1', False),
+}
+
+
+def hash_of(text, tmp_path, monkeypatch, name):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / f'{name}.py').write_text(text)
+    return _code_of(__import__(name).run)
+
+
+@pytest.mark.parametrize('what', CHANGES)
+def test_code_counts_and_words_do_not(what, tmp_path, monkeypatch):
+    old, new, same = CHANGES[what]
+    name = re.sub(r'\W', '_', f'mod_{what}')
+    hashes = [
+        hash_of(t, tmp_path, monkeypatch, f'{name}_{i}') for i, t in enumerate((MODULE, MODULE.replace(old, new)))
+    ]
+    assert (hashes[0] == hashes[1]) == same
+
+
+# ---------------------------------------------------------------- reading
+def test_verdicts_pack_to_bytes_and_back():
+    right = np.random.default_rng(0).random(1001) < 0.5
+    assert (_unpack(_pack(right), 1001) == right).all() and len(_pack(right)) < 175
+
+
+def test_verdicts_come_seed_by_seed(register, tmp_path):
+    register('toy.shares', lambda s: reversed(list(shares(s))))
+    reproduce('toy.shares', toy, tmp_path)
+    got = verdicts_of('toy.shares', 'clean', toy, tmp_path, share=0.2)
+    assert (got == np.stack([luck(0.2, 40, seed).verdicts['clean'] for seed in (0, 1)])).all()
+
+
+def test_a_difference_takes_the_seeds_that_both_have(register, tmp_path):
+    def trials(s):
+        yield from shares(s)
+        yield Trial(dict(share=0.8, n=s.n, seed=7), luck)
+
+    register('toy.shares', trials)
+    reproduce('toy.shares', toy, tmp_path)
+    d = difference('toy.shares', 'clean', dict(share=0.8), dict(share=0.2), toy, tmp_path)
+    assert d.seeds == 2 and d.value > 0.3
+
+
+REFUSED = {
+    'other images': (
+        lambda s: [*shares(s), *[Trial(dict(share=0.5, n=s.n, seed=i, images='those'), luck) for i in range(2)]],
+        'same images',
+    ),
+    'no rows': (lambda s: shares(s), 'no finished rows'),
+    'two rows of a seed': (
+        lambda s: [*shares(s), *[Trial(dict(share=0.5, n=s.n, seed=0, images=o), luck) for o in ('a', 'b')]],
+        'several rows of one seed',
+    ),
+}
+
+
+@pytest.mark.parametrize('why', REFUSED)
+def test_rows_that_cannot_be_compared_are_refused(why, register, tmp_path):
+    trials, says = REFUSED[why]
+    register('toy.shares', trials)
+    reproduce('toy.shares', toy, tmp_path)
+    with pytest.raises(ValueError, match=says):
+        difference('toy.shares', 'clean', dict(share=0.2), dict(share=0.5), toy, tmp_path)
+
+
+def test_a_table_has_means_over_seeds_beside_the_published_numbers(register, tmp_path):
+    register('toy.shares', shares, by='share', published=[dict(share=0.2, clean=21.0)])
+    reproduce('toy.shares', toy, tmp_path)
+    got = published_table('toy.shares', toy, tmp_path)
+    want = [np.mean([luck(0.2, 40, seed).numbers["clean"] for seed in (0, 1)]), 21.0]
+    assert got.loc[0.2, ['clean', 'paper: clean']].tolist() == pytest.approx(want, abs=0.1) and got.seeds.tolist() == [
+        2,
+        2,
+    ]
+
+
+def test_a_check_finds_a_row_that_is_not_what_the_code_makes(register, tmp_path):
+    register('toy.shares', shares)
+    reproduce('toy.shares', toy, tmp_path)
+    assert check_rows('toy.shares', 4, toy, tmp_path).images.tolist() == [0] * 4
+    f = next(tmp_path.rglob('*.json'))
+    row = json.loads(f.read_text())
+    row['verdicts']['clean'] = _pack(~_unpack(row['verdicts']['clean'], 40))
+    f.write_text(json.dumps(row))
+    assert sorted(check_rows('toy.shares', 4, toy, tmp_path).images.tolist()) == [0, 0, 0, 40]
+
+
+def test_the_rest_is_estimated_from_what_is_done(register, tmp_path):
+    register('toy.shares', shares, needs=('data',))
+    few = RunSettings(toy, seeds=1, data='cifar100', cifar100=tmp_path / 'nowhere')
+    assert status('toy', few, tmp_path).minutes_left.tolist() == [None]
+    reproduce('toy.shares', few, tmp_path)
+    got = status('toy', RunSettings(few, seeds=3), tmp_path)
+    assert got.minutes_left.notna().all() and got.open.tolist() == [4] and got.missing.tolist() == ['cifar100']
+
+
+# ---------------------------------------------------------------- profiles
+@pytest.mark.parametrize('profile', ['smoke', 'laptop', 'gpu', 'paper'])
+def test_every_profile_says_what_every_experiment_asks_for(profile):
+    assert len(EXPERIMENTS) >= 10
+    for e in EXPERIMENTS.values():
+        found = trials_of(e.name, profile)
+        assert found and all(json.loads(json.dumps(o.key)) == o.key for o in found), e.name
+
+
+def test_a_section_of_a_paper_stands_over_the_profile(tmp_path, monkeypatch):
+    (tmp_path / 'settings.ini').write_text('[laptop]\nepochs = 5\nbs = 32\n[laptop.xcit]\nepochs = 9\n')
+    monkeypatch.chdir(tmp_path)
+    assert [profile_for(o, 'laptop').epochs for o in ('xcit', 'another')] == [9, 5] and profile_for(
+        'xcit', 'laptop'
+    ).bs == 32
+
+
+# ---------------------------------------------------------------- the command
+def test_the_command_lists_runs_and_prints_the_table(register, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(ex, '_settings', lambda e, profile: toy)
+    monkeypatch.setattr(ex, 'profile_for', lambda paper, profile=None: toy)
+    register('toy.shares', shares, by='share', needs=(), published=[dict(share=0.2, clean=21.0)])
+    robust_reproduce('toy', list=True, out=str(tmp_path))
+    assert re.search(r'toy.shares +a table +0 +0 +4', capsys.readouterr().out)
+    robust_reproduce('toy', out=str(tmp_path))
+    said = capsys.readouterr().out
+    assert 'paper: clean' in said and '21.0' in said and len(made(tmp_path)) == 4
+
+
+def test_an_unknown_name_is_refused_in_words():
+    with pytest.raises(SystemExit, match='no experiment or paper is called'):
+        robust_reproduce('nothing')
+
+
+# ---------------------------------------------------------------- the rows in the repository
+SAVED = sorted((ROOT / 'results').rglob('*.json'))
+
+
+@pytest.mark.skipif(not SAVED, reason='no rows yet')
+def test_saved_rows_agree_with_their_verdicts():
+    for f in SAVED:
+        r = json.loads(f.read_text())
+        n, packed = r['verdicts']['n'], {k: v for k, v in r['verdicts'].items() if k not in ('n', 'images')}
+        for k, v in packed.items():
+            if k in r['numbers']:
+                assert r['numbers'][k] == pytest.approx(100 * _unpack(v, n).mean(), abs=1e-3), f.name
+        assert f.parent.parent.name == r['experiment'].split('.')[0] and r['made']['command'].startswith(
+            'robust-reproduce'
+        )
+
+
+@pytest.mark.skipif(not SAVED, reason='no rows yet')
+def test_saved_rows_are_those_of_the_code_as_it_is():
+    "A change of an experiment's own code makes its rows old: make them again, or delete them"
+    left = status(profile='laptop', out=ROOT / 'results')
+    assert left.old.sum() == 0, left[left.old > 0].to_string()
+
+
+# ---------------------------------------------------------------- every experiment of every profile, on generated
+# images
+SHRUNK = dict(
+    n_train=8,
+    n_valid=4,
+    bs=4,
+    epochs=1,
+    long=1,
+    steps=1,
+    seeds=1,
+    blocks=1,
+    tune_train=8,
+    tune_valid=4,
+    tune_bs=4,
+    tune_epochs=1,
+    scratch_epochs=1,
+)
+CLASSES = dict(imagenet=1000, imagenet100=100, cifar10=10, cifar100=100, imagenette=10, caltech101=101, flowers102=102)
+
+
+def tree(folder, classes, side):
+    "Class folders with one image each, for training and for testing"
+    from PIL import Image
+
+    noise = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    for split in ('train', 'val' if classes == 1000 else 'test'):
+        for k in range(classes):
+            d = folder / split / f'class{k:04d}'
+            d.mkdir(parents=True)
+            Image.fromarray(np.roll(noise, k, axis=0)).save(d / '0.png', compress_level=1)
+
+
+@pytest.fixture(scope='module')
+def generated(tmp_path_factory):
+    "Images of the right number and size for every dataset, and a settings.ini that names them"
+    root = tmp_path_factory.mktemp('data')
+    for name, classes in CLASSES.items():
+        tree(root / name, classes, 32 if name.startswith('cifar') else 64)
+    lines = [f'{k} = {root / k}' for k in CLASSES]
+    (root / 'settings.ini').write_text(
+        '\n'.join(['[DEFAULT]', 'profile = smoke', f'out = {root / "out"}', *lines, '[smoke]', 'epochs = 1'])
+    )
+    return root
+
+
+def kinds(trials):
+    "One run for each network, method and way to start"
+    res = {}
+    for t in trials:
+        k = t.key
+        res.setdefault(
+            repr(
+                [k.get(o) for o in ('net', 'method', 'start', 'generated', 'maker')] + [k.get('tune', {}).get('method')]
+            ),
+            t,
+        )
+    return list(res.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('profile', ['smoke', 'laptop', 'gpu', 'paper'])
+def test_every_experiment_is_run_through(profile, generated, monkeypatch, tmp_path):
+    monkeypatch.chdir(generated)
+    for e in list(EXPERIMENTS.values()):
+        s = RunSettings(profile_for(e.paper, profile) | SHRUNK)
+        if s.get('reader', '').startswith('timm'):
+            s['reader'] = 'timm convnext_atto'
+        import timm
+
+        make = timm.create_model
+        monkeypatch.setattr(timm, 'create_model', lambda *a, pretrained=False, **kw: make(*a, **kw))
+        for t in kinds(trials_of(e.name, s)):
+            row = ex._row_of(e, t, t.fn(**t.key), (0, 0), profile)
+            assert row['numbers'] and all(np.isfinite(v) for v in row['numbers'].values()), (e.name, t.key)
