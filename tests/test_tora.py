@@ -1,5 +1,4 @@
-"""TORA-ViT: every line of what issue 10 must show, the gate by hand, the two phases, fastai's contract, files, and the
-model left as it was."""
+"TORA-ViT: the gate by hand, the two phases, the fastai contract, files, and a backbone left unchanged."
 
 import copy, io, math, pickle
 import pytest, timm, torch, torch.nn.functional as F
@@ -26,6 +25,7 @@ from robust_nbdev.evaluate import *
 from robust_nbdev.datasets import fashion_mnist
 from robust_nbdev.tora import *
 from robust_nbdev.test_utils import *
+from copies import COPIES, grow
 from two_processes import one_and_two
 
 PGD1 = PGD(0.1, steps=1)
@@ -571,7 +571,7 @@ def test_interrupt_leaves_everything_usable():
     with pytest.raises(KeyboardInterrupt):
         l.fit_tora(1, 0)
     m.eval()
-    assert torch.isfinite(m(x)).all() and m.model.tora.says == 'joint'
+    assert torch.isfinite(m(x)).all() and m.model.tora.active == 'joint'
     # which any fit, validation or prediction begins with
     m.model.tora.train_out = 'rob'
     l.tora('before_fit')
@@ -926,38 +926,11 @@ def test_paper_profile():
 # ----------------------------------------------------------------------------------------------------------
 
 
-def replicate(m):
-    "A replica of a model, built as `torch.nn.parallel.replicate` builds it"
-    mods = list(m.modules())
-    reps = {id(o): o._replicate_for_data_parallel() for o in mods}
-    for o in mods:
-        r = reps[id(o)]
-        for k, v in o._modules.items():
-            r._modules[k] = v if v is None else reps[id(v)]
-        for k, v in o._parameters.items():
-            setattr(r, k, v if v is None else v.detach().clone())
-        for k, v in o._buffers.items():
-            r._buffers[k] = v if v is None else v.clone()
-    return reps[id(m)]
-
-
-def grow(m, by=1.5):
-    "The same model with all its weights larger"
-    for o in m.modules():
-        for k, p in o._parameters.items():
-            o._parameters[k] = p if p is None else nn.Parameter(by * p.detach(), p.requires_grad)
-    return m
-
-
 def saved(m):
     f = io.BytesIO()
     torch.save(m, f)
     f.seek(0)
     return torch.load(f, weights_only=False)
-
-
-def functional(m):
-    return lambda x: torch.func.functional_call(m, {k: 1.5 * v for k, v in m.named_parameters()}, (x,))
 
 
 def shallow(m):
@@ -967,12 +940,9 @@ def shallow(m):
 
 
 WAYS = dict(
-    replicate=lambda m: replicate(grow(copy.deepcopy(m))),
-    deepcopy=lambda m: grow(copy.deepcopy(m)),
+    **COPIES,
     copy=shallow,
-    pickle=lambda m: grow(pickle.loads(pickle.dumps(m))),
     save=lambda m: grow(saved(m)),
-    functional_call=functional,
     compile=lambda m: torch.compile(grow(copy.deepcopy(m)), backend='eager'),
 )
 VIEWS = dict(model=lambda m: m, head=lambda m: OneHead(m, list(m.model.tora.heads)[-1]), network=lambda m: m.model)
