@@ -20,7 +20,7 @@ from robust_nbdev.tora import *
 from robust_nbdev.afat import *
 from robust_nbdev.aas import *
 from robust_nbdev.explorer import *
-from robust_nbdev.explorer import _options
+from robust_nbdev.explorer import _heat, _options, _png64
 from robust_nbdev.test_utils import *
 
 
@@ -51,30 +51,30 @@ def decode(s):
 @pytest.mark.parametrize('c', [1, 3])
 def test_png_is_the_picture_to_eight_bits(c):
     x = images(1, c, 9)[0]
-    d = decode(png64(x))
+    d = decode(_png64(x))
     assert torch.equal((d if c == 3 else d[..., None]).permute(2, 0, 1), x)
 
 
 def test_what_is_no_picture_is_refused():
     for t in (torch.rand(2, 4, 4), torch.rand(4, 4), torch.rand(1, 3, 4, 4)):
         with pytest.raises(ValueError, match='picture is a tensor'):
-            png64(t)
+            _png64(t)
     with pytest.raises(ValueError, match='0,1'):
-        png64(torch.full((1, 2, 2), 2.0))
+        _png64(torch.full((1, 2, 2), 2.0))
     with pytest.raises(TypeError, match='floating point'):
-        png64(torch.ones(1, 2, 2).long())
+        _png64(torch.ones(1, 2, 2).long())
 
 
 def test_heat_spans_the_colour_map():
-    h = heat(torch.tensor([[0.0, 5, 10]]), 0, 10, 'bwr')
+    h = _heat(torch.tensor([[0.0, 5, 10]]), 0, 10, 'bwr')
     assert (
         h.shape == (3, 1, 3)
         and h[:, 0, 0].tolist() == [0, 0, 1]
         and h[:, 0, 2].tolist() == [1, 0, 0]
         and h[:, 0, 1].min() > 0.98
     )
-    assert torch.equal(heat(torch.zeros(2, 2)), heat(torch.zeros(2, 2), 0, 1)) and torch.equal(
-        heat(torch.tensor([[-5.0]]), 0, 1), heat(torch.tensor([[0.0]]), 0, 1)
+    assert torch.equal(_heat(torch.zeros(2, 2)), _heat(torch.zeros(2, 2), 0, 1)) and torch.equal(
+        _heat(torch.tensor([[-5.0]]), 0, 1), _heat(torch.tensor([[0.0]]), 0, 1)
     )
 
 
@@ -361,7 +361,8 @@ def test_attack_view_is_the_attack_that_was_given(nets, data):
     for i, o in enumerate(got):
         assert sum(o['model']['probabilities'].values()) == pytest.approx(1, abs=1e-5)
         assert (
-            o['model']['says'] == f'{"abcdefghij"[p[i].argmax()]}, {"right" if p[i].argmax() == y[i] else "wrong"}'
+            o['model']['prediction']
+            == f'{"abcdefghij"[p[i].argmax()]}, {"correct" if p[i].argmax() == y[i] else "wrong"}'
             and o['image']['attack'] == 'PGD(0.05, steps=2)'
         )
 
@@ -549,10 +550,10 @@ def test_scale_explorer_moves_the_histogram_and_counts_as_two_models_does(nets, 
     # in block 1 by exactly one decade, but for what the ends of the axis hold
     assert mean[0] + 0.8 < mean[1] < mean[2] - 0.8 and hs[0].sum() == hs[1].sum()
     v = two_models(m, x, y, Scaled(a, 0.1))
-    got = e(scale=0.1)[f'accuracy on 16 images, {a!r}']['share of images that are right']
+    got = e(scale=0.1)[f'accuracy on 16 images, {a!r}']['share of images classified correctly']
     assert (
-        got['the stronger attack of the two'] == v['worst'].float().mean()
-        and got['scaled model, attacked itself'] == v['on_scaled'].float().mean()
+        got['the stronger of the two attacks'] == v['worst'].float().mean()
+        and got['scaled model, attacked directly'] == v['on_scaled'].float().mean()
         and state_of(m) == before
     )
 
