@@ -19,7 +19,8 @@ from robust_nbdev.test_utils import state_of, tiny_vit
 
 E = 0.1
 X, Y = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2])
-BASES = {Value, Attack, PatchAttack, Around}  # have no step of their own
+# have no step of their own
+BASES = {Value, AttackBase, Attack, PatchAttack, Wraps, Around}
 
 
 def vit():
@@ -171,7 +172,7 @@ def writes_reference(z, z0):
     return v
 
 
-writes_reference.clean = True
+writes_reference = Loss(writes_reference, 'clean')
 
 
 @pytest.mark.parametrize('bad,good', [(writes_labels, margin), (writes_reference, kl)])

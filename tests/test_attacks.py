@@ -550,11 +550,12 @@ def test_wrong_settings_are_refused(f, words):
         f()
 
 
-def test_targets_need_the_flag_and_are_not_the_label():
+def test_a_target_is_enough_and_is_not_the_label():
     m, x, y = Dense((1, 6, 6)), images(3), labels(3)
-    for kw in (dict(target=(y + 1) % C), dict(targeted=True)):
-        with pytest.raises(ValueError, match='needs both'):
-            PGD(0.1)(m, x, y, **kw)
+    t = (y + 1) % C
+    assert torch.equal(PGD(0.1)(m, x, y, target=t), PGD(0.1)(m, x, y, target=t, targeted=True))
+    with pytest.raises(ValueError, match='needs labels to reach'):
+        PGD(0.1)(m, x, y, targeted=True)
     with pytest.raises(ValueError, match='target equals the label'):
         PGD(0.1)(m, x, y, target=y, targeted=True)
 

@@ -1200,11 +1200,11 @@ def test_an_attack_of_ones_own_is_run_as_it_is_written(net, data):
         def __call__(self, model, x, y=None, **kw):
             return x
 
-    class Best(PGD):
-        def _best(self, obj, x, seed):
+    class Run(PGD):
+        def run(self, obj, x, seed):
             return x
 
-    for cls in (Call, Best):
+    for cls in (Call, Run):
         rep = robust_report(net, data, [cls(0.5, steps=5)])
         assert rep.df.accuracy.iloc[1] == rep.df.accuracy.iloc[0]
 

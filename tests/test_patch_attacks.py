@@ -615,8 +615,8 @@ def test_bad_calls(a):
     m, x = vit(), images()
     y = own(m, x)
     for E, say, call in [
-        (ValueError, 'needs both', lambda: a(m, x, y, target=y)),
-        (ValueError, 'target equals', lambda: a(m, x, y, target=y, targeted=True)),
+        (ValueError, 'needs labels to reach', lambda: a(m, x, y, targeted=True)),
+        (ValueError, 'target equals', lambda: a(m, x, y, target=y)),
         (TypeError, 'first argument', lambda: a(x, m, y)),
         (ValueError, 'needs labels', lambda: a(m, x)),
         (ValueError, '0 to 255|in \\[0,1\\]', lambda: a(m, x * 255, y)),

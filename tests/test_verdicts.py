@@ -383,11 +383,9 @@ def test_targeted_worst_case_keeps_the_first_hit():
 def test_attacks_without_targets_say_so(kind):
     m, x = Dense(), images(3)
     y = predict(m, x)
-    for kw in (dict(target=(y + 1) % C), dict(targeted=True)):
-        with pytest.raises(ValueError, match='needs both'):
+    for kw in (dict(target=(y + 1) % C), dict(targeted=True), dict(target=(y + 1) % C, targeted=True)):
+        with pytest.raises(ValueError, match='target'):
             make(kind, 'Linf')(m, x, y, **kw)
-    with pytest.raises(ValueError, match='target'):
-        make(kind, 'Linf')(m, x, y, target=(y + 1) % C, targeted=True)
 
 
 def test_targeted_cw_has_a_gradient_however_confident_the_model():
@@ -697,7 +695,7 @@ def test_defaults_of_the_papers(c):
     m, x = Dense(c=c), images(2)
     y = predict(m, x)
     with attack_mode(m):
-        refs = APGDT(0.1).refs(APGDT(0.1).objective(m, x, y))
+        refs = APGDT(0.1).references(APGDT(0.1).objective(m, x, y))
     want = min(9, c - 1)
     assert (
         refs.shape == (2, want, 2)
