@@ -13,6 +13,7 @@ from fastai.data.load import DataLoader as FastDataLoader
 from robust_nbdev.attacks import *
 from robust_nbdev.datasets import *
 from robust_nbdev.evaluate import *
+from robust_nbdev.eval_data import eval_batches, fair, few_classes, unfair
 from robust_nbdev.test_utils import tiny_vit
 
 C, N, NAMES = 4, 120, ['ant', 'bee', 'cat', 'dog']

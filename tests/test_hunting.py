@@ -10,7 +10,8 @@ import robust_nbdev.evaluate as ev
 from robust_nbdev.core import *
 from robust_nbdev.attacks import *
 from robust_nbdev.evaluate import *
-from robust_nbdev.evaluate import Feed, Trial, Report, eval_batches, fingerprint, hunt, run_attack, to_8bit
+from robust_nbdev.eval_data import Feed, eval_batches
+from robust_nbdev.evaluate import _Progress, hunt, run_attack, to_8bit
 from robust_nbdev.test_utils import *
 
 C, H, W, N = 4, 6, 7, 61
@@ -438,7 +439,7 @@ def test_only_what_is_missing_is_attacked(net, data, tmp_path):
     a = ROWS[0]
     st = (predict(net, x) == y).numpy()
     path = tmp_path / 'running.npz'
-    t = Trial('k', st, path)
+    t = _Progress('k', st, path)
     with pytest.raises(KeyboardInterrupt):
         run_attack(Stop(net, 40), a, eval_batches(data, bs=4), st, 4, trial=t)
     done = t.got['done'].copy()
@@ -450,7 +451,7 @@ def test_only_what_is_missing_is_attacked(net, data, tmp_path):
             seen.append(v.detach())
             return net(v)
 
-    t2 = Trial('k', st, path)
+    t2 = _Progress('k', st, path)
     assert (t2.got['done'] == done).all()
     run_attack(See(), a, eval_batches(data, bs=4), st, 4, trial=t2)
     near = {i for v in seen for i in (v[:, None] - x[None]).flatten(2).abs().amax(2).argmin(1).tolist()}
@@ -465,16 +466,16 @@ def test_a_state_of_another_row_is_not_taken(net, data, tmp_path):
     path = tmp_path / 'running.npz'
     for key, stand, n in (('a', st, N), ('b', st, N)):
         if key == 'a':
-            t = Trial('a', st, path)
+            t = _Progress('a', st, path)
             with pytest.raises(KeyboardInterrupt):
                 run_attack(Stop(net, 40), ROWS[0], eval_batches(data, bs=4), st, 4, trial=t)
             assert t.got['done'].sum() > 10
-    assert Trial('b', st, path).got['done'].sum() == 5 and Trial('a', st, path).got['done'].sum() > 10
+    assert _Progress('b', st, path).got['done'].sum() == 5 and _Progress('a', st, path).got['done'].sum() > 10
     fewer = st.copy()
     fewer[20:] = False
-    t = Trial('a', fewer, path)
+    t = _Progress('a', fewer, path)
     assert (t.got['done'][20:]).all()
-    short = Trial('a', st[:30], path)
+    short = _Progress('a', st[:30], path)
     assert len(short.got['done']) == 30
 
 
@@ -586,7 +587,7 @@ from robust_nbdev.attacks import *
 from robust_nbdev.core import *
 sys.path.insert(0, sys.argv[2])
 from test_hunting import Dense, Slow, images, predict
-ev.Trial.__init__.__defaults__ = (None, .05, None, None)
+ev._Progress.every = .05
 x = images(61); m = Dense(); y = predict(m, x)
 print('go', flush=True)
 ev.robust_report(Slow(m), (x,y), [PGD(.01, steps=5), APGD(.01, steps=8, restarts=2)], bs=4, out=sys.argv[1])

@@ -10,7 +10,8 @@ from robust_nbdev.core import *
 from robust_nbdev.attacks import *
 from robust_nbdev.adv_train import *
 from robust_nbdev.evaluate import *
-from robust_nbdev.evaluate import Report, eval_batches, packed, fingerprint, interval
+from robust_nbdev.eval_data import packed
+from robust_nbdev.identity import fingerprint
 from robust_nbdev.test_utils import *
 
 E = 0.05

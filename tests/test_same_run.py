@@ -7,7 +7,6 @@ from torch import nn
 from robust_nbdev.core import *
 from robust_nbdev.attacks import *
 from robust_nbdev.evaluate import *
-from robust_nbdev.evaluate import Report
 from robust_nbdev.test_utils import *
 
 E = 0.05
