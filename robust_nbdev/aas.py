@@ -18,6 +18,7 @@ from torch.func import functional_call
 from .core import *
 from .vit import *
 from .attacks import *
+from .attacks import _classes, _of_images
 from .adv_train import *
 from .evaluate import *
 from .evaluate import _names
@@ -70,11 +71,7 @@ def planted_images(
     return x, 2 * (r // 2) + c // 2
 
 # %% ../nbs/06_aas.ipynb #ebff8815
-def _rows(model, m):
-    return model.for_rows(m) if hasattr(model, 'for_rows') else model
-
-
-class ScaledModel(Wrapper):
+class ScaledModel(PerImage):
     "`model` with other attention: what goes into the softmax of each block is multiplied by its scale"
 
     def __init__(
@@ -98,7 +95,7 @@ class ScaledModel(Wrapper):
     ) -> 'ScaledModel':  # With their scales alone
         "The model for some images of the batch"
         s, t = [o[m] if o.ndim == n else o for o, n in ((self.scales, 2), (self.logits, 1))]
-        return type(self)(_rows(self.model, m), s, t)
+        return type(self)(_of_images(self.model, m), s, t)
 
     def forward(
         self,
@@ -133,10 +130,10 @@ class ScaledModel(Wrapper):
 
 # %% ../nbs/06_aas.ipynb #05e325ee
 @dataclass(frozen=True, repr=False)
-class Around(Value):
+class Around(Wraps):
     "Base of the attacks that run another attack under changed conditions; eps, norm, restarts, ... are the inner one's"
 
-    attack: Attack  # Any attack
+    attack: AttackBase  # Any attack
 
     def __post_init__(self):
         check_attack(self.attack)
@@ -145,16 +142,6 @@ class Around(Value):
                 f'Transfer attacks its surrogate, so {type(self).__name__} around it would change nothing:'
                 f' Transfer(surrogate, {type(self).__name__}(...))'
             )
-
-    @property
-    def eps(self):
-        "Radius of the attack inside, pixel units"
-        return getattr(self.attack, 'eps', None)
-
-    @property
-    def norm(self):
-        "Norm of the attack inside"
-        return getattr(self.attack, 'norm', None)
 
     @property
     def budget(self):
@@ -184,7 +171,28 @@ class Around(Value):
 
     @property
     def name(self):
-        return f'{super().name}_{getattr(self.attack, "name", "attack")}'
+        return f'{super().name}_{self._names()}'
+
+    def around(self, attacks):
+        return replace(self, attack=attacks[0])
+
+    def make(self, model, x, y, target, seed):
+        kw = {} if target is None else dict(target=target, targeted=True)
+        alone = not hasattr(self, 'members') or self.reference or self.eps == 0
+        if alone:
+            return self.make_one(model, x, y, seed, **kw)
+        return WorstCase(self.members(_classes(model, x)))(model, x, y, seed=seed, **kw)
+
+    def make_one(
+        self,
+        model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,classes]
+        x: Tensor,  # Images [B,C,H,W], checked
+        y,  # Labels as given, or None
+        seed,  # An int, or an int64 tensor [B] with one seed per image
+        **kw,  # For the attack inside: target, targeted
+    ) -> Tensor:  # Adversarial images in the type of `x`
+        "The adversarial images of one attack; ensembles are taken apart before"
+        raise NotImplementedError
 
 # %% ../nbs/06_aas.ipynb #6188e63e
 @patch
@@ -228,7 +236,7 @@ def eot(
     return self.but(draws=n)
 
 # %% ../nbs/06_aas.ipynb #d38a7100
-class _Double(Wrapper):
+class _Double(PerImage):
     "`model`, computed in float64 with float64 copies of its weights"
 
     def __init__(self, model):
@@ -241,7 +249,7 @@ class _Double(Wrapper):
         ]
 
     def for_rows(self, m):
-        return type(self)(_rows(self.model, m))
+        return type(self)(_of_images(self.model, m))
 
     def forward(self, x):
         return functional_call(self.model, self.state[0], (x.double(),))
@@ -251,42 +259,21 @@ class _Double(Wrapper):
 class Float64(Around):
     "`attack`, computed in float64: the control for everything that is said to be due to rounding"
 
-    def __call__(
-        self,
-        model: nn.Module,  # Takes images [B,C,H,W] in [0,1], returns logits [B,classes]
-        x: Tensor,  # Images [B,C,H,W] in [0,1]
-        y: Tensor = None,  # Labels [B]
-        *,
-        seed=0,  # An int, or an int64 tensor [B] with one seed per image
-        **kw,  # For the attack: target, targeted
-    ) -> Tensor:  # Adversarial images: shape, dtype and type of `x`, detached
+    def make_one(self, model, x, y, seed, **kw):
         "The adversarial images, from the same random start as in float32"
-        check_call(model, kw.get('target'), kw.get('targeted', False))
-        x0 = check_images(x, model)
-        if hasattr(self, 'members') and not self.reference and self.eps != 0:
-            return WorstCase(self.members(_classes(model, x0)))(model, x, y, seed=seed, **kw)
-        own = seed if self.blackbox or self.reference else image_seed(x0, seed)  # those draw for a whole batch
-        return land(x0, self.attack(_Double(model), x0.double(), y, seed=own, **kw)).as_subclass(type(x))
+        own = seed if self.blackbox or self.reference else image_seed(x, seed)  # those draw for a whole batch
+        return land(x, self.attack(_Double(model), x.double(), y, seed=own, **kw))
 
 # %% ../nbs/06_aas.ipynb #c812bc98
 @dataclass(frozen=True, repr=False)
 class _ByScale(Around):
     "Runs the inner attack on a `ScaledModel`; the model itself stays the victim"
 
-    def __call__(self, model, x, y=None, *, target=None, targeted=False, seed=0):
-        "The adversarial images"
-        check_call(model, target, targeted)
-        kw = dict(target=target, targeted=True) if targeted else {}
-        if hasattr(self, 'members') and not self.reference and self.eps != 0:
-            return WorstCase(self.members(_classes(model, x)))(model, x, y, seed=seed, **kw)
+    def make_one(self, model, x, y, seed, target=None, targeted=False):
+        kw = {} if target is None else dict(target=target, targeted=True)
         if self.eps == 0:
             return self.attack(model, x, y, seed=seed, **kw)
         return self.craft(self.scaled(model, x, y, target=target, seed=seed), x, y, seed, **kw)
-
-
-def _classes(model, x):
-    with attack_mode(model), torch.no_grad():
-        return check_logits(model(check_images(x[:1], model)), x[:1], torch.zeros(1)).shape[1]
 
 
 def _whole(attack):
@@ -363,6 +350,7 @@ class Scaled(_ByScale):
         return ScaledModel(model, self.s, self.logits)
 
 # %% ../nbs/06_aas.ipynb #e8b52c97
+@partial(Loss, reference='features')
 def eq3(
     f: list,  # Features [B,N,D] of each block, with scales S'
     f0: list,  # The same with scales S
@@ -373,6 +361,7 @@ def eq3(
     return sum(size(a - b) / (size(a) * size(b)) for a, b in zip(f, f0))
 
 
+@partial(Loss, reference='features')
 def lpips_feats(
     f: list,  # Features [B,N,D] of each block, with scales S'
     f0: list,  # The same with scales S
@@ -386,10 +375,8 @@ def lpips_feats(
     unit = lambda o: normalize_tensor(o.flatten(1, -2).transpose(1, 2))
     return sum((unit(a) - unit(b)).pow(2).sum(1).mean(1) for a, b in zip(f, f0))
 
-
-eq3.features = lpips_feats.features = True
-
 # %% ../nbs/06_aas.ipynb #040ed386
+@partial(Loss, reference='both')
 def gama(
     z: Tensor,  # Logits [B,C] with scales S'
     y: Tensor,  # Labels [B]
@@ -400,9 +387,6 @@ def gama(
     """The loss of GAMA's first step: the margin of the probabilities, + `weight` times their squared distance from
     before"""
     return sign * margin(z.softmax(1), y) + weight * (z.softmax(1) - z0.softmax(1)).pow(2).sum(1)
-
-
-gama.both = True
 
 # %% ../nbs/06_aas.ipynb #dcf9673a
 @dataclass(frozen=True, repr=False)
@@ -537,15 +521,17 @@ def gain(
 
     with torch.no_grad():
         f0, z0 = see(own)
-    if getattr(self.climb, 'features', False):
-        return lambda s: self.climb(see(s)[0], f0), z0
-    if getattr(self.climb, 'clean', False):
-        return lambda s: self.climb(check_logits(see(s)[1], x), z0), z0
-    t, sign, loss = (y, 1, self.climb) if target is None else (target, -1, getattr(self.climb, 'targeted', self.climb))
+    climb, logits = as_loss(self.climb), lambda s: check_logits(see(s)[1], x)
+    if climb.reference == 'features':
+        return lambda s: climb(see(s)[0], f0), z0
+    if climb.reference == 'clean':
+        return lambda s: climb(logits(s), z0), z0
+    t, sign = (y, 1) if target is None else (target, -1)
     t = t if t is None else check_labels(t, x)
-    if getattr(loss, 'both', False):
-        return lambda s: loss(check_logits(see(s)[1], x), t, z0, **(dict(sign=-1) if sign < 0 else {})), z0
-    return lambda s: sign * loss(check_logits(see(s)[1], x), t), z0
+    if climb.reference == 'both':
+        return lambda s: climb(logits(s), t, z0, **({} if sign > 0 else dict(sign=sign))), z0
+    loss = climb if sign > 0 or climb.targeted is None else climb.targeted
+    return lambda s: sign * loss(logits(s), t), z0
 
 
 @patch

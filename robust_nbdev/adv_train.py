@@ -483,11 +483,9 @@ class GAT(AdvTrain):
         "What the attack climbs: the loss, and the distance from the clean prediction"
         return self.learn_loss(z) + self.far(z, z0)
 
-    guided.clean = True
-
     @property
     def inner(self):
-        return self.guided if self.n % 2 else self.learn_loss
+        return Loss(self.guided, 'clean') if self.n % 2 else self.learn_loss
 
     def terms(self, z, z_adv):
         return z, self.far(z_adv, z)
@@ -808,12 +806,12 @@ class ARDPRM(PGD):
             }
         )
 
-    def climb(self, obj, x, s, i):
+    def gradient(self, obj, x, s, i):
         if self.ard >= 1:
-            return super().climb(obj, x, s, i)
+            return super().gradient(obj, x, s, i)
         keep = uniform(mix64(s['seed'] + i + 1), x.new_zeros(len(x), len(vit_blocks(obj.model))), 1) < self.ard
         with hush_attn(obj.model, keep):
-            return super().climb(obj, x, s, i)
+            return super().gradient(obj, x, s, i)
 
 # %% ../nbs/01a_adv_train.ipynb #fe0a0325
 class AWP(AdvCallback):

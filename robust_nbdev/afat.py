@@ -694,7 +694,7 @@ class Occlusion(PatchAttack):
     @torch.no_grad()
     def run(
         self,
-        obj: Objective,  # What the attack climbs
+        obj: Objective,  # What the attack raises
         x: Tensor,  # Images [B,C,H,W] in [0,1]
         seed: Tensor,  # [B] int64, one per image, for every random number
     ) -> Tensor:  # [B,C,H,W]
@@ -732,7 +732,7 @@ class GreedyOcclusion(Occlusion):
     @torch.no_grad()
     def run(
         self,
-        obj: Objective,  # What the attack climbs
+        obj: Objective,  # What the attack raises
         x: Tensor,  # Images [B,C,H,W] in [0,1]
         seed: Tensor,  # [B] int64, one per image, for every random number
     ) -> Tensor:  # [B,C,H,W]
@@ -755,7 +755,7 @@ class GreedyOcclusion(Occlusion):
 @patch
 def values(
     self: GreedyOcclusion,
-    obj: Objective,  # What the attack climbs
+    obj: Objective,  # What the attack raises
     x: Tensor,  # Images [B,C,H,W] in [0,1]
     keep: Tensor,  # [B,N], 0 where a patch is covered already
     cover: Tensor,  # What covers the patches, see `patch_cover`
@@ -864,7 +864,7 @@ class PatchAugment(PatchAttack):
 
     def run(
         self,
-        obj: Objective,  # What the attack climbs
+        obj: Objective,  # What the attack raises
         x: Tensor,  # Images [B,C,H,W] in [0,1]
         seed: Tensor,  # [B] int64, one per image, for every random number
     ) -> Tensor:  # [B,C,H,W]

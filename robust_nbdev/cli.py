@@ -6,7 +6,7 @@
 __all__ = ['demo_vit', 'demo_train', 'demo_table', 'both_right', 'demo_figure', 'number', 'demo_settings', 'run_demo',
            'robust_demo', 'attack_types', 'attack_losses', 'parse_attacks', 'read_checkpoint', 'load_weights',
            'timm_model', 'learner_model', 'eval_model', 'eval_images', 'SomeOutputs', 'of_imagenet', 'eval_settings',
-           'run_eval', 'numbers', 'robust_eval', 'BenchResult', 'robust_bench']
+           'run_eval', 'numbers', 'robust_eval', 'BenchResult', 'robust_bench', 'reproduce_all', 'robust_reproduce']
 
 # %% ../nbs/08_cli.ipynb #6beff8b5
 import argparse, ast, difflib, inspect, operator, re, sys, time, warnings
@@ -215,37 +215,19 @@ def robust_demo(
 # %% ../nbs/08_cli.ipynb #9d9a5382
 def attack_types() -> dict:  # Name -> class
     "Every class of attacks in `robust_nbdev.attacks`: what is called as `attack(model, x, y, seed=)`"
-    mod = sys.modules[Attack.__module__]
-
-    def is_attack(c):
-        if (
-            not isinstance(c, type)
-            or issubclass(c, nn.Module)
-            or c in (Attack, PatchAttack, Transfer)
-            or not any('__call__' in vars(o) for o in c.__mro__)
-        ):
-            return False
-        try:
-            inspect.signature(c.__call__).bind(None, None, None, None, seed=0)
-        except TypeError:
-            return False
-        return True
-
-    return {k: getattr(mod, k) for k in mod.__all__ if is_attack(getattr(mod, k))}
+    bases = (AttackBase, Attack, PatchAttack, Wraps, Transfer)
+    return {k: c for k, c in _of_attacks() if isinstance(c, type) and issubclass(c, AttackBase) and c not in bases}
 
 
 def attack_losses() -> dict:  # Name -> function
     "Every loss in `robust_nbdev.attacks`: a function whose first argument is the logits `z`"
-    mod = sys.modules[Attack.__module__]
+    return {k: f for k, f in _of_attacks() if isinstance(f, Loss) and f is not feat_cos}
 
-    def is_loss(f):
-        return (
-            inspect.isfunction(f)
-            and [p.name for p in inspect.signature(f).parameters.values() if p.default is p.empty][:1] == ['z']
-            and sum(p.default is p.empty for p in inspect.signature(f).parameters.values()) == 2
-        )
 
-    return {k: getattr(mod, k) for k in mod.__all__ if is_loss(getattr(mod, k))}
+def _of_attacks():
+    "(name, value) of what the modules of attacks export"
+    mods = dict.fromkeys(sys.modules[c.__module__] for c in (Attack,))
+    return [(k, vars(m)[k]) for m in mods for k in m.__all__]
 
 # %% ../nbs/08_cli.ipynb #e1c529ba
 _RADIUS = dict(Linf=8 / 255, L2=0.5)
@@ -970,3 +952,65 @@ def robust_bench(
     )
     stand = np.minimum.reduce([rep.verdicts[k] for k in ('clean', *map(repr, attacks))])
     return BenchResult(float(rep.verdicts['clean'].mean()), float(stand.mean()), rep)
+
+# %% ../nbs/08_cli.ipynb #c11d0002
+def _listed(names, profile, out):
+    "What there is of each experiment and what the rest costs, as text"
+    from robust_nbdev.experiments import status
+
+    df = status(names, profile, out).rename(
+        columns=dict(passes='passes (F x images)', minutes_left='minutes left', memory_gb='GB')
+    )
+    return df.fillna('').to_string(index=False)
+
+
+def _told(text):
+    print(f'{time.strftime("%H:%M:%S")} {text}', flush=True)
+
+
+def reproduce_all(
+    experiments,  # `Experiment`s
+    profile,  # Section of settings.ini
+    out,  # Folder of all results; None: `results`, beside settings.ini
+    check: int = 0,  # Make so many finished rows of each again instead, and compare
+):
+    "Run each experiment whose data are there, and print its table beside the published one"
+    from robust_nbdev.experiments import _missing, check_rows, profile_for, published_table, reproduce
+
+    for e in experiments:
+        print(f'\n{e.name}: {e.shows}')
+        if lost := _missing(e, profile_for(e.paper, profile)):
+            print(f'not run: {", ".join(lost)} is not on this machine; name a copy in settings.ini')
+            continue
+        if check:
+            print(check_rows(e.name, check, profile, out).to_string(index=False))
+        else:
+            reproduce(e.name, profile, out, _told)
+            print(published_table(e.name, profile, out).reset_index().fillna('').to_string(index=False))
+
+
+@call_parse
+def robust_reproduce(
+    *names: str,  # Papers or experiments: xcit, or xcit.table3 xcit.table4 (default: list all)
+    list: store_true = False,  # Only say what there is, what is missing and what it costs
+    # Section of settings.ini: smoke, laptop, gpu, paper (default: ROBUST_PROFILE, else the file's own)
+    profile: str = None,
+    out: str = None,  # Folder of all results (default: results, beside the nearest settings.ini)
+    check: int = 0,  # Make so many finished rows of each experiment again, and compare with what is on disk
+):
+    """Make the rows of a paper's tables, go on where a killed command stopped, and print the tables beside the
+    published ones"""
+    import robust_nbdev.all
+    from robust_nbdev.experiments import _named
+
+    try:
+        found = _named(names)
+        if list or not names:
+            print(_listed(names, profile, out))
+        else:
+            reproduce_all(found, profile, out, check)
+    except (ValueError, OSError) as e:
+        sys.exit(f'robust-reproduce: {e}')
+    except KeyboardInterrupt:
+        print('\nrobust-reproduce: interrupted; the same command goes on where this one stopped', file=sys.stderr)
+        sys.exit(130)

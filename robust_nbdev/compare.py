@@ -217,8 +217,21 @@ class Verdict:
     claim: Claim  # What was claimed
     word: str  # `'holds'`, `'contradicted'`, `'not decided'` or `'not testable here'`
     why: str  # In a sentence
-    effect: object  # The `Difference`, or one for each reading of the paper
+    effect: object  # The `Difference`, or one for each reading of the paper; None where nothing was measured
     needs: tuple = ()  # What had to hold
+
+    @property
+    def effects(self) -> str:  # One after the other, each with its reading
+        "The effect as text"
+        if self.effect is None:
+            return ''
+        readings = self.effect if isinstance(self.effect, dict) else {'': self.effect}
+        return '; '.join(f'{k} {o}'.strip() for k, o in readings.items())
+
+    def _repr_markdown_(self):
+        said = f' (published: {self.claim.published})' if self.claim.published else ''
+        measured = f' Measured: {self.effects}.' if self.effects else ''
+        return f'{self.claim.says}{said}: **{self.word}**, {self.why}.{measured}'
 
 # %% ../nbs/01f_compare.ipynb #169da50d
 def _word(effect):
@@ -275,17 +288,12 @@ def claims_table(
     verdicts,  # Of `judge`
 ) -> pd.DataFrame:  # A row per claim
     "Claims with their published numbers, effects, needs and verdicts"
-
-    def effects(v):
-        many = v.effect if isinstance(v.effect, dict) else {'': v.effect}
-        return '; '.join(f'{k} {o}'.strip() for k, o in many.items())
-
     return pd.DataFrame(
         [
             dict(
                 claim=v.claim.says,
                 published=v.claim.published,
-                effect=effects(v),
+                effect=v.effects,
                 matters=f'{100 * v.claim.least:g} points',
                 needs='; '.join(map(repr, v.needs)),
                 verdict=v.word,

@@ -19,8 +19,11 @@ from timm.data import ImageNetInfo
 from timm.utils.misc import natural_key
 from .core import *
 from .datasets import *
+from .identity import alike, beside_weights, changed, fingerprint, identity, sketch, steady
+from .eval_data import eval_batches, fair, few_classes
+from .eval_data import _batches, _names
 from .evaluate import *
-from .evaluate import _batches, _images_of, _names, _raw
+from .evaluate import _accuracy, _as_html, _as_text, _classes, _model_and_images, _raw, _refuse
 from fastai.basics import *
 from fastai.vision.core import show_image
 from fastprogress.fastprogress import progress_bar
@@ -1154,12 +1157,7 @@ class CorruptionReport(Report):
     """Accuracy per corruption and severity, with verdicts per image; renders in a notebook, prints in a terminal, saves
     to a folder"""
 
-    @property
-    def df(self):
-        "One row per corruption and severity, clean images first (severity 0); accuracies between 0 and 1"
-        return pd.DataFrame(
-            self.rows, columns=['corruption', 'severity', 'accuracy', 'low', 'high', 'n', 'seed', 'seconds']
-        )
+    columns = 'corruption', 'severity', 'accuracy', 'low', 'high', 'n', 'seed', 'seconds'
 
     @property
     def table(self):
@@ -1207,19 +1205,13 @@ def headline(self: CorruptionReport) -> str:  # One line
 
 @patch
 def __repr__(self: CorruptionReport):
-    return '\n'.join(
-        [self.headline(), (100 * self.table).round(1).to_string()] + [f'warning: {o}' for o in self.warnings]
-    )
+    return _as_text(self.headline(), (100 * self.table).round(1).to_string(), self.warnings)
 
 
 @patch
 def _repr_html_(self: CorruptionReport):
     t = (100 * self.table).rename_axis(index=None, columns='accuracy % at severity')
-    return (
-        f'<p>{self.headline()}</p>'
-        + t.to_html(border=0, float_format='{:.1f}'.format)
-        + ''.join(f'<p><b>warning:</b> {o}</p>' for o in self.warnings)
-    )
+    return _as_html(self.headline(), t.to_html(border=0, float_format='{:.1f}'.format), self.warnings)
 
 # %% ../nbs/01c_corruptions.ipynb #86d09eb7
 @patch
@@ -1314,23 +1306,12 @@ def _logits(model, x):
     return check_logits(z, x, torch.zeros(len(x))).as_subclass(Tensor)
 
 
-def _modules(model):
-    "Names and modules of a model, without what compiles it or shares it among GPUs"
-    net = getattr(model, '_orig_mod', model)
-    return list(get_model(net).named_modules()) if isinstance(net, nn.Module) else []
-
-
-def _numbers(model):
-    "Numbers among the attributes of a model and its parts"
-    return {(n, k): v for n, m in _modules(model) for k, v in vars(m).items() if isinstance(v, (int, float))}
-
-
 def _judge_all(model, data, bs, dev):
     "Per image: right or wrong, class, label; hashes of all and of the first 16 images; the first batch and its outputs"
-    got, begin, numbers = [], None, _numbers(model)
+    got, begin = [], None
     for i, x, y in eval_batches(data, None, bs, dev):
         z = _logits(model, x)
-        p = z.argmax(1).masked_fill(z.isnan().any(1), -1)
+        p = _classes(z)
         begin = begin or (x, z)
         got.append([o.cpu() for o in (p == y, p, y, _keys(i, x, y))])
     if not got:
@@ -1338,21 +1319,14 @@ def _judge_all(model, data, bs, dev):
     ok, pred, y, keys = [torch.cat(o) for o in zip(*got)]
     res = SimpleNamespace(ok=ok.numpy(), pred=pred.numpy(), y=y.numpy(), images=_hex(keys), first=_hex(keys[:16]))
     res.x, res.z = begin
-    res.counted = {k for k, v in _numbers(model).items() if numbers.get(k) != v}
     return res
 
 
 def _line(name, severity, judged, seed, t):
-    ok = judged.ok
-    lo, hi = interval(ok.sum(), len(ok))
     return dict(
         corruption=name,
         severity=severity,
-        accuracy=round(float(ok.mean()), 6),
-        low=lo,
-        high=hi,
-        n=len(ok),
-        seed=seed,
+        **_accuracy(judged.ok, seed),
         seconds=round(time.time() - t, 2),
         first=judged.first,
         images=judged.images,
@@ -1371,18 +1345,6 @@ def _add(rep, name, severity, judged, t):
 _same_run = ('fingerprint', 'images', 'data', 'n', 'seed', 'table')
 
 
-def _settings(model, counted):
-    "A hash of a model's attributes and globals, without weights, mode and the numbers that `counted` names"
-
-    def bare(name, m):
-        twin = object.__new__(type(m))
-        leave = {'training', '_parameters', '_modules'}
-        twin.__dict__.update({k: v for k, v in vars(m).items() if k not in leave and (name, k) not in counted})
-        return twin
-
-    return identity(*[bare(*o) for o in _modules(model)])
-
-
 def _model_meta(model, judged):
     "What tells a model from another one: its name, weights, code, settings, and its outputs for the first batch"
     net = type(unwrap(model)).__name__ if isinstance(model, nn.Module) else getattr(model, '__name__', 'model')
@@ -1390,7 +1352,7 @@ def _model_meta(model, judged):
         model=net,
         fingerprint=fingerprint(model),
         code=identity(model, data=False),
-        settings=_settings(model, judged.counted),
+        settings=judged.settings,
         outputs=sketch(judged.z),
     )
 
@@ -1416,23 +1378,29 @@ def _saved(new, out):
     diff = [k for k in _same_run if old.meta.get(k) != new.meta[k]]
     if not new.meta['fingerprint']:
         diff.append('the model, a plain function, which cannot be recognised')
-    if diff:
-        raise ValueError(
-            f'{out} holds a report that differs in {", ".join(diff)}: choose another folder, or overwrite=True'
-        )
-    says, row = dict(code='its code', settings='its attributes or globals'), first(new.verdicts)
-    changed = [v for k, v in says.items() if not new.meta[k] or old.meta.get(k) != new.meta[k]]
-    if row not in old.preds or not np.array_equal(old.preds[row], new.preds[row]):
-        changed.append('its answers')
-    if not alike(old.meta.get('outputs'), new.meta['outputs']):
-        changed.append('its outputs')
+    _refuse(out, diff)
+    what = _what_changed(old, new)
     old.warnings, old.meta['doubts'] = [], new.meta['doubts']
-    if not changed:
+    if not what:
         return old
     warnings.warn(
         f'{out}: all rows are measured again, since the model has the weights that it had, '
-        f'but {" and ".join(changed)} changed or cannot be compared'
+        f'but {" and ".join(what)} changed or cannot be compared'
     )
+
+
+def _what_changed(old, new):
+    "What tells that a model of the same weights is another one"
+    row, settings, what = first(new.verdicts), old.meta.get('settings'), []
+    if not new.meta['code'] or old.meta.get('code') != new.meta['code']:
+        what.append('its code')
+    if not isinstance(settings, dict) or changed(settings, new.meta['settings']):
+        what.append('its attributes or globals')
+    if row not in old.preds or not np.array_equal(old.preds[row], new.preds[row]):
+        what.append('its answers')
+    if not alike(old.meta.get('outputs'), new.meta['outputs']):
+        what.append('its outputs')
+    return what
 
 
 def _key(batches, n, bs, dev):
@@ -1516,7 +1484,9 @@ def corruption_report(
     if isinstance(src, Corrupted):
         clean = ((x, y) for _, x, y in src.clean())
     row, t = todo[0] if clean is None else ('clean', 0), time.time()
+    before = beside_weights(model)
     judged = _judge_all(model, src.pick(*row) if clean is None else clean, bs, dev)
+    judged.settings = steady(before, beside_weights(model))
     rep = _fresh_report(model, src, (judged, *row, t), seed, table, dev)
     if out is not None and not overwrite and (Path(out) / 'report.json').exists():
         rep = _saved(rep, out) or rep
@@ -1544,10 +1514,9 @@ def corruption_report(
     **kw,  # See `corruption_report`
 ) -> CorruptionReport:  # A row per corruption and severity
     "`corruption_report` of this Learner's model on its validation images"
-    dl = _images_of(self, ds_idx, dl)
-    self.model.to(self.dls.device)
+    model, dl = _model_and_images(self, ds_idx, dl)
     progress = hasattr(self, 'progress') if progress is None else progress
-    return corruption_report(get_model(self.model), dl, corruptions, severities, progress=progress, **kw)
+    return corruption_report(model, dl, corruptions, severities, progress=progress, **kw)
 
 # %% ../nbs/01c_corruptions.ipynb #344c7b31
 class CorruptValid(AdvCallback):
@@ -1642,6 +1611,4 @@ def flip_report(
     **kw,  # See `flip_report`
 ) -> pd.DataFrame:  # A row per perturbation
     "`flip_report` of this Learner's model on its validation images"
-    dl = _images_of(self, ds_idx, dl)
-    self.model.to(self.dls.device)
-    return flip_report(get_model(self.model), dl, **kw)
+    return flip_report(*_model_and_images(self, ds_idx, dl), **kw)

@@ -15,7 +15,7 @@ from fastai.callback.progress import ProgressCallback
 
 # %% ../nbs/97_test_utils.ipynb #2e78fa4a
 @delegates(timm.create_model)
-def tiny_vit(
+def tiny_vit(  # noqa: PLR0913
     size: int = 28,  # Image size in pixels
     patch: int = 7,  # Patch size in pixels
     in_chans: int = 1,  # Channels
