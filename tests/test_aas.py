@@ -1,5 +1,5 @@
-"""`aas`: underflow planted and repaired, scales by hand, every family, an attack like the others, AAS-AT with every
-method, nothing left behind (R08, R17, R23, R34)."""
+"""`aas`: planted underflow, scales by hand, every family, the contract of attacks, AAS-AT with every method, models
+left unchanged."""
 
 import copy, io, math, pickle, warnings
 from dataclasses import FrozenInstanceError, dataclass, replace
@@ -91,7 +91,7 @@ PL = PGD(0.1, steps=20)
 
 @pytest.mark.parametrize('c', [8, 10])
 def test_underflow_planted_and_repaired(c):
-    "The issue's first demand: float32 PGD fails, float64 PGD and AAS do not"
+    "On saturated attention float32 PGD fails, float64 PGD and AAS do not"
     m = planted_vit(c)
     x, y = planted_images(32)
     gap = attn_gaps(m, x)[0].amax(1)
