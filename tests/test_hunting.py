@@ -9,6 +9,8 @@ from fastai.callback.schedule import *
 import robust_nbdev.evaluate as ev
 from robust_nbdev.core import *
 from robust_nbdev.attacks import *
+from robust_nbdev.autoattack import *
+from robust_nbdev.patch_attacks import *
 from robust_nbdev.evaluate import *
 from robust_nbdev.evaluate import Feed, Trial, Report, eval_batches, fingerprint, hunt, run_attack, to_8bit
 from robust_nbdev.test_utils import *
@@ -583,6 +585,8 @@ SCRIPT = '''
 import sys, time, torch, numpy as np
 import robust_nbdev.evaluate as ev
 from robust_nbdev.attacks import *
+from robust_nbdev.autoattack import *
+from robust_nbdev.patch_attacks import *
 from robust_nbdev.core import *
 sys.path.insert(0, sys.argv[2])
 from test_hunting import Dense, Slow, images, predict
