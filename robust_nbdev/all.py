@@ -7,6 +7,8 @@ from .datasets import *
 from .models import *
 from .rvt_fan import *
 from .attacks import *
+from .autoattack import *
+from .patch_attacks import *
 from .adv_train import *
 from .evaluate import *
 from .compare import *

@@ -23,6 +23,8 @@ import robust_nbdev.aas as aas_mod
 from robust_nbdev.core import *
 from robust_nbdev.vit import *
 from robust_nbdev.attacks import *
+from robust_nbdev.autoattack import *
+from robust_nbdev.patch_attacks import *
 from robust_nbdev.adv_train import *
 from robust_nbdev.aas import *
 from robust_nbdev.afat import mask_accuracy

@@ -27,6 +27,7 @@ from fastai.callback.schedule import *
 from robust_nbdev.core import *
 from robust_nbdev.vit import *
 from robust_nbdev.attacks import *
+from robust_nbdev.patch_attacks import *
 from robust_nbdev.adv_train import *
 from robust_nbdev.afat import *
 from robust_nbdev.rvt_fan import *

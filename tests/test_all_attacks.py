@@ -12,6 +12,8 @@ from robust_nbdev.aas import AAS, Around, Float64, GapScaled, Scaled
 from robust_nbdev.adv_train import NFGSM
 from robust_nbdev.afat import GreedyOcclusion
 from robust_nbdev.attacks import *
+from robust_nbdev.autoattack import *
+from robust_nbdev.patch_attacks import *
 from robust_nbdev.core import Wrapper
 from robust_nbdev.vit import attn_maps, block_outputs
 from robust_nbdev.robust_tokens import TokenAttack

@@ -11,6 +11,7 @@ import robust_nbdev.all as lib
 from fastai.vision.all import Learner, CrossEntropyLossFlat, DataLoaders
 from fastai.data.load import DataLoader as FastDataLoader
 from robust_nbdev.attacks import *
+from robust_nbdev.patch_attacks import *
 from robust_nbdev.datasets import *
 from robust_nbdev.evaluate import *
 from robust_nbdev.eval_data import eval_batches, fair, few_classes, unfair

@@ -13,6 +13,7 @@ from fastai.torch_core import TensorCategory
 from timm.layers import DropPath
 from robust_nbdev.core import *
 from robust_nbdev.attacks import *
+from robust_nbdev.autoattack import *
 from robust_nbdev.evaluate import predict, robust_report
 from robust_nbdev.test_utils import *
 

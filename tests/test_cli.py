@@ -175,6 +175,7 @@ def test_number_of_images_is_the_one_measured(tmp_path):
 # --- robust-eval: attacks as text
 
 from robust_nbdev.attacks import *
+from robust_nbdev.autoattack import *
 from robust_nbdev.core import Normalized, eps_str, unwrap
 from robust_nbdev import attacks as attacks_module, cli, datasets
 from robust_nbdev.cli import *

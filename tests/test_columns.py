@@ -20,6 +20,8 @@ from fastai.vision.all import (
 )
 from fastai.callback.tracker import TrackerCallback
 from robust_nbdev.attacks import *
+from robust_nbdev.autoattack import *
+from robust_nbdev.patch_attacks import *
 from robust_nbdev.adv_train import *
 from robust_nbdev.evaluate import *
 from robust_nbdev.test_utils import *

@@ -9,6 +9,8 @@ from fastai.callback.schedule import *
 import robust_nbdev.evaluate as ev
 from robust_nbdev.core import *
 from robust_nbdev.attacks import *
+from robust_nbdev.autoattack import *
+from robust_nbdev.patch_attacks import *
 from robust_nbdev.evaluate import *
 from robust_nbdev.eval_data import Feed, eval_batches
 from robust_nbdev.evaluate import _Progress, hunt, run_attack, to_8bit
@@ -584,6 +586,8 @@ SCRIPT = '''
 import sys, time, torch, numpy as np
 import robust_nbdev.evaluate as ev
 from robust_nbdev.attacks import *
+from robust_nbdev.autoattack import *
+from robust_nbdev.patch_attacks import *
 from robust_nbdev.core import *
 sys.path.insert(0, sys.argv[2])
 from test_hunting import Dense, Slow, images, predict

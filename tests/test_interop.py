@@ -6,6 +6,7 @@ import pytest, timm, torch
 from torch import nn
 from robust_nbdev.core import *
 from robust_nbdev.attacks import *
+from robust_nbdev.autoattack import *
 from robust_nbdev.evaluate import *
 from robust_nbdev.test_utils import *
 

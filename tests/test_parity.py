@@ -8,6 +8,7 @@ from torch import nn
 from fastai.basics import set_seed
 from robust_nbdev.core import *
 from robust_nbdev.attacks import *
+from robust_nbdev.autoattack import *
 from robust_nbdev.adv_train import *
 from robust_nbdev.datasets import *
 from robust_nbdev.datasets import canonical, find_images, open_image

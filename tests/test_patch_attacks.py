@@ -9,6 +9,7 @@ from fastai.callback.schedule import *
 from fastai.vision.core import TensorImage
 from robust_nbdev.core import *
 from robust_nbdev.attacks import *
+from robust_nbdev.patch_attacks import *
 from robust_nbdev.vit import attn_maps, add_tokens, patch_grid
 from robust_nbdev.datasets import fashion_mnist
 from robust_nbdev.test_utils import *

@@ -23,6 +23,7 @@ from fastai.vision.all import (
 from robust_nbdev.core import *
 from robust_nbdev.vit import *
 from robust_nbdev.attacks import *
+from robust_nbdev.autoattack import *
 from robust_nbdev.adv_train import *
 from robust_nbdev.evaluate import *
 from robust_nbdev.robust_tokens import *

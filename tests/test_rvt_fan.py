@@ -7,6 +7,7 @@ from fastai.vision.all import CrossEntropyLossFlat, Learner
 from robust_nbdev.core import *
 from robust_nbdev.vit import *
 from robust_nbdev.attacks import *
+from robust_nbdev.patch_attacks import *
 from robust_nbdev.adv_train import *
 from robust_nbdev.rvt_fan import *
 from robust_nbdev.test_utils import *

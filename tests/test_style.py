@@ -112,16 +112,20 @@ ALLOWED = dict(
     datasets={'core'},
     models={'core', 'vit', 'datasets'},
     rvt_fan={'core'},
-    attacks={'core', 'vit'},
+    attacks={'core'},
+    patch_attacks={'core', 'vit', 'attacks'},
+    autoattack={'core', 'attacks'},
     adv_train={'core', 'vit', 'attacks'},
-    evaluate={'core', 'datasets', 'attacks'},
+    evaluate={'core', 'datasets', 'attacks', 'autoattack'},
     corruptions={'core', 'datasets', 'evaluate'},
     compare={'core', 'evaluate'},
     test_utils={'core'},
 )
 PAPERS = {'robust_tokens', 'tora', 'xcit_recipe', 'afat', 'aas'}
 # the one module that shows the papers' together
-ALLOWED['explorer'] = {'core', 'vit', 'attacks', 'evaluate', 'corruptions'} | PAPERS - {'xcit_recipe'}
+ALLOWED['explorer'] = {'core', 'vit', 'attacks', 'patch_attacks', 'autoattack', 'evaluate', 'corruptions'} | PAPERS - {
+    'xcit_recipe'
+}
 
 
 @mods

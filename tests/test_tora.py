@@ -20,6 +20,7 @@ from fastai.vision.all import (
 from robust_nbdev.core import *
 from robust_nbdev.vit import *
 from robust_nbdev.attacks import *
+from robust_nbdev.patch_attacks import *
 from robust_nbdev.adv_train import *
 from robust_nbdev.evaluate import *
 from robust_nbdev.datasets import fashion_mnist

@@ -9,6 +9,7 @@ from fastai.vision.core import TensorImage
 from fastai.callback.schedule import *
 from robust_nbdev.core import *
 from robust_nbdev.attacks import *
+from robust_nbdev.autoattack import *
 from robust_nbdev.attacks import mse
 from robust_nbdev.evaluate import predict
 from robust_nbdev.test_utils import *
