@@ -22,8 +22,7 @@ def made(src, name='made'):
     return names['A']
 
 
-# --- code and values
-# ---------------------------------------------------------------------------------------------------
+# --- code and values ---
 
 LOSS = 'def f(z, y): return {}\nA = PGD(.1, loss=f)'
 BACKWARD = '''class F(torch.autograd.Function):
@@ -171,8 +170,7 @@ def test_another_process_gives_the_same(tmp_path):
     assert out.strip() == identity(made(src, '__main__')) != ''
 
 
-# --- models
-# --------------------------------------------------------------------------------------------------------------
+# --- models ---
 
 COUNTING = '''class A(nn.Module):
     def __init__(self): super().__init__(); self.l = nn.Linear(2,2); self.n = 0
@@ -232,8 +230,7 @@ def test_settings_that_cannot_be_read_count_as_changed():
     assert len(changed(steady(held, held), steady(held, held))) == 1
 
 
-# --- outputs up to rounding
-# ------------------------------------------------------------------------------------------------
+# --- outputs up to rounding ---
 
 OTHER = dict(
     larger=lambda t: 1.05 * t,

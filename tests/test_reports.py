@@ -1,21 +1,29 @@
-"`robust_report` and `eps_curve`: rows by hand, worst cases, files, resumption, refusals (R05, R14, R26-R29, R31, R33)."
+"`robust_report`, `Run` and the curves: rows by hand, data, files, resumption, refusals (R05, R14, R26-R29, R31, R33)."
 
+import copy
 import json
-import numpy as np, pandas as pd, pytest, torch
+import random
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from fastai.callback.schedule import *
+from fastai.vision.all import Normalize
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from fastai.vision.all import Normalize
-from fastai.callback.schedule import *
-from robust_nbdev.core import *
-from robust_nbdev.attacks import *
+
+import robust_nbdev.evaluate as ev
 from robust_nbdev.adv_train import *
-from robust_nbdev.evaluate import *
+from robust_nbdev.attacks import *
+from robust_nbdev.core import *
 from robust_nbdev.eval_data import packed
-from robust_nbdev.identity import fingerprint
+from robust_nbdev.evaluate import *
 from robust_nbdev.test_utils import *
 
 E = 0.05
-A = dict(fgsm=FGSM(E), pgd=PGD(E, steps=4), apgd=APGD(E, steps=5))
+FGSM_, PGD_, APGD_ = FGSM(E), PGD(E, steps=4), APGD(E, steps=5)
+THREE = [FGSM_, PGD_, APGD_]
 
 
 @pytest.fixture(scope='module')
@@ -33,66 +41,87 @@ def model(learn):
 
 @pytest.fixture(scope='module')
 def data():
-    x, y = zip(*[(x.as_subclass(torch.Tensor), y) for x, y in synth_dls(n=400, seed=9).valid_ds])
-    # wrong from the start
-    y = torch.stack([torch.as_tensor(int(o)) for o in y])
+    "100 images, of which the first seven are labelled wrongly"
+    x, y = zip(*[(x.as_subclass(torch.Tensor), int(y)) for x, y in synth_dls(n=400, seed=9).valid_ds])
+    y = torch.tensor(y)
     y[:7] = (y[:7] + 1) % 4
     return torch.stack(x), y
 
 
+@pytest.fixture(scope='module')
+def report(model, data):
+    "The usual report, in a cascade"
+    return robust_report(model, data, THREE)
+
+
+class Of(nn.Module):
+    "`f(model, x)` as a model"
+
+    def __init__(self, model, f):
+        super().__init__()
+        self.model, self.f = model, f
+
+    def forward(self, x):
+        return self.f(self.model, x)
+
+
 def right(m, x, y, a, seed=0):
+    "Who is right without attack and under it, by the plain call"
     return ((predict(m, a(m, x, y, seed=seed)) == y) & (predict(m, x) == y)).numpy()
 
 
-def acc(rep, k):
-    (r,) = [r for r in rep.rows if r['attack'] == (k if isinstance(k, str) else repr(k))]
-    return r['accuracy']
+def acc(rep, row):
+    name = row if isinstance(row, str) else repr(row)
+    (found,) = [r for r in rep.rows if r['attack'] == name]
+    return found['accuracy']
 
 
-# --- rows
-# --------------------------------------------------------------------------------------------------------------------
+def verdicts(rep, a):
+    return rep.verdicts[repr(a)].tolist()
+
+
+def untimed(rep):
+    return [{k: v for k, v in r.items() if k != 'seconds'} for r in rep.rows]
+
+
+# --- rows ---
 
 
 def test_rows_by_hand(model, data):
-    x, y = data
-    rep = robust_report(model, data, list(A.values()), cascade=False)
-    clean = (predict(model, x) == y).numpy()
-    assert acc(rep, 'clean') == pytest.approx(clean.mean()) and clean.mean() <= 0.93 and rep.df.n.tolist() == [100] * 5
-    each = [right(model, x, y, a) for a in A.values()]
-    for a, ok in zip(A.values(), each):
-        assert acc(rep, a) == pytest.approx(ok.mean()) and (rep.verdicts[repr(a)] == ok).all()
+    rep = robust_report(model, data, THREE, cascade=False)
+    clean = (predict(model, data[0]) == data[1]).numpy()
+    each = [right(model, *data, a) for a in THREE]
+    assert acc(rep, 'clean') == pytest.approx(clean.mean()) and rep.df.n.tolist() == [100] * 5
+    assert [verdicts(rep, a) for a in THREE] == [ok.tolist() for ok in each]
     worst = np.logical_and.reduce(each)
     assert acc(rep, 'worst case') == pytest.approx(worst.mean()) and 0 < worst.mean() < each[0].mean()
-    # already wrong stays wrong
-    assert not any(rep.verdicts[repr(a)][:7].any() for a in A.values())
 
 
-def test_cascade_by_hand(model, data):
-    x, y = data
-    rep = robust_report(model, data, list(A.values()))
-    stand = (predict(model, x) == y).numpy()
-    for a in A.values():
-        stand = stand & right(model, x, y, a)
-        assert acc(rep, a) == pytest.approx(stand.mean())
-    assert acc(rep, 'worst case') == pytest.approx(stand.mean())
-    assert acc(robust_report(model, data, list(A.values()), cascade=False), 'worst case') == acc(rep, 'worst case')
+def test_images_that_are_wrong_without_attack_stay_wrong(report):
+    assert not any(any(verdicts(report, a)[:7]) for a in THREE)
 
 
-def test_worst_case_is_never_above_a_row_and_never_mixes_threat_models(model, data):
-    rep = robust_report(
-        model, data, [A['fgsm'], A['pgd'], FGSM(0.6, norm='L2'), PGD(0.6, norm='L2', steps=4), FGSM(0.1)]
-    )
+def test_cascade_by_hand(model, data, report):
+    left = (predict(model, data[0]) == data[1]).numpy()
+    for a in THREE:
+        left = left & right(model, *data, a)
+        assert acc(report, a) == pytest.approx(left.mean())
+    assert acc(report, 'worst case') == pytest.approx(left.mean())
+
+
+def test_a_worst_case_for_each_threat_model(model, data):
+    rep = robust_report(model, data, [FGSM_, PGD_, FGSM(0.6, norm='L2'), PGD(0.6, norm='L2', steps=4), FGSM(0.1)])
     worst = {r['attack']: r for r in rep.rows if r['attack'].startswith('worst')}
     assert set(worst) == {f'worst case Linf {E}', 'worst case L2 0.6'}
     for w in worst.values():
-        assert all(w['accuracy'] <= r['accuracy'] for r in rep.rows if (r['norm'], r['eps']) == (w['norm'], w['eps']))
+        same = [r for r in rep.rows if (r['norm'], r['eps']) == (w['norm'], w['eps'])]
+        assert w['accuracy'] == min(r['accuracy'] for r in same)
 
 
-def test_random_noise_does_not_raise_the_worst_case(model, data):
-    "R26: a weak attack may be added, never averaged"
-    weak = PGD(E, steps=0)
-    a, b = [robust_report(model, data, o, cascade=c) for o, c in (([A['pgd']], False), ([weak, A['pgd']], False))]
-    assert acc(b, 'worst case') <= acc(a, A['pgd'])
+def test_a_weak_attack_does_not_raise_the_worst_case(model, data):
+    "R26: it may be added, never averaged"
+    alone, both = [robust_report(model, data, o, cascade=False) for o in ([PGD_], [PGD(E, steps=0), PGD_])]
+    assert acc(both, 'worst case') <= acc(alone, PGD_)
 
 
 def test_eps_0_row_is_the_clean_row(model, data):
@@ -100,354 +129,348 @@ def test_eps_0_row_is_the_clean_row(model, data):
     assert acc(rep, PGD(0)) == acc(rep, FGSM(0, norm='L2')) == acc(rep, 'clean')
 
 
-def test_seed_reaches_the_attack(model, data):
-    a = PGD(E, steps=1, alpha=0.0)
-    one, two = robust_report(model, data, [A['pgd']], seed=3), robust_report(model, data, [A['pgd']], seed=3)
-    assert (
-        (one.verdicts[repr(A['pgd'])] == right(model, *data, A['pgd'], seed=3)).all()
-        and (one.verdicts[repr(A['pgd'])] == two.verdicts[repr(A['pgd'])]).all()
-        and one.rows[1]['seed'] == 3
-    )
+def test_the_seed_reaches_the_attack(model, data):
+    rep = robust_report(model, data, [PGD_], seed=3)
+    assert verdicts(rep, PGD_) == right(model, *data, PGD_, seed=3).tolist() and rep.rows[1]['seed'] == 3
 
 
-@pytest.mark.parametrize('bs', [1, 7, 64, 300])
-def test_batch_size_changes_nothing(model, data, bs):
-    m = model.double()
-    d = (data[0].double(), data[1])
-    try:
-        a, b = robust_report(m, d, list(A.values())), robust_report(m, d, list(A.values()), bs=bs)
-    finally:
-        model.float()
-    assert all((a.verdicts[k] == b.verdicts[k]).all() for k in a.verdicts)
+@pytest.mark.parametrize('bs', [1, 7, 300])
+def test_the_batch_size_changes_nothing(model, data, bs):
+    m, d = copy.deepcopy(model).double(), (data[0].double(), data[1])
+    one, other = robust_report(m, d, THREE), robust_report(m, d, THREE, bs=bs)
+    assert all(verdicts(one, a) == verdicts(other, a) for a in THREE)
 
 
-def test_train_mode_is_reported_and_makes_no_difference(model, data):
-    a = robust_report(model, data, [A['fgsm']])
-    model.train()
-    try:
-        b = robust_report(model, data, [A['fgsm']])
-        assert all(o.training for o in model.modules())
-    finally:
-        model.eval()
-    assert (
-        (a.verdicts[repr(A['fgsm'])] == b.verdicts[repr(A['fgsm'])]).all()
-        and any('training mode' in o for o in b.warnings)
-        and not any('training mode' in o for o in a.warnings)
-    )
+def test_training_mode_is_told_and_changes_nothing(model, data, report):
+    m = copy.deepcopy(model).train()
+    rep = robust_report(m, data, [FGSM_])
+    assert verdicts(rep, FGSM_) == verdicts(report, FGSM_) and all(o.training for o in m.modules())
+    assert any('training mode' in o for o in rep.warnings) and not any('training mode' in o for o in report.warnings)
 
 
-def test_interval_is_wilsons():
-    "By hand: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n)"
-    for k, n in ((0, 10), (7, 10), (500, 1000)):
-        p, z = k / n, 1.959963985
-        mid, half, den = p + z * z / 2 / n, z * (p * (1 - p) / n + z * z / 4 / n / n) ** 0.5, 1 + z * z / n
-        assert interval(k, n) == pytest.approx(((mid - half) / den, (mid + half) / den), abs=1e-4)
+def test_functions_are_models(model, data, report):
+    assert verdicts(robust_report(lambda x: model(x), data, [FGSM_]), FGSM_) == verdicts(report, FGSM_)
 
 
-# --- data
-# --------------------------------------------------------------------------------------------------------------------
+def test_batch_norm_models_are_measured():
+    m = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 4)).eval()
+    assert len(robust_report(m, (torch.rand(4, 1, 6, 6), torch.arange(4)), [FGSM(0.1)]).rows) == 2
 
 
-def test_sources_agree(model, data, learn):
-    x, y = data
-    want = robust_report(model, data, [A['fgsm']]).verdicts[repr(A['fgsm'])]
-    for src in (
-        DataLoader(TensorDataset(x, y), batch_size=13),
-        [(x[:60], y[:60]), (x[60:], y[60:])],
-        (x, y.tolist()),
-        (x.numpy(), y.numpy()),
-        (x, y.to(torch.uint8)),
-    ):
-        assert (robust_report(model, src, [A['fgsm']]).verdicts[repr(A['fgsm'])] == want).all()
+def test_reports_leave_the_random_state(model, data):
+    torch.manual_seed(3)
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    robust_report(model, data, [FGSM_])
+    eps_curve(model, data, FGSM_, [0.0, 0.1])
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
 
 
-def test_labels_must_match_the_images_in_number(model, data):
-    x, y = data
-    for bad in (y[:64], torch.cat([y, y])):
-        with pytest.raises(ValueError, match='labels'):
-            robust_report(model, (x, bad), [], bs=32)
+# --- one run ---
+
+
+def test_a_run_by_hand_is_a_report(model, data, report):
+    run = Run(model, data)
+    for a in THREE:
+        run.measure(a)
+    assert untimed(run.report()) == untimed(report) and run.report().warnings == report.warnings
+
+
+def test_a_run_goes_on_after_its_report(model, data, report):
+    run = Run(model, data)
+    run.measure(FGSM_)
+    first = run.report()
+    run.measure(PGD_)
+    assert first.df.attack.tolist() == ['clean', repr(FGSM_)]
+    assert untimed(run.report())[1:3] == untimed(report)[1:3]
+
+
+def test_a_run_measures_an_attack_once(model, data):
+    run = Run(model, data)
+    row = run.measure(FGSM_)
+    assert run.measure(FGSM(E)) is row and len(run.report().rows) == 2
+
+
+def test_a_run_refuses_another_attack_of_the_same_name(model, data):
+    up, down = [PGD(E, steps=1, loss=lambda z, y, k=k: k * ce(z, y)) for k in (1, -1)]
+    run = Run(model, data)
+    run.measure(up)
+    with pytest.raises(ValueError, match='print alike'):
+        run.measure(down)
+
+
+def test_rows_of_a_folder_wait_for_their_attack(model, data, report, tmp_path):
+    "Rows that nobody has asked for yet are on disk still while the run goes on"
+    robust_report(model, data, [FGSM_, PGD_], out=tmp_path)
+    run = Run(model, data, out=tmp_path)
+    run.measure(FGSM(E / 2))
+    assert {repr(FGSM_), repr(PGD_)} <= {r['attack'] for r in Report.load(tmp_path).rows}
+    run.measure(FGSM_)
+    with pytest.warns(UserWarning, match='does not ask for'):
+        rep = run.report()
+    assert rep.df.attack.tolist() == ['clean', repr(FGSM(E / 2)), repr(FGSM_)]
+    assert verdicts(rep, FGSM_) == verdicts(report, FGSM_)
+
+
+# --- data ---
+
+SOURCES = dict(
+    torch=lambda x, y: DataLoader(TensorDataset(x, y), batch_size=13),
+    batches=lambda x, y: [(x[:60], y[:60]), (x[60:], y[60:])],
+    list_of_labels=lambda x, y: (x, y.tolist()),
+    numpy=lambda x, y: (x.numpy(), y.numpy()),
+    small_integers=lambda x, y: (x, y.to(torch.uint8)),
+)
+
+
+@pytest.mark.parametrize('kind', SOURCES)
+def test_sources_agree(model, data, report, kind):
+    assert verdicts(robust_report(model, SOURCES[kind](*data), [FGSM_]), FGSM_) == verdicts(report, FGSM_)
 
 
 def test_fastai_loaders_are_read_in_order_and_to_the_end(learn):
-    # shuffles, drops the last batch
     dl = learn.dls.train
     x, y = [torch.stack([torch.as_tensor(o[i]).as_subclass(torch.Tensor) for o in dl.dataset]) for i in (0, 1)]
-    rep = robust_report(learn.model, dl.new(bs=30, shuffle=True, drop_last=True), [], bs=64)
-    assert (rep.verdicts['clean'] == (predict(learn.model, x) == y).numpy()).all() and len(rep.verdicts['clean']) == 512
+    rep = robust_report(learn.model, dl.new(bs=30, shuffle=True, drop_last=True), [])
+    assert rep.verdicts['clean'].tolist() == (predict(learn.model, x) == y).tolist() and len(y) == 512
 
 
-def test_torch_loader_that_drops_is_refused_or_completed(model, data):
-    "R28: nothing is dropped without a word"
-    dl = DataLoader(TensorDataset(*data), batch_size=64, drop_last=True)
-    try:
-        rep = robust_report(model, dl, [])
-    except ValueError as e:
-        assert 'drop_last' in str(e)
-    else:
-        assert rep.rows[0]['n'] == 100 or any('drop_last' in o for o in rep.warnings)
+def test_a_part_of_the_images(model, data, report):
+    rep = robust_report(model, data, [FGSM_], n=70, bs=32)
+    assert rep.df.n.tolist() == [70, 70]
+    assert rep.verdicts['clean'].tolist() == report.verdicts['clean'][:70].tolist()
 
 
-def test_shuffled_torch_loader_is_refused(model, data):
-    with pytest.raises(ValueError, match='changed between two passes'):
-        robust_report(model, DataLoader(TensorDataset(*data), batch_size=64, shuffle=True), [A['fgsm']])
-
-
-def test_subset_and_too_many(model, data):
-    assert robust_report(model, data, [A['fgsm']], n=30, bs=64).df.n.tolist() == [30, 30]
-    assert (
-        robust_report(model, data, [], n=70, bs=32).verdicts['clean']
-        == robust_report(model, data, []).verdicts['clean'][:70]
-    ).all()
-    with pytest.raises(ValueError, match='asked for n=101 images, the data has 100'):
-        robust_report(model, data, [], n=101)
-    with pytest.raises(ValueError, match='empty'):
-        robust_report(model, (data[0][:0], data[1][:0]), [])
-
-
-def test_bad_batches_are_refused(model, data, learn):
-    with pytest.raises(ValueError, match='of 3'):
-        robust_report(model, [(data[0], data[1], data[1])], [])
+def normalised(model, data):
     dls = synth_dls(n=16)
     dls.add_tfms([Normalize.from_stats([0.5], [0.5])], 'after_batch')
-    with pytest.raises(ValueError, match='ends with Normalize'):
-        robust_report(model, dls.valid, [])
-    with pytest.raises(ValueError, match=r'\[0,1\]'):
-        robust_report(model, (data[0] * 2, data[1]), [])
+    return model, dls.valid
 
 
-def test_packed_keeps_order_fills_batches_and_little_memory():
-    live = [0]
+def loader(**kw):
+    return lambda m, d: (m, DataLoader(TensorDataset(*d), batch_size=64, **kw))
 
-    def src():
-        for i in range(0, 200, 10):
-            yield torch.arange(i, i + 10), torch.arange(i, i + 10.0)[:, None], torch.arange(i, i + 10)
 
+one_output = nn.Sequential(nn.Flatten(), nn.Linear(784, 1))
+REFUSED = {
+    'fewer labels': (lambda m, d: (m, (d[0], d[1][:64])), 'labels'),
+    'more labels': (lambda m, d: (m, (d[0], d[1].repeat(2))), 'labels'),
+    'dropped': (loader(drop_last=True), 'drop_last'),
+    'shuffled': (loader(shuffle=True), 'changed between two passes'),
+    'read once': (lambda m, d: (m, zip(d[0].split(50), d[1].split(50))), 'only once'),
+    'empty': (lambda m, d: (m, (d[0][:0], d[1][:0])), 'empty'),
+    'three tensors': (lambda m, d: (m, [(d[0], d[1], d[1])]), 'of 3'),
+    'Normalize': (normalised, 'ends with Normalize'),
+    'range': (lambda m, d: (m, (d[0] * 2, d[1])), r'\[0,1\]'),
+    'several classes': (lambda m, d: (m, (d[0][:4], torch.ones(4, 4))), 'one class per image'),
+    'DataLoaders': (lambda m, d: (m, synth_dls(n=16)), 'dls.valid'),
+    'Learner': (lambda m, d: (synth_learner(), d), 'learn.model'),
+    'one output': (lambda m, d: (one_output, (d[0], 0 * d[1])), 'one output'),
+    'one output, soft labels': (
+        lambda m, d: (one_output, (d[0], torch.zeros(100, 1))),
+        'one output|one class per image',
+    ),
+}
+
+
+@pytest.mark.parametrize('kind', REFUSED)
+def test_what_is_no_data_or_no_model(model, data, kind):
+    make, words = REFUSED[kind]
+    with pytest.raises((TypeError, ValueError), match=words):
+        robust_report(*make(model, data), [FGSM_])
+
+
+def test_more_images_than_there_are(model, data):
+    with pytest.raises(ValueError, match='asked for n=101 images, the data has 100'):
+        robust_report(model, data, [], n=101)
+
+
+NO_ATTACK = {
+    'class': (PGD, 'PGD is a class'),
+    'number': (0.1, 'expected an attack'),
+    'text': ('pgd', 'expected an attack'),
+    'no seed': (lambda m, x, y: x, 'seed=0'),
+}
+
+
+@pytest.mark.parametrize('kind', NO_ATTACK)
+def test_what_is_no_attack(model, data, kind):
+    bad, words = NO_ATTACK[kind]
+    run = Run(model, data, n=2)
+    for f in (lambda a: robust_report(model, data, [a]), run.measure, RobustAccuracy, AdvValid, AdvTrain):
+        with pytest.raises(TypeError, match=words):
+            f(bad)
+
+
+def counted(n, size):
+    "Batches of (positions, images, labels) that note how many were drawn"
+    drawn = [0]
+
+    def source():
+        for i in range(0, n, size):
+            drawn[0] += size
+            at = torch.arange(i, i + size)
+            yield at, at.float()[:, None], at
+
+    return source(), drawn
+
+
+def test_packed_keeps_the_order_and_fills_batches():
     keep = torch.rand(200, generator=torch.Generator().manual_seed(0)) < 0.3
-    bs = list(packed(src(), keep, 16))
-    assert (
-        [len(b[0]) for b in bs[:-1]] == [16] * (len(bs) - 1)
-        and torch.equal(torch.cat([b[0] for b in bs]), keep.nonzero()[:, 0])
-        and all(torch.equal(b[0], b[2]) and torch.equal(b[0].float(), b[1][:, 0]) for b in bs)
-    )
-    assert list(packed(src(), torch.zeros(200, dtype=torch.bool), 16)) == []
+    batches = list(packed(counted(200, 10)[0], keep, 16))
+    assert {len(b[0]) for b in batches[:-1]} == {16}
+    for k in (0, 1, 2):
+        assert torch.cat([b[k].flatten() for b in batches]).tolist() == keep.nonzero()[:, 0].tolist()
+    assert list(packed(counted(200, 10)[0], torch.zeros(200, dtype=torch.bool), 16)) == []
 
 
 def test_packed_never_holds_more_than_two_batches():
-    "While it yields, the images drawn from the source and not yet handed out are fewer than two batches"
-    drawn, given, worst = 0, 0, 0
-
-    def src():
-        nonlocal drawn
-        for i in range(0, 320, 16):
-            drawn += 16
-            yield torch.arange(i, i + 16), torch.rand(16, 1), torch.zeros(16)
-
-    for b in packed(src(), torch.ones(320, dtype=torch.bool), 24):
+    source, drawn = counted(320, 16)
+    given = most = 0
+    for b in packed(source, torch.ones(320, dtype=torch.bool), 24):
         given += len(b[0])
-        worst = max(worst, drawn - given)
-    assert given == 320 and worst < 2 * 24
+        most = max(most, drawn[0] - given)
+    assert given == 320 and most < 2 * 24
 
 
-# --- models
-# --------------------------------------------------------------------------------------------------------------------
+# --- warnings ---
 
-
-def test_batch_norm_models_have_a_fingerprint():
-    m = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 4)).eval()
-    a = fingerprint(m)
-    assert len(a) == 16
-    with torch.no_grad():
-        m[1].running_mean[0] += 1e-6
-    assert fingerprint(m) != a
-    robust_report(m, (torch.rand(4, 1, 6, 6), torch.arange(4)), [FGSM(0.1)])
-
-
-@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16])
-def test_fingerprint_of_any_type(dtype):
-    assert len(fingerprint(nn.Linear(3, 3).to(dtype))) == 16
-
-
-def test_functions_are_models(model, data):
-    assert acc(robust_report(lambda x: model(x), data, [A['fgsm']]), A['fgsm']) == acc(
-        robust_report(model, data, [A['fgsm']]), A['fgsm']
-    )
-
-
-@pytest.mark.parametrize(
-    'f,words',
-    [
-        (lambda m, x: m(x).softmax(1), 'probabilities'),
-        (lambda m, x: m(x.round()), 'exactly zero'),
-        (lambda m, x: m(x + 0.2 * torch.randn_like(x)), 'random'),
-    ],
+DOUBTFUL = dict(
+    probabilities=(lambda m, x: m(x).softmax(1), 'probabilities'),
+    rounded=(lambda m, x: m(x.round()), 'exactly zero'),
+    randomised=(lambda m, x: m(x + 0.2 * torch.randn_like(x)), 'random'),
 )
-def test_reports_carry_the_doubts(model, data, f, words):
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.m = model
 
-        def forward(self, x):
-            return f(self.m, x)
 
-    assert any(words in o for o in robust_report(M(), data, []).warnings)
+@pytest.mark.parametrize('kind', DOUBTFUL)
+def test_reports_carry_the_doubts(model, data, kind):
+    f, words = DOUBTFUL[kind]
+    assert any(words in o for o in robust_report(Of(model, f), data, []).warnings)
 
 
 def test_weak_to_strong_is_checked(model, data):
-    rep = robust_report(model, data, [A['pgd'], PGD(E, steps=0)], cascade=False)
-    assert any('stronger than' in o for o in rep.warnings) and any('100 images only' in o for o in rep.warnings)
-    assert not any(
-        'stronger than' in o for o in robust_report(model, data, [PGD(E, steps=0), A['pgd']], cascade=False).warnings
-    )
+    weak = PGD(E, steps=0)
+    wrong, correct = [robust_report(model, data, o, cascade=False).warnings for o in ([PGD_, weak], [weak, PGD_])]
+    assert any('stronger than' in o for o in wrong) and not any('stronger than' in o for o in correct)
 
 
-def test_two_losses_of_one_name_are_two_attacks(model, data):
+def test_few_images_are_told(report):
+    assert [o for o in report.warnings if '100 images only' in o]
+
+
+def test_a_constant_answer_is_no_robustness(data):
+    x, y = data
+    always = Of(None, lambda m, x: torch.tensor([0.0, 9.0, 0.0, 0.0]).expand(len(x), -1) + 0 * x.sum())
+    (said,) = [o for o in robust_report(always, data, []).warnings if 'constant answer' in o]
+    assert 'class 1 for 100%' in said
+    assert not any('constant answer' in o for o in robust_report(always, (x, 0 * y + 1), []).warnings)
+
+
+def test_two_losses_that_print_alike_are_refused(model, data):
     "Verdicts of one attack are never shown for another"
-    up, down = PGD(E, steps=3, loss=lambda z, y: ce(z, y)), PGD(E, steps=3, loss=lambda z, y: -ce(z, y))
-    try:
-        rep = robust_report(model, data, [up, down], cascade=False)
-    except ValueError as e:
-        assert 'print alike' in str(e)
-    else:
-        assert len([r for r in rep.rows if r['attack'].startswith('PGD')]) == 2
+    up, down = [PGD(E, steps=3, loss=lambda z, y, k=k: k * ce(z, y)) for k in (1, -1)]
+    with pytest.raises(ValueError, match='print alike'):
+        robust_report(model, data, [up, down])
 
 
-# --- files
-# --------------------------------------------------------------------------------------------------------------------
+# --- files ---
+
+FILES = ['predictions.npz', 'report.csv', 'report.html', 'report.json', 'report.png', 'verdicts.npz']
 
 
 def test_files_agree(model, data, tmp_path):
-    rep = robust_report(model, data, list(A.values()), out=tmp_path / 'new' / 'folder')
     out = tmp_path / 'new' / 'folder'
-    j, c = json.loads((out / 'report.json').read_text()), pd.read_csv(out / 'report.csv')
-    assert sorted(p.name for p in out.iterdir()) == [
-        'predictions.npz',
-        'report.csv',
-        'report.html',
-        'report.json',
-        'report.png',
-        'verdicts.npz',
-    ]
-    assert [r['attack'] for r in j['rows']] == c.attack.tolist() == rep.df.attack.tolist() and [
-        r['accuracy'] for r in j['rows']
-    ] == c.accuracy.tolist()
+    rep = robust_report(model, data, THREE, out=out)
+    assert sorted(p.name for p in out.iterdir()) == FILES
+    d, csv = json.loads((out / 'report.json').read_text()), pd.read_csv(out / 'report.csv')
+    assert [(r['attack'], r['accuracy']) for r in d['rows']] == list(zip(csv.attack, csv.accuracy))
+    assert (d['meta']['seed'], d['meta']['n'], d['meta']['torch']) == (0, 100, torch.__version__)
+    assert d['warnings'] == rep.warnings and repr(Report.load(out)) == repr(rep)
     with np.load(out / 'verdicts.npz') as v:
-        assert set(v) == {'clean', *map(repr, A.values())} and all(
-            v[r['attack']].mean() == pytest.approx(r['accuracy']) and len(v[r['attack']]) == r['n']
-            for r in j['rows']
-            if r['attack'] in v
-        )
-    assert (
-        j['warnings'] == rep.warnings
-        and (j['meta']['seed'], j['meta']['n'], j['meta']['model']) == (0, 100, 'VisionTransformer')
-        and j['meta']['torch'] == torch.__version__
-    )
-    assert repr(Report.load(out)) == repr(rep)
+        for a in THREE:
+            assert v[repr(a)].mean() == pytest.approx(acc(rep, a))
 
 
 def test_text_and_html(model, data):
-    rep = robust_report(model, data, [A['fgsm'], A['pgd']])
-    assert (
-        all(
-            o in repr(rep)
-            for o in (
-                'clean',
-                repr(A['fgsm']),
-                repr(A['pgd']),
-                'worst case',
-                'warning: 100 images only',
-                '95%',
-                f'n=100',
-                'seed=',
-            )
-        )
-        and len(repr(rep).splitlines()) == 7
-    )
+    rep = robust_report(model, data, [FGSM_, FGSM(E, loss=lambda z, y: ce(z, y))])
+    for words in ('clean', repr(FGSM_), 'worst case', 'warning: 100 images only', '95%', 'n=100', 'seed='):
+        assert words in repr(rep)
     html = rep._repr_html_()
-    assert (
-        html.count('<tr') == 5
-        and 'PGD(0.05, steps=4)' in html
-        and '&lt;lambda&gt;' in robust_report(model, data, [FGSM(E, loss=lambda z, y: ce(z, y))])._repr_html_()
-    )
+    assert html.count('<tr') == 5 and 'FGSM(0.05)' in html and '&lt;lambda&gt;' in html
 
 
 def test_nothing_is_printed_unless_asked(model, data, capsys):
-    robust_report(model, data, [A['fgsm']])
+    robust_report(model, data, [FGSM_])
     o = capsys.readouterr()
     assert o.out == o.err == ''
 
 
-class Counted:
+class CountsCalls:
     "An attack that counts its calls, and may fail"
 
     eps, norm = E, 'Linf'
 
-    def __init__(self, a, name, fail=False):
-        self.a, self.name, self.fail, self.n = a, name, fail, 0
+    def __init__(self, attack, name, fail=False):
+        self.attack, self.name, self.fail, self.n = attack, name, fail, 0
 
     def __call__(self, model, x, y, seed=0):
         self.n += 1
         if self.fail:
             raise KeyboardInterrupt
-        return self.a(model, x, y, seed=seed)
+        return self.attack(model, x, y, seed=seed)
 
     def __repr__(self):
         return self.name
 
 
-def test_resumed_after_a_kill_gives_the_same_table(model, data, tmp_path):
-    mk = lambda fail: [Counted(A['fgsm'], 'one'), Counted(A['pgd'], 'two'), Counted(A['apgd'], 'three', fail)]
-    first = mk(True)
+def three(fail=False):
+    return [CountsCalls(FGSM_, 'one'), CountsCalls(PGD_, 'two'), CountsCalls(APGD_, 'three', fail)]
+
+
+def test_after_a_kill_only_what_is_missing_is_measured(model, data, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        robust_report(model, data, first, out=tmp_path)
-    again = mk(False)
+        robust_report(model, data, three(fail=True), out=tmp_path)
+    again = three()
     rep = robust_report(model, data, again, out=tmp_path)
-    assert [a.n > 0 for a in first] == [True] * 3 and [a.n for a in again[:2]] == [0, 0] and again[2].n > 0
-    drop = lambda r: [{k: v for k, v in o.items() if k != 'seconds'} for o in r.rows]
-    assert drop(rep) == drop(robust_report(model, data, mk(False))) and drop(Report.load(tmp_path)) == drop(rep)
-    third = mk(False)
-    assert drop(robust_report(model, data, third, out=tmp_path)) == drop(rep) and sum(a.n for a in third) == 0
-    fresh = mk(False)
+    assert [a.n > 0 for a in again] == [False, False, True]
+    assert untimed(rep) == untimed(robust_report(model, data, three())) == untimed(Report.load(tmp_path))
+
+
+def test_a_finished_report_is_measured_again_only_to_overwrite_it(model, data, tmp_path):
+    rep = robust_report(model, data, three(), out=tmp_path)
+    done, fresh = three(), three()
+    assert untimed(robust_report(model, data, done, out=tmp_path)) == untimed(rep)
     robust_report(model, data, fresh, out=tmp_path, overwrite=True)
-    assert all(a.n for a in fresh)
+    assert not any(a.n for a in done) and all(a.n for a in fresh)
 
 
 @pytest.mark.parametrize('when', ['predictions.npz', 'verdicts.npz', 'report.csv', 'report.json'])
-def test_killed_while_writing(model, data, tmp_path, monkeypatch, when):
-    "Whichever of the three files is the last one written, the resumed table is whole"
-    import robust_nbdev.evaluate as ev
-
+def test_killed_while_writing(model, data, report, tmp_path, monkeypatch, when):
+    "Whichever of the files is the last one written, the resumed table is whole"
     atomic = ev._atomic
-    robust_report(model, data, [A['fgsm']], out=tmp_path)
 
     def stop(path, write):
         if path.name == when:
             raise KeyboardInterrupt
         atomic(path, write)
 
+    robust_report(model, data, [FGSM_], out=tmp_path)
     monkeypatch.setattr(ev, '_atomic', stop)
     with pytest.raises(KeyboardInterrupt):
-        robust_report(model, data, [A['fgsm'], A['pgd']], out=tmp_path)
+        robust_report(model, data, THREE, out=tmp_path)
     monkeypatch.setattr(ev, '_atomic', atomic)
-    rep = robust_report(model, data, [A['fgsm'], A['pgd']], out=tmp_path)
-    assert (
-        rep.df.attack.tolist() == ['clean', repr(A['fgsm']), repr(A['pgd']), 'worst case']
-        and rep.df.accuracy.tolist() == robust_report(model, data, [A['fgsm'], A['pgd']]).df.accuracy.tolist()
-    )
+    assert untimed(robust_report(model, data, THREE, out=tmp_path)) == untimed(report)
 
 
 def test_another_list_of_attacks_gives_its_own_numbers(model, data, tmp_path):
     "R31: a row of the old list is used only where it means the same"
-    robust_report(model, data, [A['apgd'], A['fgsm']], out=tmp_path)
-    for attacks in ([A['fgsm']], [A['fgsm'], A['apgd']], [A['apgd'], A['pgd'], A['fgsm']]):
+    robust_report(model, data, [APGD_, FGSM_], out=tmp_path)
+    for attacks in ([FGSM_], [FGSM_, APGD_], [APGD_, PGD_, FGSM_]):
         got, want = robust_report(model, data, attacks, out=tmp_path), robust_report(model, data, attacks)
-        for a in attacks:
-            assert acc(got, a) == acc(want, a), (a, attacks)
+        assert untimed(got) == untimed(want)
 
 
-def _other(model):
-    import copy
-
+def moved(model):
     m = copy.deepcopy(model)
     with torch.no_grad():
         next(m.parameters())[0] += 1e-3
@@ -455,7 +478,7 @@ def _other(model):
 
 
 CHANGES = dict(
-    model=lambda m, x, y: dict(model=_other(m)),
+    model=lambda m, x, y: dict(model=moved(m)),
     images=lambda m, x, y: dict(data=(x * 0.99, y)),
     order=lambda m, x, y: dict(data=(x.flip(0), y.flip(0))),
     labels=lambda m, x, y: dict(data=(x, (y + 1) % 4)),
@@ -467,188 +490,102 @@ CHANGES = dict(
 
 @pytest.mark.parametrize('what', CHANGES)
 def test_a_report_of_something_else_is_refused(model, data, tmp_path, what):
-    robust_report(model, data, [A['fgsm']], out=tmp_path)
+    robust_report(model, data, [FGSM_], out=tmp_path)
     old = (tmp_path / 'report.json').read_text()
-    kw = dict(model=model, data=data, seed=0) | CHANGES[what](model, *data)
+    kw = dict(model=model, data=data, attacks=[FGSM_], out=tmp_path) | CHANGES[what](model, *data)
     with pytest.raises(ValueError, match='overwrite=True'):
-        robust_report(attacks=[A['fgsm']], out=tmp_path, **kw)
+        robust_report(**kw)
     assert (tmp_path / 'report.json').read_text() == old
-    robust_report(attacks=[A['fgsm']], out=tmp_path, overwrite=True, **kw)
+    robust_report(**kw, overwrite=True)
+    assert (tmp_path / 'report.json').read_text() != old
 
 
-def test_a_function_cannot_be_recognised_and_is_not_resumed(model, data, tmp_path):
-    f, g = (lambda x: model(x)), (lambda x: -model(x))
-    robust_report(f, data, [A['fgsm']], out=tmp_path)
-    try:
-        got = robust_report(g, data, [A['fgsm']], out=tmp_path)
-    except ValueError:
-        return
-    assert acc(got, A['fgsm']) == acc(robust_report(g, data, [A['fgsm']]), A['fgsm'])
-
-
-def test_damaged_state_is_refused_in_words(model, data, tmp_path):
-    robust_report(model, data, [A['fgsm']], out=tmp_path)
-    (tmp_path / 'report.json').write_text('{"meta": ')
-    with pytest.raises(ValueError, match=str(tmp_path)):
-        robust_report(model, data, [A['fgsm']], out=tmp_path)
-
-
-# --- of a Learner, and curves
-# ------------------------------------------------------------------------------------------------------
-
-
-def test_learner_verbs(learn, tmp_path):
-    rep = learn.robust_report([None, A['fgsm']], out=tmp_path)
-    x, y = [torch.cat([b[i].as_subclass(torch.Tensor) for b in learn.dls.valid]) for i in (0, 1)]
-    assert (
-        rep.rows[0]['n'] == len(learn.dls.valid_ds)
-        and acc(rep, A['fgsm']) == pytest.approx(right(learn.model, x, y, A['fgsm']).mean())
-        and rep.df.attack.tolist() == ['clean', repr(A['fgsm'])]
-    )
-
-
-def test_curve_by_hand(model, data):
-    c = eps_curve(model, data, PGD(steps=3), [0, 0.02, E, 0.1])
-    x, y = data
-    assert c.df.accuracy.tolist() == pytest.approx(
-        [
-            (predict(model, x) == y).float().mean().item(),
-            *(right(model, x, y, PGD(e, steps=3)).mean() for e in (0.02, E, 0.1)),
-        ]
-    )
-    assert c.df.accuracy.is_monotonic_decreasing and not any('rises' in o for o in c.warnings) and 'pgd3' in repr(c)
-    ax = c.plot(label='m')
-    assert (
-        ax.get_xlabel() == 'eps' and len(ax.lines) == 1 and ax.lines[0].get_ydata().tolist() == c.df.accuracy.tolist()
-    )
-
-
-def test_curve_of_any_iterable(model, data):
-    assert (
-        len(eps_curve(model, data, FGSM(), (e for e in (0.0, E))).df) == 2
-        and len(eps_curve(model, data, FGSM(), np.array([0.0, E])).df) == 2
-    )
-
-
-def test_curve_sees_masked_gradients(model, data):
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.m = model
-
-        def forward(self, x):
-            return self.m(x.detach() + 0 * x)
-
-    c = eps_curve(M(), data, PGD(steps=3, rand=False), [0, 0.5, 1.0])
-    assert any('any image can become grey' in o for o in c.warnings) and any('exactly zero' in o for o in c.warnings)
-
-
-def test_curve_sees_an_attack_that_fails_at_large_eps(model, data):
-    class Weak(PGD):
-        def run(self, obj, x, seed):
-            return super().run(obj, x, seed) if self.eps < 0.15 else x
-
-    c = eps_curve(model, data, Weak(steps=3), [0.1, 0.2])
-    assert any('accuracy rises' in o for o in c.warnings)
-
-
-# --- found by a reviewer
-# ----------------------------------------------------------------------------------------------------------
-
-
-def test_one_output_is_refused():
-    one = nn.Sequential(nn.Flatten(), nn.Linear(64, 1))
-    for y in (torch.zeros(8, 1), torch.zeros(8).long()):
-        with pytest.raises((ValueError, TypeError), match='one output|one class per image'):
-            robust_report(one, (torch.rand(8, 1, 8, 8), y), [FGSM(0.1)])
-
-
-def test_several_classes_per_image_are_refused(model):
-    with pytest.raises(ValueError, match='one class per image'):
-        robust_report(model, (torch.rand(4, 1, 28, 28), torch.ones(4, 4)), [])
-
-
-def test_data_that_can_be_read_once_is_refused(model, data):
-    with pytest.raises(ValueError, match='only once'):
-        robust_report(model, zip(data[0].split(50), data[1].split(50)), [A['fgsm']])
-
-
-def test_resume_notices_a_model_that_acts_differently(model, data, tmp_path):
+def test_the_same_weights_with_other_answers_are_refused(model, data, tmp_path):
     from robust_nbdev.vit import attn_scale
 
     with attn_scale(model, 30.0):
-        robust_report(model, data, [A['fgsm']], out=tmp_path)
+        robust_report(model, data, [FGSM_], out=tmp_path)
     with pytest.raises(ValueError, match='clean predictions'):
-        robust_report(model, data, [A['fgsm']], out=tmp_path)
+        robust_report(model, data, [FGSM_], out=tmp_path)
+
+
+def test_a_function_cannot_be_recognised_and_is_not_resumed(model, data, tmp_path):
+    robust_report(lambda x: model(x), data, [FGSM_], out=tmp_path)
+    with pytest.raises(ValueError, match='plain function'):
+        robust_report(lambda x: -model(x), data, [FGSM_], out=tmp_path)
+
+
+def test_a_damaged_report_is_refused_in_words(model, data, tmp_path):
+    robust_report(model, data, [FGSM_], out=tmp_path)
+    (tmp_path / 'report.json').write_text('{"meta": ')
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        robust_report(model, data, [FGSM_], out=tmp_path)
+
+
+def test_a_file_is_no_folder(model, data, tmp_path):
+    (tmp_path / 'f').touch()
+    with pytest.raises(ValueError, match='must be a folder'):
+        robust_report(model, data, [FGSM_], out=tmp_path / 'f')
+
+
+def test_the_worst_case_counts_the_rows_asked_for(model, data, tmp_path):
+    robust_report(model, data, THREE, out=tmp_path)
+    d = robust_report(model, data, [FGSM_, APGD_], out=tmp_path).df
+    assert d.attack.tolist() == ['clean', repr(FGSM_), repr(APGD_), 'worst case']
+    assert d.accuracy.iloc[-1] == d.accuracy.iloc[:-1].min()
+
+
+# --- of a Learner, and curves ---
+
+
+def test_the_report_of_a_learner(learn):
+    rep = learn.robust_report([None, FGSM_])
+    x, y = [torch.cat([b[i].as_subclass(torch.Tensor) for b in learn.dls.valid]) for i in (0, 1)]
+    assert rep.df.attack.tolist() == ['clean', repr(FGSM_)] and rep.rows[0]['n'] == len(learn.dls.valid_ds)
+    assert verdicts(rep, FGSM_) == right(learn.model, x, y, FGSM_).tolist()
+
+
+def test_a_curve_by_hand(model, data, report):
+    c = eps_curve(model, data, PGD(steps=3), [0, 0.02, E, 0.1])
+    want = [right(model, *data, PGD(e, steps=3)).mean() for e in (0.02, E, 0.1)]
+    assert c.df.accuracy.tolist() == pytest.approx([acc(report, 'clean'), *want])
+    assert not any('rises' in o for o in c.warnings) and 'pgd3' in repr(c)
+    ax = c.plot(label='m')
+    assert ax.get_xlabel() == 'eps' and ax.lines[0].get_ydata().tolist() == c.df.accuracy.tolist()
+
+
+@pytest.mark.parametrize('eps', [(e for e in (0.0, E)), np.array([0.0, E])], ids=['generator', 'array'])
+def test_a_curve_of_any_iterable(model, data, eps):
+    assert eps_curve(model, data, FGSM(), eps).df.eps.tolist() == [0, E]
+
+
+def test_a_curve_sees_masked_gradients(model, data):
+    masked = Of(model, lambda m, x: m(x.detach() + 0 * x))
+    c = eps_curve(masked, data, PGD(steps=3, rand=False), [0, 0.5, 1.0])
+    assert any('any image can become grey' in o for o in c.warnings) and any('exactly zero' in o for o in c.warnings)
+
+
+def test_a_curve_sees_an_attack_that_fails_at_large_eps(model, data):
+    def weak(m, x, y, seed=0, eps=0.1):
+        return PGD(eps, steps=3)(m, x, y, seed=seed) if eps < 0.15 else x
+
+    class Weak(PGD):
+        def __call__(self, model, x, y=None, **kw):
+            return weak(model, x, y, eps=self.eps)
+
+    c = eps_curve(model, data, Weak(steps=3), [0.1, 0.2])
+    assert any('accuracy rises' in o for o in c.warnings)
 
 
 def test_a_loss_of_ones_own_is_not_resumed(model, data, tmp_path):
     def mine(z, y):
         return -ce(z, y)
 
-    a = robust_report(model, data, [PGD(E, steps=3, loss=mine)], out=tmp_path).df.accuracy[1]
+    wrong = robust_report(model, data, [PGD(E, steps=3, loss=mine)], out=tmp_path).df.accuracy[1]
 
     def mine(z, y):
         return ce(z, y)
 
-    b = robust_report(model, data, [PGD(E, steps=3, loss=mine)], out=tmp_path).df.accuracy[1]
-    assert b == robust_report(model, data, [PGD(E, steps=3, loss=mine)]).df.accuracy[1] < a
-
-
-def test_worst_case_counts_the_rows_asked_for(model, data, tmp_path):
-    robust_report(model, data, [A['fgsm'], A['pgd'], A['apgd']], out=tmp_path)
-    d = robust_report(model, data, [A['fgsm'], A['apgd']], out=tmp_path).df
-    assert d.accuracy.iloc[-1] <= d.accuracy.iloc[:-1].min() and d.attack.iloc[-1] == 'worst case' and len(d) == 4
-
-
-def test_reports_leave_the_random_state(model, data):
-    import random
-
-    torch.manual_seed(3)
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    robust_report(model, data, [A['fgsm']])
-    eps_curve(model, data, A['fgsm'], [0.0, 0.1])
-    assert (
-        torch.equal(before[0], torch.get_rng_state())
-        and before[1] == random.getstate()
-        and before[2] == np.random.get_state()[1].tolist()
-    )
-
-
-@pytest.mark.parametrize(
-    'bad,words',
-    [
-        (PGD, 'PGD is a class'),
-        (0.1, 'expected an attack'),
-        ('pgd', 'expected an attack'),
-        (lambda m, x, y: x, 'seed=0'),
-    ],
-)
-def test_what_is_no_attack(bad, words, model, data):
-    for f in (
-        lambda: robust_report(model, data, [bad]),
-        lambda: RobustAccuracy(bad),
-        lambda: AdvValid(bad),
-        lambda: AdvTrain(bad),
-    ):
-        with pytest.raises(TypeError, match=words):
-            f()
-
-
-def test_what_is_no_data_or_model(model, data):
-    l = synth_learner()
-    with pytest.raises(TypeError, match='dls.valid'):
-        robust_report(model, l.dls, [])
-    with pytest.raises(TypeError, match='learn.model'):
-        robust_report(l, data, [])
-
-
-def test_a_constant_answer_is_no_robustness(model, data):
-    class Always(nn.Module):
-        def forward(self, x):
-            return torch.tensor([0.0, 9.0, 0.0, 0.0]).expand(len(x), -1) + 0 * x.sum()
-
-    words = [o for o in robust_report(Always(), data, []).warnings if 'constant answer' in o]
-    assert len(words) == 1 and 'class 1 for 100%' in words[0]
-    one = torch.zeros_like(data[1]) + 1
-    assert not [o for o in robust_report(Always(), (data[0], one), []).warnings if 'constant answer' in o]
+    a = PGD(E, steps=3, loss=mine)
+    corrected = robust_report(model, data, [a], out=tmp_path).df.accuracy[1]
+    assert corrected == robust_report(model, data, [a]).df.accuracy[1] < wrong
