@@ -17,6 +17,8 @@ from .core import *
 from .vit import *
 from .datasets import *
 from .attacks import *
+from .autoattack import *
+from .patch_attacks import *
 from .adv_train import *
 from .evaluate import *
 from fastai.vision.all import *
@@ -226,7 +228,7 @@ def attack_losses() -> dict:  # Name -> function
 
 def _of_attacks():
     "(name, value) of what the modules of attacks export"
-    mods = dict.fromkeys(sys.modules[c.__module__] for c in (Attack,))
+    mods = [sys.modules[c.__module__] for c in (Attack, AutoAttack, PatchAttack)]
     return [(k, vars(m)[k]) for m in mods for k in m.__all__]
 
 # %% ../nbs/08_cli.ipynb #e1c529ba

@@ -18,6 +18,7 @@ from html import escape
 from PIL import Image
 from .core import *
 from .attacks import *
+from .autoattack import *
 from .datasets import class_notice
 from .identity import *
 from .identity import _NOT_CODE, _digest, _imported, _library, _uses, _version

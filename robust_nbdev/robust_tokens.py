@@ -19,6 +19,7 @@ from .core import _refuse_grey_levels
 from .vit import *
 from .vit import _check_out
 from .attacks import *
+from .autoattack import *
 from .adv_train import *
 from .evaluate import *
 from fastai.basics import *
