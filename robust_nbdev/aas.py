@@ -382,9 +382,7 @@ class AAS(_ByScale):
     ascent: int = field(default=10, kw_only=True)  # Steps of the ascent; each costs a forward and a backward
     sigma: float = field(default=0.01, kw_only=True)  # Standard deviation of the start
     reflect: bool = field(default=True, kw_only=True)  # Start below the model's scales, never above
-    step: str = field(
-        default='norm', kw_only=True
-    )  # `'norm'`: steps of length `eta`; `'raw'`: `eta` times the gradient
+    step: str = field(default='norm', kw_only=True)  # `'norm'`: of length `eta`; `'raw'`: `eta` times the gradient
     eta: float = field(default=0.02, kw_only=True)  # Step length
     per: str = field(default='image', kw_only=True)  # `'image'` or `'batch'`: what shares a set of scales
     blocks: tuple = field(default=None, kw_only=True)  # Which of `vit_blocks` are scaled; None: all

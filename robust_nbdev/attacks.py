@@ -39,7 +39,12 @@ class Loss:
         update_wrapper(self, value, updated=())  # its name, signature and docs are those of the function
         self.value, self.reference, self.targeted = value, reference, targeted
 
-    def __call__(self, *args, **kwargs):
+    def __call__(
+        self,
+        *args,  # What `value` takes
+        **kwargs,  # What `value` takes
+    ) -> Tensor:  # [B]
+        "The loss of each image"
         return self.value(*args, **kwargs)
 
     def __repr__(self):

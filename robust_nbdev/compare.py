@@ -205,9 +205,7 @@ class Claim:
     says: str  # The sentence, as an effect that is positive where the paper is right
     published: str = ''  # The paper's numbers
     least: float = 0.01  # Smallest effect that matters, as a share
-    trained: bool = (
-        True  # Does it compare ways to train? Then one seed decides nothing; False: attacks, or finished models
-    )
+    trained: bool = True  # Of ways to train? Then one seed decides nothing; False: attacks, or finished models
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,7 @@ class Outcome:
     "What a run found"
 
     numbers: dict  # Name -> number
-    verdicts: dict = field(
-        default_factory=dict
-    )  # Name of an attack, or `'clean'` -> right or wrong per image, bool [N]
+    verdicts: dict = field(default_factory=dict)  # Name of an attack, or `'clean'` -> right per image, bool [N]
     images: str = ''  # Which images: dataset, split and positions, or a hash of them
     notes: tuple = ()  # Warnings, as sentences
 
@@ -60,6 +58,7 @@ class Experiment:
 
     @property
     def paper(self):
+        "The part of the name before the dot"
         return self.name.split('.')[0]
 
 
@@ -170,7 +169,7 @@ def _library():
     return hashlib.sha256(repr(texts).encode()).hexdigest()[:16]
 
 # %% ../nbs/01g_experiments.ipynb #c00237ea
-def results_folder() -> Path:
+def results_folder() -> Path:  # Where rows are kept
     "The folder `results` beside the nearest settings.ini, else in the working folder"
     near = first(o for o in (Path.cwd(), *Path.cwd().parents) if (o / 'settings.ini').is_file())
     return (near or Path.cwd()) / 'results'
@@ -484,9 +483,7 @@ def check_rows(
     profile=None,  # Section of settings.ini, or `RunSettings`
     out=None,  # Folder of all results
     seed: int = 0,  # Decides which
-) -> (
-    pd.DataFrame
-):  # A row per number of a row: what is on disk, what came out now, and on how many images the verdicts differ
+) -> pd.DataFrame:  # A line per number: on disk, made now, and images on which the verdicts differ
     "Make some finished rows again, and compare; nothing is written"
     (e,) = _named(name)
     known = [(o, _row(_path(e, o, out))) for o in trials_of(name, profile)]

@@ -358,9 +358,7 @@ _unreadable = (TypeError, ValueError, AttributeError, RuntimeError, OSError, Pic
 def identity(
     *objs,  # Attacks, losses, models, settings, ...
     data: bool = True,  # The values that they hold too; False: their code alone
-) -> (
-    str
-):  # 16 hex digits; '' where something cannot be read, such as an open file: then nothing is known to be the same
+) -> str:  # 16 hex digits; '' where something, such as an open file, cannot be read: nothing is then the same
     "A hash of all that an object is made of: its state, and the code of every function and class that it reaches"
     try:
         return _digest(_version(), *map(_Walk(data), objs))

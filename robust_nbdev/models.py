@@ -121,9 +121,7 @@ def small_model(
     robust: bool = False,  # The one trained against PGD?
     data='cifar10',  # `'cifar10'`, `'fashion_mnist'`, or DataLoaders of one of them
     weights: bool = True,  # False: the architecture with random weights, for training
-) -> (
-    Normalized
-):  # Takes images in [0,1], [B,3,32,32] or [B,1,28,28]; in evaluation mode; `.card` says where it comes from
+) -> Normalized:  # Takes images in [0,1], [B,3,32,32] or [B,1,28,28]; in evaluation mode; has a `.card`
     """A small pretrained transformer; raises ValueError for a name that does not exist or a damaged file,
     FileNotFoundError for a missing one"""
     data = _data_name(data)

@@ -636,9 +636,7 @@ def model_cost(
     size: int = 224,  # Pixels
     in_chans: int = 3,  # Channels
     **kwargs,  # For `timm.create_model`
-) -> (
-    dict
-):  # params (millions), layers and all (billions of multiply-adds, without and with the products of the attention)
+) -> dict:  # params (millions); layers, all (billions of multiply-adds, without and with attention's products)
     "What a model weighs and what one image costs, from shapes alone"
     with torch.device('meta'):
         m = (create_model(model, in_chans=in_chans, **kwargs) if isinstance(model, str) else model()).eval()

@@ -246,9 +246,7 @@ def attn_maps(
     # Return the input of the softmax (scale, bias and mask included) instead of probabilities
     pre_softmax: bool = False,
     logits: bool = False,  # Return the model's output as well?
-) -> (
-    list
-):  # Per block [B,H,N,N], in the graph; other families: see the table at the top. With `logits`: also the output
+) -> list:  # Per block [B,H,N,N], in the graph (other families: the table at the top); with `logits` also the output
     "The attention of each block, fused or not, in one forward that changes neither model nor output"
     blocks, x = vit_blocks(model), x.as_subclass(Tensor)
     attns = [(i, m) for i, b in enumerate(blocks) for m in _attns(b)]

@@ -116,9 +116,12 @@ ALLOWED = dict(
     patch_attacks={'core', 'vit', 'attacks'},
     autoattack={'core', 'attacks'},
     adv_train={'core', 'vit', 'attacks'},
-    evaluate={'core', 'datasets', 'attacks', 'autoattack'},
-    corruptions={'core', 'datasets', 'evaluate'},
+    identity={'core'},
+    eval_data={'core', 'datasets'},
+    evaluate={'core', 'datasets', 'attacks', 'autoattack', 'identity', 'eval_data'},
+    corruptions={'core', 'datasets', 'evaluate', 'identity', 'eval_data'},
     compare={'core', 'evaluate'},
+    experiments={'core', 'datasets', 'compare'},
     test_utils={'core'},
 )
 PAPERS = {'robust_tokens', 'tora', 'xcit_recipe', 'afat', 'aas'}
