@@ -11,6 +11,8 @@ view."""
 import importlib.util, time
 from fastcore.script import call_parse
 from robust_nbdev.all import *
+from robust_nbdev.core import image_seed, uniform
+from robust_nbdev.datasets import BatchDL
 
 
 def image_hashes(a):  # uint8 [N,H,W,C]
