@@ -323,8 +323,7 @@ def test_saved_rows_are_those_of_the_code_as_it_is():
     assert left.old.sum() == 0, left[left.old > 0].to_string()
 
 
-# ---------------------------------------------------------------- every experiment of every profile, on generated
-# images
+# ----------------------------------------------------------- every experiment of every profile, on generated images
 SHRUNK = dict(
     n_train=8,
     n_valid=4,

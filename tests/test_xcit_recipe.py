@@ -1,6 +1,6 @@
 "The light recipe for XCiT: sizes, stem surgery, presets, training, ablations, analyses"
 
-import json, os, re, signal, subprocess, sys, textwrap, time, warnings
+import json, os, re, signal, subprocess, sys, textwrap, time, types, warnings
 from pathlib import Path
 import pytest, timm, torch
 import numpy as np
@@ -19,10 +19,11 @@ from robust_nbdev.evaluate import *
 from robust_nbdev.test_utils import *
 from robust_nbdev import xcit_recipe as xc
 from robust_nbdev.xcit_recipe import *
+from robust_nbdev.datasets import RunSettings
+from robust_nbdev.experiments import profile_for, trials_of
 
-# fastcore's, which pytest would collect
 for _n in [o for o in globals() if o.startswith('test')]:
-    del globals()[_n]
+    del globals()[_n]  # fastcore's, which pytest would collect
 
 ROOT = Path(__file__).resolve().parents[1]
 warnings.filterwarnings('ignore', category=FutureWarning)
@@ -405,12 +406,11 @@ def rates(bs, cbs=(), later=(), n=64):
 @pytest.mark.parametrize('where', ['learner', 'fit', 'class'])
 def test_accumulated_batches_are_one_step(where):
     "Batches of 8 that make 32 train at the learning rate of 32, as they should at that of 40"
-    # the class's default is 32
     acc = dict(
         learner=([GradientAccumulation(32)], ()),
         fit=((), [GradientAccumulation(32)]),
         **{'class': ((), [GradientAccumulation])},
-    )[where]
+    )[where]  # the class's default is 32
     assert rates(8, *acc) == pytest.approx(rates(32)) and rates(8) == pytest.approx([o / 4 for o in rates(32)])
     assert rates(8, [GradientAccumulation(33)]) == pytest.approx([o * 40 / 32 for o in rates(32)])
     assert rates(32, [GradientAccumulation(8)]) == pytest.approx(rates(32))
@@ -919,9 +919,8 @@ def test_the_best_epoch_counts_images_that_were_right_before():
     y = torch.cat([b[1] for b in dls.valid]).as_subclass(Tensor)
 
     class Says(nn.Module):
-        # always class 0
         def forward(self, x):
-            return F.one_hot((x.flatten(1).mean(1) > 2).long(), 4).float()
+            return F.one_hot((x.flatten(1).mean(1) > 2).long(), 4).float()  # always class 0
 
     right = xc._right(Says(), lambda m, x, y, seed=0: x, eval_batches(dls.valid))
 
@@ -1080,9 +1079,8 @@ def test_patch_for_a_side(side, patch):
 
 
 def test_models_of_a_recipe():
-    # raw pixels: no Normalized
     m = xcit_recipe('n12').model(32, 10, 3)
-    assert isinstance(m, Xcit) and patch_grid(m, torch.rand(1, 3, 32, 32)) == (8, 8)
+    assert isinstance(m, Xcit) and patch_grid(m, torch.rand(1, 3, 32, 32)) == (8, 8)  # raw pixels: no Normalized
     m = xcit_recipe('n12', task='cifar10').model(32, 10, 3)
     assert isinstance(m, Normalized) and m.mean.flatten().tolist() == pytest.approx([0.4914, 0.4822, 0.4465])
     m = xcit_recipe('n12').but(drop_path=0.1).model(32, 10, 1)
@@ -1114,9 +1112,11 @@ def test_any_model_of_timm(name):
         ).shape[2:] == (7, 7)
     if 'vit' in name:
         assert patch_grid(m, x) == (8, 8)
-    # never larger than its own
     if 'swin' in name:
-        assert m.patch_embed.patch_size == (4, 4) and r.model(224, 5, 1).patch_embed.patch_size == (4, 4)
+        assert m.patch_embed.patch_size == (4, 4) and r.model(224, 5, 1).patch_embed.patch_size == (
+            4,
+            4,
+        )  # never larger than its own
 
 
 def test_a_model_without_drop_path_says_so():
@@ -1190,341 +1190,102 @@ def test_gaussian_images_look_like_their_class():
     )
 
 
-# ---------------------------------------------------------------- ablate
-def test_grid():
-    assert grid_cells(a=[1, 2], b='xy') == [dict(a=1, b='x'), dict(a=1, b='y'), dict(a=2, b='x'), dict(a=2, b='y')]
+# ---------------------------------------------------------------- the experiments
+tiny_plan = RunSettings(profile_for('xcit', 'smoke') | dict(n_train=64, n_valid=32, seeds=1))
 
 
-def test_ablate_runs_each_setting_once_and_goes_on(tmp_path):
-    ran = []
-
-    def run(a, b=(0, 1)):
-        ran.append(a)
-        return dict(clean=a, robust=np.float32(a) / 2)
-
-    cs = grid_cells(a=[1, 2], b=[(0, 1)])
-    with pytest.raises(TypeError):
-        ablate(cs, lambda **k: None, out=tmp_path)
-    df = ablate(cs + cs[:1], run, out=tmp_path)
-    assert ran == [1, 2] and len(df) == 3 and df.robust.astype(float).tolist() == [0.5, 1, 0.5] and 'seconds' in df
-    df2 = ablate(cs, run, out=tmp_path)
-    assert ran == [1, 2] and df2.clean.tolist() == [1, 2]
-    ablate(cs, run, out=tmp_path, about='another recipe')
-    assert ran == [1, 2, 1, 2]
-    f = next(tmp_path.iterdir())
-    f.write_text(f.read_text()[:20])
-    ablate(cs, run, out=tmp_path)
-    ablate(cs, run, out=tmp_path, about='another recipe')
-    assert len(ran) == 5
+def a_run(**changes):
+    return next(t for t in trials_of('xcit.table4', tiny_plan)).key | changes
 
 
-def counting(ran, lr=1.0, attack=FGSM(0.1), recipe=fast, names=('a', 'b')):
-    "A run that holds settings of every kind, and a log"
-
-    def run(a):
-        ran.append(a)
-        return dict(clean=a * lr, robust=attack.eps, names=len(names), wd=recipe.wd)
-
-    return run
+@pytest.fixture
+def weights_here(tmp_path, monkeypatch):
+    "Trained weights go to a folder of the test"
+    monkeypatch.setattr(xc, '_weights', lambda how: tmp_path / f'{hash(str(how))}.safetensors')
+    return tmp_path
 
 
-class Other(FGSM):
-    pass
+def test_a_row_does_not_depend_on_what_was_drawn_before(weights_here):
+    torch.rand(3)
+    a = train_and_attack(**a_run())
+    for f in weights_here.iterdir():
+        f.unlink()
+    set_seed(7)
+    b = train_and_attack(**a_run())
+    assert (
+        a.numbers == b.numbers
+        and all((a.verdicts[k] == b.verdicts[k]).all() for k in a.verdicts)
+        and a.images == b.images
+    )
+
+
+def test_weights_that_were_found_give_the_row_of_those_that_were_trained(weights_here):
+    a = train_and_attack(**a_run())
+    changed = {f: f.stat().st_mtime_ns for f in weights_here.iterdir()}
+    b = train_and_attack(**a_run())
+    assert (
+        a.numbers == b.numbers
+        and changed == {f: f.stat().st_mtime_ns for f in weights_here.iterdir()}
+        and len(changed) == 1
+    )
+
+
+def test_the_same_weights_serve_another_attack():
+    assert xc._weights(a_run()) == xc._weights(a_run(attack='autoattack', n=500)) and xc._weights(
+        a_run()
+    ) != xc._weights(a_run(seed=1))
 
 
 @pytest.mark.parametrize(
-    'new',
+    'change,field,value',
     [
-        dict(lr=0.5),
-        dict(attack=FGSM(0.2)),
-        dict(attack=Other(0.1)),
-        dict(recipe=fast.but(held=0.2)),
-        dict(recipe=fast.but(bn_clean=False)),
-        dict(names=('a',)),
-        dict(attack=PGD(8.0004 / 255, steps=1)),
+        (dict(augs='mixup erase'), 'erase', 0.25),
+        (dict(wd=0.5), 'wd', 0.5),
+        (dict(start=False), 'rand', False),
+        (dict(train_steps=2), 'steps', 2),
+        (dict(method='clean'), 'method', 'clean'),
+        (dict(warm=0), 'eps_warmup', 0),
     ],
-    ids=str,
 )
-def test_a_row_is_taken_only_if_the_same_would_be_computed(new, tmp_path):
-    "What a repr does not show counts too; and the old setting is found again"
-    ran = []
-    go = lambda **kw: ablate(dict(a=[1, 2]), counting(ran, **kw), out=tmp_path)
-    old = {'attack': PGD(8 / 255, steps=1)} if 'steps=1' in str(new) else {}
-    go(**old)
-    go(**old)
-    assert ran == [1, 2]
-    with pytest.warns(UserWarning, match='computed again'):
-        go(**new)
-    assert ran == [1, 2, 1, 2]
-    go(**new)
-    assert ran == [1, 2, 1, 2]
+def test_a_key_becomes_a_recipe(change, field, value):
+    assert getattr(recipe_of(a_run(**change)), field) == value and getattr(recipe_of(a_run()), field) != value
 
 
-def test_a_row_of_another_body_is_computed_again(tmp_path):
-    def make(body):
-        names = {}
-        exec(f'def run(a): return dict(clean={body})', names)
-        return names['run']
-
-    assert [ablate(dict(a=[1]), make(o), out=tmp_path).clean[0] for o in ('a', 'a+1', 'a+1')] == [1, 2, 2]
+def test_the_basic_run_has_no_strong_augmentation():
+    assert recipe_of(a_run()).augs == 'crop 0.8-1.2 flip 0.5'
 
 
-def test_cells_that_print_alike_are_two(tmp_path):
-    run = lambda r: dict(clean=r.held)
-    assert [ablate([dict(r=fast.but(held=h))], run, out=tmp_path).clean[0] for h in (0.1, 0.2)] == [0.1, 0.2]
-    assert ablate([dict(r=fast.but(held=h)) for h in (0.1, 0.2)], run).clean.tolist() == [0.1, 0.2]
+class Moved(nn.Module):
+    "Right on images that were changed, wrong on those that were not: it reads the attack"
+
+    def __init__(self, x, y):
+        super().__init__()
+        self.x, self.y = x, y
+
+    def forward(self, x):
+        found = (x.flatten(1)[:, None] - self.x.flatten(1)).abs().amax(2).argmin(1)
+        moved = (x - self.x[found]).flatten(1).abs().amax(1) > 1e-4
+        z = F.one_hot(self.y[found], 2).float()
+        return torch.where(moved[:, None], z, 1 - z) + 0 * x.flatten(1).sum(1, keepdim=True)
 
 
-def test_a_table_is_found_again_by_a_run_that_trains(tmp_path):
-    "Data whose state moves, models and logs around it do not hide the rows"
-    dls, made = fashion(), []
-
-    def make():
-        made.append(1)
-        return tiny_xcit(classes=10)
-
-    def run(wd):
-        return train_row(fast.but(epochs=1, cooldown=0, wd=wd), dls, FGSM(0.1), make=make, n=8)[0]
-
-    for _ in range(2):
-        ablate(dict(wd=[0.0, 0.5]), run, out=tmp_path)
-    assert len(made) == 2
+def test_label_leaking_shows_as_a_leak_above_zero():
+    x, y = torch.rand(8, 1, 4, 4), torch.arange(8) % 2
+    found = attacked(Moved(x, y), types.SimpleNamespace(valid=(x, y), device='cpu'), a_run(eps=0.01))
+    assert found.numbers['clean'] == 0 and found.numbers['leak'] == 100
 
 
-class Exp:
-    "An experiment as an object"
-
-    def __init__(self, lr):
-        self.lr, self.ran = lr, 0
-
-    def run(self, a):
-        self.ran += 1
-        return dict(clean=float(self.lr))
-
-    def __call__(self, a):
-        return dict(clean=float(self.lr))
-
-
-def from_tensor(w):
-    return lambda a: dict(clean=float(w.sum()))
-
-
-def from_model(w):
-    m = nn.Linear(1, 1, bias=False)
-    m.weight.data.fill_(w)
-    return lambda a: dict(clean=m.weight.item())
-
-
-def from_trained(w):
-    m = from_model(w).__closure__[0].cell_contents
-
-    def run(a):
-        was = m.weight.item()
-        m.weight.data.fill_(a)
-        return dict(clean=was)
-
-    return run
-
-
-def from_callback(v, cb=lambda v: AdvTrain(FGSM(v / 10))):
-    o = cb(v)
-    return lambda a: dict(clean=10 * (o.attack.eps if isinstance(o, AdvTrain) else o.decay))
-
-
-def from_partial(v):
-    return partial(lambda a, cfg: dict(clean=float(cfg.lr)), cfg=Exp(v))
-
-
-settings_here = types.SimpleNamespace(lr=1)
-
-
-def from_global(v):
-    settings_here.lr = v
-    return by_global
-
-
-def by_global(a):
-    return dict(clean=float(settings_here.lr))
-
-
-HOLDERS = dict(
-    method=lambda v: Exp(v).run,
-    callable_=Exp,
-    tensor=lambda v: from_tensor(torch.tensor([float(v)])),
-    model=from_model,
-    trained=from_trained,
-    partial=from_partial,
-    callback=from_callback,
-    average=lambda v: from_callback(v, lambda v: EMA(v / 10)),
-    namespace=from_global,
-)
-
-
-@pytest.mark.parametrize('kind', HOLDERS)
-def test_settings_count_wherever_run_holds_them(kind, tmp_path):
-    "And the same settings in fresh objects are found again"
-    make, got = HOLDERS[kind], []
-    for v in (1, 2, 2):
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter('always')
-            got.append(
-                (
-                    round(ablate(dict(a=[5]), make(v), out=tmp_path).clean[0]),
-                    any('computed again' in str(o.message) for o in said),
-                )
-            )
-    assert got == [(1, False), (2, True), (2, False)]
-
-
-def test_a_run_that_trains_a_learner_of_its_own_finds_its_rows():
-    "The Learner, its callbacks and the class are the same in another process, as far as they can be read"
-    code = """
-from robust_nbdev.all import *
-from robust_nbdev.test_utils import *
-from robust_nbdev.xcit_recipe import _settings
-dls = synth_dls()
-class Mine:
-    def __init__(self): self.learn,self.names = synth_learner(dls=dls, cbs=[EMA(.9), AdvTrain(FGSM(.1))]),{'b','a','c'}
-    def run(self, a): self.learn.fit(a); return dict(loss=len(dls.train))
-print('::', sorted(_settings(Mine().run).items()))"""
-    a, b = [
-        subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=ROOT).stdout.split('::')[-1]
-        for _ in '12'
-    ]
-    assert a == b and len(a) > 1000 and "''" not in a
-
-
-@pytest.mark.parametrize('axis,result', [('robust', 'robust'), ('seconds', 'clean'), ('wd', 'seconds')])
-def test_a_result_does_not_overwrite_a_setting_or_the_time(axis, result):
-    with pytest.raises(ValueError, match='rename'):
-        ablate({axis: [1]}, lambda **kw: {result: 0.5})
-
-
-@pytest.mark.parametrize('profile', ['smoke', 'laptop', 'gpu', 'paper'])
-def test_the_data_of_the_notebook_exist_in_every_profile(profile, monkeypatch):
-    "The cells that ask for data, run with the settings of the profile"
-    monkeypatch.setenv('ROBUST_PROFILE', profile)
-    nb = json.loads((ROOT / 'nbs' / '04_xcit_recipe.ipynb').read_text())
-    names = {}
-    exec(
-        'from fastai.vision.all import *\nfrom sklearn.datasets import load_digits\nfrom robust_nbdev.all import *\ns ='
-        ' settings(); shape = (1,28,28)',
-        names,
+def test_plot_of_rows_names_each_setting():
+    df = pd.DataFrame(
+        [
+            dict(method=m, augs=a, clean=50.0, strong=20.0, seed=s)
+            for m in ('adv', 'clean')
+            for a in ('', 'mixup')
+            for s in (0, 1)
+        ]
     )
-    asked = [
-        ''.join(c['source'])
-        for c in nb['cells']
-        if c['cell_type'] == 'code'
-        and '#| export' not in ''.join(c['source'])
-        and '#| eval: false' not in ''.join(c['source'])
-    ]
-    calls = [
-        o
-        for c in asked
-        for o in re.findall(r'^(?:\w+ = )?(?:budget|small|tune|grid_dls|dls|big_dls|digit_dls) = .*$', c, re.M)
-    ]
-    for o in calls:
-        exec(
-            (
-                textwrap.dedent(
-                    next(''.join(c['source']) for c in nb['cells'] if 'def digits(' in ''.join(c['source'])).split(
-                        'tune = '
-                    )[0]
-                )
-                if 'digit_dls' in o
-                else ''
-            ),
-            names,
-        )
-        exec(o, names)
-    assert {'grid_dls', 'dls', 'big_dls', 'digit_dls'} <= set(names) and len(names['grid_dls'].train_ds) >= names[
-        'budget'
-    ]['n']
-
-
-def test_ablate_goes_on_after_a_kill(tmp_path):
-    code = f'''
-import sys, time, pathlib
-sys.path.insert(0, {str(ROOT)!r})
-from robust_nbdev.xcit_recipe import *
-def run(a):
-    with open({str(tmp_path / 'log')!r}, 'a') as f: f.write(f'{{a}} ')
-    if a==3 and len(sys.argv)>1: time.sleep(60)
-    return dict(clean=a, robust=0)
-print(ablate(grid_cells(a=[1,2,3,4]), run, out={str(tmp_path / 'o')!r}).clean.tolist())'''
-    f = tmp_path / 'go.py'
-    f.write_text(code)
-    p = subprocess.Popen([sys.executable, str(f), 'slow'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    for _ in range(600):
-        if (tmp_path / 'log').exists() and '3' in (tmp_path / 'log').read_text():
-            break
-        time.sleep(0.1)
-    p.send_signal(signal.SIGKILL)
-    p.wait()
-    assert len(list((tmp_path / 'o').glob('*.json'))) == 2
-    r = subprocess.run([sys.executable, str(f)], capture_output=True, text=True)
-    assert r.stdout.strip().endswith('[1, 2, 3, 4]') and (tmp_path / 'log').read_text().split() == [
-        '1',
-        '2',
-        '3',
-        '3',
-        '4',
-    ], r.stderr
-
-
-def test_numbers_stay_numbers_on_disk(tmp_path):
-    run = lambda a: dict(clean=np.float32(0.5), robust=torch.tensor(0.25), k=np.int64(3))
-    go = lambda: ablate(dict(a=[np.int64(1), 2]), run, out=tmp_path)
-    go()
-    ablated = ablate(dict(a=[np.int64(1), 2]), None, out=tmp_path)  # all from disk
-    assert ablated[['clean', 'robust', 'k']].iloc[0].tolist() == [0.5, 0.25, 3]
-
-
-@pytest.mark.parametrize('best', ['last', 'valid'])
-def test_a_row_does_not_depend_on_the_rows_before(best):
-    "So a table that was resumed is the table that ran through"
-    dls, other = fashion(), fashion()
-    other.train.rng.random()
-    half = DataLoaders(Blend(fashion().train, fashion().train), fashion().valid)
-    half.vocab, half.c = dls.vocab, 10
-    w = lambda d, seed=0: next(
-        train_row(
-            fast.but(epochs=1, cooldown=0, warmup=0, eps_warmup=0, best=best),
-            d,
-            FGSM(0.1),
-            make=lambda: tiny_xcit(classes=10),
-            n=8,
-            seed=seed,
-        )[1].model.parameters()
-    ).detach()
-    st = dls.train.rng.getstate()
-    a = w(dls)
-    assert dls.train.rng.getstate() == st
-    assert (
-        torch.equal(a, w(dls))
-        and torch.equal(a, w(other))
-        and not torch.equal(a, w(dls, 1))
-        and torch.equal(w(half), w(half))
-    )
-
-
-def test_train_row_and_plot():
-    dls = fashion()
-    made = []
-    make = lambda: made.append(tiny_xcit(classes=10)) or made[-1]
-    a, learn = train_row(fast.but(epochs=1, cooldown=0), dls, APGD(0.1, steps=2), make=make, n=32)
-    b, _ = train_row(fast.but(epochs=1, cooldown=0), dls, APGD(0.1, steps=2), make=make, n=32)
-    assert a == b and set(a) == {'clean', 'robust', 'params'} and a['robust'] <= a['clean'] <= 100 and json.dumps(a)
-    st = torch.get_rng_state()
-    train_row(fast.but(epochs=1, cooldown=0), dls, APGD(0.1, steps=1), make=make, n=32)
-    assert torch.equal(st, torch.get_rng_state())
-    df = ablate(grid_cells(method=['clean', 'adv'], wd=[0, 0.5]), lambda method, wd: dict(clean=50, robust=20))
-    ax = plot_ablation(df, 'wd')
-    assert (
-        len(ax.lines) == 4
-        and [o.get_text() for o in ax.get_yticklabels()] == ['0.0', '0.5']
-        or [o.get_text() for o in ax.get_yticklabels()] == ['0', '0.5']
-    )
+    ax = plot_rows(df, 'augs')
+    assert [o.get_text() for o in ax.get_yticklabels()] == ['none', 'mixup'] and len(ax.get_legend().get_texts()) == 4
     plt.close('all')
 
 
@@ -1663,20 +1424,6 @@ def test_one_step_check_hands_the_warnings_of_its_reports_on():
     dl = torch.utils.data.DataLoader(Sorted(), batch_size=10)
     with pytest.warns(UserWarning, match='mine: the 40 images are of 2 of 4 classes'):
         one_step_check(dict(mine=net), dl, 0.01, many=2, n=40)
-
-
-def test_train_row_hands_the_warnings_of_its_report_on():
-    with pytest.warns(UserWarning, match='a constant answer'):
-        train_row(
-            fast.but(epochs=1, cooldown=0, lr=0.0, warmup_lr=0.0, min_lr=0.0), fashion(), FGSM(0.1), make=constant, n=32
-        )
-
-
-def constant():
-    m = tiny_xcit(10)
-    nn.init.zeros_(m.head.weight)
-    nn.init.zeros_(m.head.bias)
-    return m
 
 
 def test_show_deltas_draws_a_row_per_model():
