@@ -132,11 +132,9 @@ def test_cover(fill):
     c = patch_cover(x, 3, fill, m)
     assert torch.equal(torch.get_rng_state(), rng) and torch.equal(patch_cover(x[2:4], 3, fill, m), c[2:4])
     lo, hi = dict(noise=(0.3, 0.5), uniform=(0, 1), drop=(0.3, 0.3))[fill]
-    assert (
-        lo - 1e-6 <= c.min()
-        and c.max() <= hi + 1e-6
-        and (fill == 'drop' or not torch.equal(c, patch_cover(x, 4, fill, m)))
-    )
+    assert lo - 1e-6 <= c.min()
+    assert c.max() <= hi + 1e-6
+    assert fill == 'drop' or not torch.equal(c, patch_cover(x, 4, fill, m))
 
 
 def test_cover_refuses_and_knows_raw_models():
@@ -174,18 +172,17 @@ def test_corruption_model():
 def test_fresh_ones_follow_the_seed_and_leave_the_random_state():
     m, x, rng = tiny_vit(), images(), torch.get_rng_state()
     a, b, c = [occlusion_for(m, x, s) for s in (0, 0, 1)]
-    assert (
-        torch.equal(flat(a), flat(b)) and not torch.equal(flat(a), flat(c)) and torch.equal(torch.get_rng_state(), rng)
-    )
+    assert torch.equal(flat(a), flat(b))
+    assert not torch.equal(flat(a), flat(c))
+    assert torch.equal(torch.get_rng_state(), rng)
     assert a.mean.item() == 0.5 and a.grid == (4, 4) and a.patch == (7, 7)
 
 
 def test_scores_are_those_of_normalised_images():
     m, x = Normalized(tiny_vit().model, [0.3], [0.2]), images()
     c = occlusion_for(m, x)
-    assert torch.allclose(
-        c.scores(x), c.fc(F.gelu(c.conv((x - 0.3) / 0.2)).flatten(1)), atol=1e-5
-    ) and not torch.allclose(c.scores(x), c.fc(F.gelu(c.conv(x)).flatten(1)), atol=1e-3)
+    assert torch.allclose(c.scores(x), c.fc(F.gelu(c.conv((x - 0.3) / 0.2)).flatten(1)), atol=1e-5)
+    assert not torch.allclose(c.scores(x), c.fc(F.gelu(c.conv(x)).flatten(1)), atol=1e-3)
 
 
 def test_likeness_of_attention_by_hand():
@@ -243,7 +240,8 @@ def test_one_step_by_hand(select, lam):
     f, c, loss = by_hand(l, *map(plain, one(l)), lam, select=select)
     was = None if c is None else flat(l.afat.corruption)
     l.fit(1)
-    assert torch.allclose(w.f, f, atol=1e-5, rtol=1e-4) and l.recorder.losses[0].item() == pytest.approx(loss, rel=1e-4)
+    assert torch.allclose(w.f, f, atol=1e-5, rtol=1e-4)
+    assert l.recorder.losses[0].item() == pytest.approx(loss, rel=1e-4)
     assert (w.c is None) == (select == 'random')
     if w.c is not None:
         assert torch.allclose(w.c, c, atol=1e-6, rtol=1e-3)
@@ -274,7 +272,8 @@ def test_the_batch_is_the_clean_one_again_and_each_epoch_has_its_own_noise():
     l.fit(2)
     (x, x2), (y, y2) = [o.chunk(2) for o in seen]
     at = [next(j for j in range(16) if torch.equal(y[j], o)) for o in x]  # the order of the epochs differs
-    assert all(not torch.equal(a, y2[j]) for a, j in zip(x2, at)) and any(
+    assert all(not torch.equal(a, y2[j]) for a, j in zip(x2, at))
+    assert any(
         counts(a[None], b[None], 7) != counts(a[None], c[None], 7) or not torch.equal(a != b, a != c)
         for a, b, c in zip(x, x2, y2[at])
     )
@@ -335,9 +334,8 @@ def test_length_makes_the_step_independent_of_lam():
         l.fit(1)
         return flat(c) - was
 
-    assert torch.allclose(step(0.001, 5.0), step(1.0, 5.0), atol=1e-7) and not torch.allclose(
-        step(0.001, None), step(1.0, None), atol=1e-9
-    )
+    assert torch.allclose(step(0.001, 5.0), step(1.0, 5.0), atol=1e-7)
+    assert not torch.allclose(step(0.001, None), step(1.0, None), atol=1e-9)
     assert step(0.1, 5.0).norm() == pytest.approx(1e-4 * 1.9 * 5, rel=0.02)
 
 
@@ -371,9 +369,8 @@ def test_accumulation(select):
         return flat(l.model), flat(l.afat.corruption)
 
     (f, c), (f4, c4) = go(16, []), go(4, [GradientAccumulation(16)])
-    assert torch.allclose(f, f4, atol=1e-5) and torch.allclose(
-        (c - c4) / (4 if select == 'ce' else 1), torch.zeros(()), atol=1e-4 if select != 'ce' else 1
-    )
+    assert torch.allclose(f, f4, atol=1e-5)
+    assert torch.allclose((c - c4) / (4 if select == 'ce' else 1), torch.zeros(()), atol=1e-4 if select != 'ce' else 1)
 
 
 @pytest.mark.parametrize('dtype,scale', [(torch.bfloat16, 1.0), (torch.float16, 2.0**4), (torch.float16, 2.0**14)])
@@ -386,11 +383,9 @@ def test_mixed_precision(dtype, scale):
         return l, w
 
     (l, w), (h, v) = go([]), go([HalfPrecision(dtype, scale)])
-    assert (
-        v.c.dtype == torch.float32
-        and F.cosine_similarity(w.c, v.c, dim=0) > 0.97
-        and v.c.norm() / w.c.norm() == pytest.approx(1, rel=0.1)
-    )
+    assert v.c.dtype == torch.float32
+    assert F.cosine_similarity(w.c, v.c, dim=0) > 0.97
+    assert v.c.norm() / w.c.norm() == pytest.approx(1, rel=0.1)
     assert not torch.is_autocast_enabled('cpu') and no_hooks(h.model)
 
 
@@ -399,11 +394,9 @@ def test_overflow_skips_both_models():
     l.afat.corruption = c = occlusion_for(l.model, images(2))
     was = flat(c), flat(l.model)
     l.fit(1)
-    assert (
-        torch.equal(flat(c), was[0])
-        and torch.equal(flat(l.model), was[1])
-        and all(p.grad is None or p.grad.abs().sum() == 0 for p in c.parameters())
-    )
+    assert torch.equal(flat(c), was[0])
+    assert torch.equal(flat(l.model), was[1])
+    assert all(p.grad is None or p.grad.abs().sum() == 0 for p in c.parameters())
     l.remove_cb(HalfPrecision)
     l.fit(1)
     assert not torch.equal(flat(c), was[0])
@@ -496,13 +489,11 @@ def test_company(company, loss):
         cbs = [AFAT(occlude=0.25, lam=0.1), *COMPANY[company]()]
         l = learner(cbs[::-1] if flip else cbs, n=32, loss_func=loss, opt_func=ranger_or_adam())
         l.fit(2, 1e-3)
-        assert (
-            l.loss_func is loss
-            and no_hooks(l.model)
-            and flat(l.model).isfinite().all()
-            and not torch.is_autocast_enabled('cpu')
-            and len(l.afat.df) == 2
-        )
+        assert l.loss_func is loss
+        assert no_hooks(l.model)
+        assert flat(l.model).isfinite().all()
+        assert not torch.is_autocast_enabled('cpu')
+        assert len(l.afat.df) == 2
         assert all(isinstance(v, float) and math.isfinite(v) for v in l.recorder.values[-1])
 
 
@@ -567,12 +558,10 @@ def test_arguments(kw, words):
 def test_the_gradient_of_the_binariser_is_that_of_the_corruption_model():
     "A given model has a gradient of its own: it is kept, and another one is refused, not ignored"
     make = lambda ste: PatchOcclusion((4, 4), (7, 7), 1, ste=ste)
-    assert (
-        AFAT().ste == 'identity'
-        and AFAT(ste='clip').ste == 'clip'
-        and AFAT(corruption=make('sign')).ste == 'sign'
-        and AFAT(corruption=make('clip'), ste='clip', patch=7).ste == 'clip'
-    )
+    assert AFAT().ste == 'identity'
+    assert AFAT(ste='clip').ste == 'clip'
+    assert AFAT(corruption=make('sign')).ste == 'sign'
+    assert AFAT(corruption=make('clip'), ste='clip', patch=7).ste == 'clip'
     assert repr(AFAT(corruption=make('sign'))).endswith("select='adversarial', ste='sign')")
     with pytest.raises(
         ValueError, match="ste='clip' is for a fresh corruption model, the given one has ste='identity'"
@@ -613,10 +602,8 @@ def test_repr():
         repr(AFAT(occlude=warmup(0.1), fill='drop'))
         == "AFAT(occlude=warmup(0.1, pct=0.1), lam=0.005, select='adversarial', fill='drop')"
     )
-    assert (
-        repr(Occlusion(by=PatchOcclusion((2, 2), (7, 7), 1))) == 'Occlusion(by=PatchOcclusion(2x2 patches of 7x7))'
-        and Occlusion().name == 'occlusion'
-    )
+    assert repr(Occlusion(by=PatchOcclusion((2, 2), (7, 7), 1))) == 'Occlusion(by=PatchOcclusion(2x2 patches of 7x7))'
+    assert Occlusion().name == 'occlusion'
 
 
 def test_patches_of_ones_own_must_tile():
@@ -699,10 +686,9 @@ def test_an_epoch_that_is_left_out_leaves_nothing():
     l.add_cb(c)
     with pytest.raises(KeyboardInterrupt):
         l.fit(1)
-    # without AFAT, too
     l.remove_cbs([c, l.afat])
     l.fit(1)
-    assert 'all_batches' not in l.__dict__ and no_hooks(l.model)
+    assert 'all_batches' not in l.__dict__ and no_hooks(l.model)  # without AFAT, too
 
 
 @pytest.mark.parametrize(
@@ -818,11 +804,9 @@ def life(fits, **kw):
 )
 def test_four_fits_are_one(fits, select):
     a, b = life([dict(n_epoch=4)], select=select), life(fits, select=select)
-    assert (
-        torch.equal(flat(a.model), flat(b.model))
-        and a.afat.df.equals(b.afat.df)
-        and a.afat.df.epoch.tolist() == [0, 1, 2, 3]
-    )
+    assert torch.equal(flat(a.model), flat(b.model))
+    assert a.afat.df.equals(b.afat.df)
+    assert a.afat.df.epoch.tolist() == [0, 1, 2, 3]
     if select != 'random':
         assert torch.equal(flat(a.afat.corruption), flat(b.afat.corruption))
 
@@ -870,15 +854,13 @@ def test_a_resumed_fit_has_the_adversary_that_it_left(tmp_path):
     torch.save(half.afat.state_dict(), tmp_path / 'a.pth')
     rest.load('m')
     rest.afat.load_state_dict(torch.load(tmp_path / 'a.pth', weights_only=True))
-    assert torch.equal(flat(rest.afat.corruption), flat(half.afat.corruption)) and not torch.equal(
-        flat(half.afat.corruption), flat(whole.afat.corruption)
-    )
+    assert torch.equal(flat(rest.afat.corruption), flat(half.afat.corruption))
+    assert not torch.equal(flat(half.afat.corruption), flat(whole.afat.corruption))
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         rest.fit(4, start_epoch=2)
-    assert torch.allclose(
-        flat(rest.afat.corruption), flat(whole.afat.corruption), atol=1e-4
-    ) and rest.afat.df.epoch.tolist() == [0, 1, 2, 3]
+    assert torch.allclose(flat(rest.afat.corruption), flat(whole.afat.corruption), atol=1e-4)
+    assert rest.afat.df.epoch.tolist() == [0, 1, 2, 3]
 
 
 def test_a_resumed_fit_with_a_fresh_adversary_says_so(tmp_path):
@@ -1180,12 +1162,10 @@ def test_families(k, select):
     x = plain(l.dls.one_batch()[0])
     m.eval()
     cos = attn_cos(m, x, Occlusion(share=0.5)(m, x, None))
-    assert (
-        cos.shape == (len(x),)
-        and (cos < 1 + 1e-6).all()
-        and (k == 'levit' or (cos < 1).all())
-        and torch.allclose(attn_cos(m, x, x), torch.ones(len(x)), atol=1e-4)
-    )
+    assert cos.shape == (len(x),)
+    assert (cos < 1 + 1e-6).all()
+    assert k == 'levit' or (cos < 1).all()
+    assert torch.allclose(attn_cos(m, x, x), torch.ones(len(x)), atol=1e-4)
 
 
 # --- occlusion as an attack
@@ -1209,16 +1189,14 @@ def test_leaves_everything_alone(make):
     a = make(c)
     before, rng, x0 = state_of(m), torch.get_rng_state(), x.clone()
     o = a(m, x, y)
-    assert (
-        state_of(m) == before
-        and torch.equal(torch.get_rng_state(), rng)
-        and torch.equal(x, x0)
-        and not o.requires_grad
-        and 0 <= o.min()
-        and o.max() <= 1
-    )
-    # the batch does not matter
-    assert torch.equal(o, a(m, x, y)) and torch.equal(a(m, x[2:5], y[2:5]), o[2:5])
+    assert state_of(m) == before
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert torch.equal(x, x0)
+    assert not o.requires_grad
+    assert 0 <= o.min()
+    assert o.max() <= 1
+    assert torch.equal(o, a(m, x, y))
+    assert torch.equal(a(m, x[2:5], y[2:5]), o[2:5])  # the batch does not matter
     if not isinstance(a, PatchAugment):
         assert max(counts(x, o, 7)) <= 4
     assert all(p.grad is None for p in c.parameters())
@@ -1302,11 +1280,11 @@ def test_patch_augment():
         .flatten(2, 3)
     )
     far = (p.mean((-2, -1)) - ramps[:, :, :7, :7].mean((-2, -1))[..., None]).transpose(0, 1).flatten(1)
-    # across and down, a crop is moved independently
-    assert abs(torch.corrcoef(far)[0, 1]) < 0.15 and (far.std(1) > 0.005).all()
-    # areas from half to all, evenly
+    assert abs(torch.corrcoef(far)[0, 1]) < 0.15
+    assert (far.std(1) > 0.005).all()  # across and down, a crop is moved independently
     cut = (p[:, 1, :, 4, 3] - p[:, 1, :, 2, 3]) / (2 / 28)
-    assert abs(cut.square().mean() - 0.75) < 0.02 and cut.min() > 0.5**0.5 - 1e-3
+    assert abs(cut.square().mean() - 0.75) < 0.02
+    assert cut.min() > 0.5**0.5 - 1e-3  # areas from half to all, evenly
     flatx = torch.full_like(x, 0.5)
     assert torch.allclose(PatchAugment(p=1, noise=0.0)(m, flatx), flatx, atol=1e-6)
     with pytest.raises(ValueError, match='p must be'):
@@ -1373,11 +1351,9 @@ def test_paper_scale(name):
     )
     with l.no_bar(), l.no_logging():
         l.fit(1, 1e-3)
-    assert (
-        l.afat.corruption.grid == (14, 14)
-        and l.afat.df.align_loss[0] > 0
-        and counts(x, Occlusion(by=l.afat.corruption)(m, x, y), 16) == [20, 20]
-    )
+    assert l.afat.corruption.grid == (14, 14)
+    assert l.afat.df.align_loss[0] > 0
+    assert counts(x, Occlusion(by=l.afat.corruption)(m, x, y), 16) == [20, 20]
     assert (PGD(1 / 255, steps=1)(m.eval(), x, y) - x).abs().max() <= 1 / 255 + 1e-6
     assert ((PatchFool(steps=1)(m, x, y) != x).any(1).flatten(1).sum(1) <= 256).all()
 

@@ -56,6 +56,22 @@ def test_large_and_oblong_images(name):
             assert rms(x, y) > 1e-3
 
 
+@pytest.mark.parametrize('name', ['contrast', 'fog', 'gaussian_noise'])
+def test_levels_are_cut_off_as_in_the_published_files(name):
+    x = images(2)
+    rounded, cut = [corrupt(x, name, 2, floor=o) * 255 for o in (False, True)]
+    down = (rounded - cut).round()
+    assert set(down.unique().tolist()) == {0.0, 1.0}
+    assert 0.3 < down.mean() < 0.6
+    assert torch.allclose(cut, cut.round(), atol=1e-3)
+
+
+@pytest.mark.parametrize('name', ['pixelate', 'jpeg_compression'])
+def test_eight_bit_images_lose_nothing_by_cutting_off(name):
+    x = images(2)
+    assert torch.equal(corrupt(x, name, 2, floor=True), corrupt(x, name, 2))
+
+
 def test_frost_where_the_photographs_are_too_small():
     x = images(1, 3, 700, 600)
     assert corrupt(x, 'frost', 1).shape == x.shape
@@ -65,9 +81,8 @@ def test_frost_where_the_photographs_are_too_small():
 def test_same_seed_same_pixels_whatever_the_batch(name):
     x = images(6)
     a = corrupt(x, name, 4, seed=3)
-    assert torch.equal(corrupt(x[2:3], name, 4, seed=3), a[2:3]) and torch.equal(
-        corrupt(x.flip(0), name, 4, seed=3).flip(0), a
-    )
+    assert torch.equal(corrupt(x[2:3], name, 4, seed=3), a[2:3])
+    assert torch.equal(corrupt(x.flip(0), name, 4, seed=3).flip(0), a)
     assert torch.equal(
         corrupt(x[2:4], name, 4, seed=torch.tensor([8, 9])),
         corrupt(x[2:4].flip(0), name, 4, seed=torch.tensor([9, 8])).flip(0),
@@ -151,9 +166,8 @@ def test_memory_layout_and_subclasses_do_not_matter():
     for name in ALL:
         a = corrupt(x, name, 3)
         assert torch.equal(corrupt(x.to(memory_format=torch.channels_last), name, 3), a), name
-        assert (
-            torch.equal(corrupt(TensorImage(x), name, 3), a) and type(corrupt(TensorImage(x), name, 3)) is torch.Tensor
-        )
+        assert torch.equal(corrupt(TensorImage(x), name, 3), a)
+        assert type(corrupt(TensorImage(x), name, 3)) is torch.Tensor
     with torch.autocast('cpu', dtype=torch.bfloat16):
         assert torch.equal(corrupt(x, 'defocus_blur', 5), corrupt(x, 'defocus_blur', 5))
     a = corrupt(x, 'gaussian_blur', 5)
@@ -267,9 +281,8 @@ def test_noise_has_the_published_strength():
                 o: C._KINDS[o].levels[table][s - 1]
                 for o in ('gaussian_noise', 'speckle_noise', 'shot_noise', 'impulse_noise')
             }
-            assert std('gaussian_noise') == pytest.approx(lv['gaussian_noise'], rel=0.03) and std(
-                'speckle_noise'
-            ) == pytest.approx(lv['speckle_noise'] * v, rel=0.03)
+            assert std('gaussian_noise') == pytest.approx(lv['gaussian_noise'], rel=0.03)
+            assert std('speckle_noise') == pytest.approx(lv['speckle_noise'] * v, rel=0.03)
             assert std('shot_noise') == pytest.approx((v / lv['shot_noise']) ** 0.5, rel=0.05)
             y = corrupt(x, 'impulse_noise', s, ids, table)
             assert ((y != x).float().mean().item(), (y == 1).float().mean().item()) == pytest.approx(
@@ -322,9 +335,8 @@ def test_a_tail_by_hand():
     x[0, 0, 4, 4] = 1
     k = np.exp(-(np.arange(4) ** 2) / 2)
     y = C._streak(x, torch.tensor([90.0]), 3, 1.0)[0, 0].numpy()
-    assert np.allclose(
-        y[4 - 3 : 4 + 1, 4][::-1], k / np.exp(-(np.arange(7.0) ** 2) / 2)[:5].sum(), atol=1e-4
-    ) and np.isclose(y[:, [0, 1, 2, 3, 5, 6, 7, 8]].sum(), 0)
+    assert np.allclose(y[4 - 3 : 4 + 1, 4][::-1], k / np.exp(-(np.arange(7.0) ** 2) / 2)[:5].sum(), atol=1e-4)
+    assert np.isclose(y[:, [0, 1, 2, 3, 5, 6, 7, 8]].sum(), 0)
     assert torch.allclose(
         C._streak(torch.ones(2, 1, 9, 9), torch.tensor([10.0, 200.0]), 6, 3.0), torch.ones(2, 1, 9, 9), atol=1e-5
     )
@@ -332,11 +344,9 @@ def test_a_tail_by_hand():
 
 def test_clouds():
     m = C._plasma(torch.arange(3), 32, 3.0)
-    assert (
-        m.shape == (3, 32, 32)
-        and torch.allclose(m.amin((1, 2)), torch.zeros(3))
-        and torch.allclose(m.amax((1, 2)), torch.ones(3))
-    )
+    assert m.shape == (3, 32, 32)
+    assert torch.allclose(m.amin((1, 2)), torch.zeros(3))
+    assert torch.allclose(m.amax((1, 2)), torch.ones(3))
     rough = [(a - a.roll(1, 2)).abs().mean() for a in (C._plasma(torch.arange(8), 64, o) for o in (3.0, 1.4))]
     assert rough[0] < 0.5 * rough[1]
 
@@ -422,9 +432,8 @@ def test_mud_by_its_formula():
     m[m < 0.8] = 0
     want = x * (1 - m) + m * torch.tensor([63, 42, 20.0]).view(3, 1, 1) / 255
     assert (m > 0).any()
-    # but for pixels at a threshold
     off = (corrupt(x, 'spatter', 4) - want.clamp(0, 1)).abs()
-    assert (off > 0.51 / 255).float().mean() < 0.01
+    assert (off > 0.51 / 255).float().mean() < 0.01  # but for pixels at a threshold
 
 
 def test_elastic_field_is_scipys():
@@ -441,9 +450,8 @@ def test_elastic_field_is_scipys():
     ]
     at = np.mgrid[:32, :40] + np.stack(d)
     want = np.stack([ndimage.map_coordinates(o, at, order=1, mode='reflect') for o in x[0].numpy()])
-    assert (
-        np.abs(d[0]).max() > 1 and np.abs(C._elastic_transform(x, (alpha, sigma, 0), sd)[0].numpy() - want).max() < 1e-3
-    )
+    assert np.abs(d[0]).max() > 1
+    assert np.abs(C._elastic_transform(x, (alpha, sigma, 0), sd)[0].numpy() - want).max() < 1e-3
 
 
 def test_snow_by_its_formula():
@@ -514,24 +522,19 @@ def test_sizes_choose_their_table():
         for h, w in ((16, 16), (28, 28), (45, 99), (46, 46), (119, 300), (120, 120), (224, 224), (512, 512))
     ] == [32, 32, 32, 64, 64, 224, 224, 224]
     x = images(2, 3, 64, 64)
-    assert torch.equal(corrupt(x, 'fog', 2), corrupt(x, 'fog', 2, table=64)) and not torch.equal(
-        corrupt(x, 'fog', 2), corrupt(x, 'fog', 2, table=32)
-    )
+    assert torch.equal(corrupt(x, 'fog', 2), corrupt(x, 'fog', 2, table=64))
+    assert not torch.equal(corrupt(x, 'fog', 2), corrupt(x, 'fog', 2, table=32))
 
 
 def test_names_and_tables_are_complete():
-    assert (
-        len(CORRUPTIONS) == 15
-        and len(EXTRA_CORRUPTIONS) == 4
-        and len(PERTURBATIONS) == 10
-        and set(C._KINDS) == set(ALL)
-        and set(C._MOVES) == set(PERTURBATIONS)
-    )
-    assert (
-        all(len(v) == 5 for k in C._KINDS.values() for v in k.levels.values())
-        and set(ALEXNET_C) == set(CORRUPTIONS)
-        and set(ALEXNET_P) == set(PERTURBATIONS)
-    )
+    assert len(CORRUPTIONS) == 15
+    assert len(EXTRA_CORRUPTIONS) == 4
+    assert len(PERTURBATIONS) == 10
+    assert set(C._KINDS) == set(ALL)
+    assert set(C._MOVES) == set(PERTURBATIONS)
+    assert all(len(v) == 5 for k in C._KINDS.values() for v in k.levels.values())
+    assert set(ALEXNET_C) == set(CORRUPTIONS)
+    assert set(ALEXNET_P) == set(PERTURBATIONS)
 
 
 # --- sequences
@@ -698,11 +701,9 @@ def test_each_severity_has_its_rows(cifar_c):
         for j, name in enumerate(('fog', 'snow')):
             for s in range(1, 6):
                 x, y = CifarC(cifar_c, n=n).pick(name, s)
-                assert (
-                    (x.mean((1, 2, 3)) * 255).round().tolist() == [100 * j + 10 * s + i for i in range(n)]
-                    and y.tolist() == [i % 3 for i in range(n)]
-                    and y.dtype == torch.int64
-                )
+                assert (x.mean((1, 2, 3)) * 255).round().tolist() == [100 * j + 10 * s + i for i in range(n)]
+                assert y.tolist() == [i % 3 for i in range(n)]
+                assert y.dtype == torch.int64
 
 
 def test_severities_that_are_not_there(cifar_c):
@@ -766,12 +767,10 @@ def test_wordnet_names_decide_the_outputs(tmp_path):
     at = class_positions(WNIDS).tolist()
     assert at == [imagenet_classes().index(o) for o in WNIDS] and at != [0, 1, 2]
     r = subset_report(Reads(at), f, size=32, num_workers=0)
-    assert (
-        r.accuracy.tolist() == [1, 0]
-        and r.n.tolist() == [6, 6]
-        and r.classes.tolist() == [3, 1000]
-        and r.index.tolist() == ['subset', 'all']
-    )
+    assert r.accuracy.tolist() == [1, 0]
+    assert r.n.tolist() == [6, 6]
+    assert r.classes.tolist() == [3, 1000]
+    assert r.index.tolist() == ['subset', 'all']
     assert subset_report(Reads(at, distract=None), f, size=32, num_workers=0).accuracy.tolist() == [1, 1]
     x, y = wnid_images(f, size=32, num_workers=0).one_batch()
     assert sorted(set(y.tolist())) == sorted(at)
@@ -833,7 +832,8 @@ def test_timm_agrees_on_imagenet_a_and_r():
             if (info / f'imagenet_{k}_synsets.txt').exists()
             else pytest.skip('timm has no list')
         )
-        assert len(names) == 200 and class_positions(names).tolist() == [
+        assert len(names) == 200
+        assert class_positions(names).tolist() == [
             int(o) for o in (info / f'imagenet_{k}_indices.txt').read_text().split()
         ]
 
@@ -956,20 +956,16 @@ def test_batch_size_and_loader_change_nothing(data):
         corruption_report(m, data, bs=5, severities=[5]),
         corruption_report(m, dl, severities=[5]),
     )
-    assert (
-        all((a.verdicts[k] == o.verdicts[k]).all() for k in a.verdicts for o in (b, c))
-        and a.meta['images'] == b.meta['images'] == c.meta['images']
-    )
+    assert all((a.verdicts[k] == o.verdicts[k]).all() for k in a.verdicts for o in (b, c))
+    assert a.meta['images'] == b.meta['images'] == c.meta['images']
 
 
 def test_scores_of_reports(data):
     a, b = [corruption_report(tiny_vit(num_classes=4, seed=o), data) for o in (1, 2)]
-    assert mce(a, a) == 100 and mce(a, b) == pytest.approx(
-        100 * np.mean([a.errors[o] / b.errors[o] for o in CORRUPTIONS])
-    )
-    assert a.accuracy() == pytest.approx(1 - np.mean(list(a.errors.values()))) and a.accuracy(
-        noise=False
-    ) == pytest.approx(1 - np.mean([v for k, v in a.errors.items() if k not in NOISES]))
+    assert mce(a, a) == 100
+    assert mce(a, b) == pytest.approx(100 * np.mean([a.errors[o] / b.errors[o] for o in CORRUPTIONS]))
+    assert a.accuracy() == pytest.approx(1 - np.mean(list(a.errors.values())))
+    assert a.accuracy(noise=False) == pytest.approx(1 - np.mean([v for k, v in a.errors.items() if k not in NOISES]))
     with pytest.raises(ValueError, match='give base='):
         mce(a)
     with pytest.raises(ValueError, match='give base='):
@@ -1005,11 +1001,9 @@ def test_goes_on_where_it_stopped(data, tmp_path):
         C.corrupt = real
     m.seen = 0
     r = corruption_report(m, data, ['fog', 'snow'], [1, 3], out=tmp_path / 'r')
-    assert (
-        m.seen == 12 * 3
-        and r.table.equals(whole.table)
-        and CorruptionReport.load(tmp_path / 'r').table.equals(whole.table)
-    )
+    assert m.seen == 12 * 3
+    assert r.table.equals(whole.table)
+    assert CorruptionReport.load(tmp_path / 'r').table.equals(whole.table)
     assert {o.name for o in (tmp_path / 'r').iterdir()} == {
         'report.json',
         'report.csv',
@@ -1072,12 +1066,10 @@ def test_files_and_clean_images_together(cifar_c):
     r = corruption_report(m, CifarC(cifar_c), ['fog', 'snow'], clean=(x, torch.arange(7) % 3))
     assert r.clean is not None and len(r.table) == 2 and r.meta['n'] == 7
     s = corruption_report(m, CifarC(cifar_c), ['fog', 'snow'])
-    assert (
-        s.clean is None
-        and s.clean_error is None
-        and s.table.equals(r.table)
-        and '; clean' not in repr(s).splitlines()[0]
-    )
+    assert s.clean is None
+    assert s.clean_error is None
+    assert s.table.equals(r.table)
+    assert '; clean' not in repr(s).splitlines()[0]
     with pytest.raises(ValueError, match='clean='):
         relative_mce({**dict.fromkeys(CORRUPTIONS, 0.5)}, None, s, None)
 
@@ -1446,10 +1438,8 @@ def seen_again(model, data, out, **kw):
 def test_a_saved_report_is_taken_as_it_is(data, tmp_path):
     net = Head(tiny_vit(num_classes=4))
     assert seen_again(net, data, tmp_path / 'r')[0] == 11
-    assert seen_again(net, data, tmp_path / 'r')[:2] == (1, '') and seen_again(net, data, tmp_path / 'r', bs=5)[:2] == (
-        1,
-        '',
-    )
+    assert seen_again(net, data, tmp_path / 'r')[:2] == (1, '')
+    assert seen_again(net, data, tmp_path / 'r', bs=5)[:2] == (1, '')
 
 
 def test_the_same_weights_behind_another_forward_are_measured_again(data, tmp_path):
@@ -1475,10 +1465,8 @@ def test_a_corruption_with_another_body_is_measured_again(data, tmp_path, monkey
     monkeypatch.setattr(C._KINDS['fog'], 'f', lambda x, c, seed: x * 0.5)
     n, said, r = seen_again(net, data, tmp_path / 'r')
     assert n == 6 and said.count('is measured again') == 5 and 'snow' not in said
-    assert (
-        r.verdicts['fog 3'].tolist() == (predict(net, corrupt(data[0], 'fog', 3)) == data[1]).tolist()
-        and len(r.df) == 11
-    )
+    assert r.verdicts['fog 3'].tolist() == (predict(net, corrupt(data[0], 'fog', 3)) == data[1]).tolist()
+    assert len(r.df) == 11
 
 
 def test_files_that_were_replaced_are_measured_again(cifar_c, tmp_path):

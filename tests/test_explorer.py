@@ -67,15 +67,12 @@ def test_what_is_no_picture_is_refused():
 
 def test_heat_spans_the_colour_map():
     h = _heat(torch.tensor([[0.0, 5, 10]]), 0, 10, 'bwr')
-    assert (
-        h.shape == (3, 1, 3)
-        and h[:, 0, 0].tolist() == [0, 0, 1]
-        and h[:, 0, 2].tolist() == [1, 0, 0]
-        and h[:, 0, 1].min() > 0.98
-    )
-    assert torch.equal(_heat(torch.zeros(2, 2)), _heat(torch.zeros(2, 2), 0, 1)) and torch.equal(
-        _heat(torch.tensor([[-5.0]]), 0, 1), _heat(torch.tensor([[0.0]]), 0, 1)
-    )
+    assert h.shape == (3, 1, 3)
+    assert h[:, 0, 0].tolist() == [0, 0, 1]
+    assert h[:, 0, 2].tolist() == [1, 0, 0]
+    assert h[:, 0, 1].min() > 0.98
+    assert torch.equal(_heat(torch.zeros(2, 2)), _heat(torch.zeros(2, 2), 0, 1))
+    assert torch.equal(_heat(torch.tensor([[-5.0]]), 0, 1), _heat(torch.tensor([[0.0]]), 0, 1))
 
 
 def test_a_scene_draws_every_kind_of_value_and_escapes_names():
@@ -85,14 +82,12 @@ def test_a_scene_draws_every_kind_of_value_and_escapes_names():
     t = s._repr_html_()
     assert [p[0] for p in s.slots] == ['src', 'text', 'text', 'text', 'width', 'text', 'height', 'height']
     assert [p[1] for p in s.slots[1:]] == ['0.333', '<i>', '<u>', 26, '26%', 25, 100]
-    assert (
-        '<b>"' not in t
-        and '&lt;b&gt;' in t
-        and '&lt;i&gt;' in t
-        and '&lt;u&gt;' in t
-        and '&quot;x&quot;' in t
-        and 'aria-live="polite"' in t
-    )
+    assert '<b>"' not in t
+    assert '&lt;b&gt;' in t
+    assert '&lt;i&gt;' in t
+    assert '&lt;u&gt;' in t
+    assert '&quot;x&quot;' in t
+    assert 'aria-live="polite"' in t
     assert Scene({'a': {'h': torch.zeros(3)}}).slots == [('height', 0)] * 3
 
 
@@ -112,11 +107,9 @@ def data_of(t):
 
 def test_twin_is_self_contained_and_has_no_ids():
     t = static_twin(grey, dict(t=[0.0, 0.5, 1.0]))
-    assert (
-        not re.search(r'(https?:)?//[a-z]', t)
-        and not re.search(r'[\s"]id=|[\s"]name=', t)
-        and t.count('<script') == t.count('</script>') == 1
-    )
+    assert not re.search(r'(https?:)?//[a-z]', t)
+    assert not re.search(r'[\s"]id=|[\s"]name=', t)
+    assert t.count('<script') == t.count('</script>') == 1
     assert not re.search(r'\bsrc="(?!data:)|url\(|@import|fetch\(|import\(', t)
 
 
@@ -124,15 +117,11 @@ def test_twin_holds_every_state_in_order_and_the_first_without_a_script():
     show = lambda u, t: Scene({'p': {'sum': f'{10 * u + t}'}})
     t = static_twin(show, dict(u=[1, 2], t=[0, 1, 2]), start=dict(t=2, u=2))
     d = data_of(t)
-    assert [d['texts'][o[0]] for o in d['states']] == ['10', '11', '12', '20', '21', '22'] and d['labels'] == [
-        ['1', '2'],
-        ['0', '1', '2'],
-    ]
-    assert (
-        '<span data-slot="text">22</span>' in t
-        and 'value="2" aria-valuetext="2"' in t
-        and 'value="1" aria-valuetext="2"' in t
-    )
+    assert [d['texts'][o[0]] for o in d['states']] == ['10', '11', '12', '20', '21', '22']
+    assert d['labels'] == [['1', '2'], ['0', '1', '2']]
+    assert '<span data-slot="text">22</span>' in t
+    assert 'value="2" aria-valuetext="2"' in t
+    assert 'value="1" aria-valuetext="2"' in t
 
 
 def test_twin_stores_nothing_twice_and_nothing_that_stands_still():
@@ -188,33 +177,28 @@ def test_numbers_are_sliders_and_the_rest_are_menus():
         False,
         ['0', '0.5/255', '8/255', '0.1'],
         [0, 0.5 / 255, 8 / 255, 0.1],
-    ) and _options('lam', np.array([0.1, 0.5]))[1] == ['0.1', '0.5']
-    assert (
-        _options('on', [True, False])[0]
-        and _options('k', ['a', 'b'])[0]
-        and _options('k', {'a': 1}) == (True, ['a'], [1])
     )
+    assert _options('lam', np.array([0.1, 0.5]))[1] == ['0.1', '0.5']
+    assert _options('on', [True, False])[0]
+    assert _options('k', ['a', 'b'])[0]
+    assert _options('k', {'a': 1}) == (True, ['a'], [1])
 
 
 def test_names_are_escaped_in_controls_and_data():
     t = static_twin(lambda a: Scene({'p': {'t': a}}), {'a': ['</script><img src=x>', 'b&"c']})
-    assert (
-        '</script><img' not in t
-        and data_of(t)['texts'] == ['</script><img src=x>', 'b&"c']
-        and t.count('</script>') == 1
-    )
+    assert '</script><img' not in t
+    assert data_of(t)['texts'] == ['</script><img src=x>', 'b&"c']
+    assert t.count('</script>') == 1
 
 
 def test_twin_saves_a_page_and_prints_short(tmp_path):
     t = static_twin(grey, dict(t=[0.0, 1.0]))
     t.save(tmp_path / 't.html', 'A <title>')
     p = (tmp_path / 't.html').read_text()
-    assert (
-        p.startswith('<!doctype html>')
-        and '<title>A &lt;title&gt;</title>' in p
-        and 'width=device-width' in p
-        and str(t) in p
-    )
+    assert p.startswith('<!doctype html>')
+    assert '<title>A &lt;title&gt;</title>' in p
+    assert 'width=device-width' in p
+    assert str(t) in p
     assert re.fullmatch(r'Twin\(\d+ kB\)', repr(t)) and t._repr_html_() == t
 
 
@@ -224,19 +208,14 @@ def test_docs_keep_scripts_on_the_page_and_out_of_its_markdown():
         docs = pytest.importorskip('docs')
     finally:
         sys.path.pop(0)
-    page = (
-        f'text\n\n{static_twin(grey, dict(t=[0.0, 1.0]))}\n\n```python\n_CSS = "<style></style>"; s ='
-        f' f"<script>{{x}}</script>"\n```\n<img src="data:image/png;base64,{"A" * 300}">'
-    )
+    page = f'text\n\n{static_twin(grey, dict(t=[0.0, 1.0]))}\n\n```python\n_CSS = "<style></style>"; s = f"<script>{{x}}</script>"\n```\n<img src="data:image/png;base64,{"A" * 300}">'
     s = docs.lean(page)
-    assert (
-        'const D' not in s
-        and 'A' * 300 not in s
-        and 'f"<script>{x}</script>"' in s
-        and s.startswith('text')
-        and '<select' not in s
-        and 'type="range"' in s
-    )
+    assert 'const D' not in s
+    assert 'A' * 300 not in s
+    assert 'f"<script>{x}</script>"' in s
+    assert s.startswith('text')
+    assert '<select' not in s
+    assert 'type="range"' in s
 
 
 def test_the_same_table_gives_the_same_twin():
@@ -260,11 +239,9 @@ def test_widget_fires_when_its_value_is_set():
         return grey(t)
 
     w = live_widget(show, dict(kind={'first': 1, 'second': 2}, t=[0.0, 0.5, 1.0]), start=dict(t=0.5))
-    assert (
-        isinstance(w.controls['kind'], ipw.Dropdown)
-        and isinstance(w.controls['t'], ipw.SelectionSlider)
-        and seen == [(1, 0.5)]
-    )
+    assert isinstance(w.controls['kind'], ipw.Dropdown)
+    assert isinstance(w.controls['t'], ipw.SelectionSlider)
+    assert seen == [(1, 0.5)]
     before = w.scene.value
     w.controls['t'].value = 1.0
     assert w.scene.value != before and '<span data-slot="text">1</span>' in w.scene.value
@@ -341,10 +318,8 @@ def test_eps_moves_picture_and_numbers_and_stays_in_the_ball(nets, data):
                 and sc[k]['change, magnified'].shape == (1, 28, 28)
             )
     assert torch.equal(got[0]['plain']['attacked'], x[0]) and got[0]['plain']['largest change'] == '0.0/255'
-    assert (
-        not torch.equal(got[1]['plain']['attacked'], got[2]['plain']['attacked'])
-        and got[1]['plain']['probabilities'] != got[2]['plain']['probabilities']
-    )
+    assert not torch.equal(got[1]['plain']['attacked'], got[2]['plain']['attacked'])
+    assert got[1]['plain']['probabilities'] != got[2]['plain']['probabilities']
     assert got[2]['plain']['largest change'] == '25.5/255'
     assert {k: state_of(m) for k, m in nets.items()} == before
 
@@ -353,18 +328,16 @@ def test_attack_view_is_the_attack_that_was_given(nets, data):
     x, y = [o[:3] for o in data]
     a = PGD(0.05, steps=2, norm='Linf')
     got = attack_view(nets['plain'], x, y, a, vocab=list('abcdefghij'), seed=5)
-    assert (
-        torch.equal(torch.stack([o['model']['attacked'] for o in got]), a(nets['plain'], x, y, seed=5))
-        and len(got) == 3
-    )
+    assert torch.equal(torch.stack([o['model']['attacked'] for o in got]), a(nets['plain'], x, y, seed=5))
+    assert len(got) == 3
     p = nets['plain'](a(nets['plain'], x, y, seed=5)).softmax(1)
     for i, o in enumerate(got):
         assert sum(o['model']['probabilities'].values()) == pytest.approx(1, abs=1e-5)
         assert (
             o['model']['prediction']
             == f'{"abcdefghij"[p[i].argmax()]}, {"correct" if p[i].argmax() == y[i] else "wrong"}'
-            and o['image']['attack'] == 'PGD(0.05, steps=2)'
         )
+        assert o['image']['attack'] == 'PGD(0.05, steps=2)'
 
 
 def test_fgsm_ignores_steps_and_settings_are_attacked_once(nets, data):
@@ -385,10 +358,8 @@ def test_attacks_are_told_apart_and_those_inside_others_move(nets, data):
     a = AAS(PGD(), ascent=1)
     e = explore_attack(nets['robust'], x, y, attacks=(PGD(), PGD(loss=dlr), a), eps=[0.05, 0.1], steps=[1, 2])
     assert list(e.controls['attack']) == ['PGD(8/255, steps=10)', 'PGD(8/255, loss=dlr, steps=10)', 'AAS']
-    assert (
-        e(attack=a, eps=0.05, steps=2)['image']['attack'] == repr(a.but(eps=0.05, steps=2))
-        and (e(attack=a, eps=0.05)['model']['attacked'] - x[0]).abs().max() <= 0.05 + 1e-6
-    )
+    assert e(attack=a, eps=0.05, steps=2)['image']['attack'] == repr(a.but(eps=0.05, steps=2))
+    assert (e(attack=a, eps=0.05)['model']['attacked'] - x[0]).abs().max() <= 0.05 + 1e-6
     for bad in (Occlusion(), lambda model, x, y=None, seed=0: x):
         with pytest.raises(TypeError, match='no eps'):
             explore_attack(nets, x, y, attacks=[bad])
@@ -414,7 +385,8 @@ def test_errors_of_attacks_reach_the_reader(nets, data):
 def test_corruption_explorer(nets, data):
     x, y = data
     e = explore_corruption(nets, x, y, ['fog', 'gaussian_noise'], shown=2, seed=3)
-    assert torch.equal(e(severity=0)['image']['corrupted'], x[0]) and list(e.controls['image'].values()) == [0, 1]
+    assert torch.equal(e(severity=0)['image']['corrupted'], x[0])
+    assert list(e.controls['image'].values()) == [0, 1]
     sc = e(severity=4, corruption='gaussian_noise', image=1)
     xc = corrupt(x, 'gaussian_noise', 4, 3)
     assert torch.equal(sc['image']['corrupted'], xc[1])
@@ -443,9 +415,8 @@ def test_token_explorer_on_off_and_who_is_attacked(data):
     key = "cosine with the plain backbone's clean features"
     assert clean[key] == '1.000' and float(e(tokens=True, eps=0)['model'][key]) < 1
     blind, aware = [e(tokens=True, eps=0.1, attacker=o) for o in (False, True)]
-    assert torch.equal(blind['image']['attacked'], a(off.model, x, seed=0)[0]) and torch.equal(
-        aware['image']['attacked'], a(on.model, x, seed=0)[0]
-    )
+    assert torch.equal(blind['image']['attacked'], a(off.model, x, seed=0)[0])
+    assert torch.equal(aware['image']['attacked'], a(on.model, x, seed=0)[0])
     assert torch.equal(e(tokens=False, eps=0.1)['image']['attacked'], blind['image']['attacked'])
     xa = a(off.model, x, seed=0)
     assert (
@@ -486,10 +457,8 @@ def test_lam_explorer_shows_the_gates_of_its_lam_and_gives_the_old_ones_back(dat
     assert len(got[0.1][title]) == 6 and not torch.equal(got[0.1][title]['block 3'], got[0.9][title]['block 3'])
     m = d(0.5)
     p = m(x).softmax(1)
-    assert (
-        got[0.5]['clean']['probabilities'] == chances(p[1], int(y[1]))
-        and got[0.5]['clean']['accuracy'] == f'{100 * (p.argmax(1) == y).float().mean():.1f}% of 16 images'
-    )
+    assert got[0.5]['clean']['probabilities'] == chances(p[1], int(y[1]))
+    assert got[0.5]['clean']['accuracy'] == f'{100 * (p.argmax(1) == y).float().mean():.1f}% of 16 images'
     xa = PGD(0.05, steps=1)(m, x, y, seed=0)
     assert torch.equal(got[0.5]['attacked, PGD(0.05, steps=1)']['picture'], xa[1])
     with pytest.raises(ValueError, match='lam must lie between'):
@@ -515,25 +484,21 @@ def test_mask_explorer_covers_what_the_corruption_model_chooses(nets, data):
     before = state_of(m)
     e = explore_masks(m, x, y, cs, shares=[0, 0.25, 1.0], shown=2, seed=2)
     none = e(share=0, steps=0)
-    assert (
-        torch.equal(none['learned patches']['picture'], x[0])
-        and none['learned patches']['alignment loss'] == '0.0000'
-        and none['image']['patches covered'] == '0 of 16'
-    )
+    assert torch.equal(none['learned patches']['picture'], x[0])
+    assert none['learned patches']['alignment loss'] == '0.0000'
+    assert none['image']['patches covered'] == '0 of 16'
     some = e(share=0.25, steps=5, image=1)
     keep = cs[5](x, 4).detach()
-    assert (
-        torch.equal(some['learned patches']['picture'], occlude(x, keep, (7, 7), patch_cover(x, 2, 'noise', m))[1])
-        and some['image']['patches covered'] == '4 of 16'
-    )
+    assert torch.equal(some['learned patches']['picture'], occlude(x, keep, (7, 7), patch_cover(x, 2, 'noise', m))[1])
+    assert some['image']['patches covered'] == '4 of 16'
     changed = (some['random patches']['picture'] != x[1]).view(1, 4, 7, 4, 7).any(4).any(2).sum()
     assert changed <= 4 and float(some['random patches']['alignment loss']) > 0
     x2 = Occlusion(share=0.25, by=cs[5])(m, x, y, seed=2)
     assert (
         some['learned patches']['accuracy']
         == f'{100 * ((predict(m, x) == y) & (predict(m, x2) == y)).float().mean():.1f}% of 16 images'
-        and state_of(m) == before
     )
+    assert state_of(m) == before
 
 
 def test_scale_explorer_moves_the_histogram_and_counts_as_two_models_does(nets, data):
@@ -547,15 +512,13 @@ def test_scale_explorer_moves_the_histogram_and_counts_as_two_models_does(nets, 
         e(scale=o)['numbers before the softmax']['gaps in block 1, 0.001 to 1000, log scale'] for o in (0.1, 1.0, 10.0)
     ]
     mean = [(h * torch.linspace(-2.9, 2.9, 30)).sum() / h.sum() for h in hs]
-    # in block 1 by exactly one decade, but for what the ends of the axis hold
-    assert mean[0] + 0.8 < mean[1] < mean[2] - 0.8 and hs[0].sum() == hs[1].sum()
+    assert mean[0] + 0.8 < mean[1] < mean[2] - 0.8
+    assert hs[0].sum() == hs[1].sum()  # in block 1 by exactly one decade, but for what the ends of the axis hold
     v = two_models(m, x, y, Scaled(a, 0.1))
     got = e(scale=0.1)[f'accuracy on 16 images, {a!r}']['share of images classified correctly']
-    assert (
-        got['the stronger of the two attacks'] == v['worst'].float().mean()
-        and got['scaled model, attacked directly'] == v['on_scaled'].float().mean()
-        and state_of(m) == before
-    )
+    assert got['the stronger of the two attacks'] == v['worst'].float().mean()
+    assert got['scaled model, attacked directly'] == v['on_scaled'].float().mean()
+    assert state_of(m) == before
 
 
 def test_plain_attack_is_made_once_for_all_scales(nets, data):
@@ -624,9 +587,8 @@ def test_a_model_whose_code_was_repaired_is_asked_again(nets, data):
     e = explore_attack(m, x, y, attacks=[PGD()], eps=[0.1], steps=[2])
     old = e()['model']['attacked']
     hard.forward = lambda self, x: self.model(x)
-    assert not torch.equal(e()['model']['attacked'], old) and torch.equal(
-        e()['model']['attacked'], PGD(0.1, steps=2)(nets['plain'], x, y)[0]
-    )
+    assert not torch.equal(e()['model']['attacked'], old)
+    assert torch.equal(e()['model']['attacked'], PGD(0.1, steps=2)(nets['plain'], x, y)[0])
 
 
 def test_a_loss_that_has_changed_is_asked_again(nets, data):
@@ -636,7 +598,8 @@ def test_a_loss_that_has_changed_is_asked_again(nets, data):
     e = explore_attack(m, x, y, attacks=[a], eps=[0.1], steps=[2])
     old = e()['model']['attacked']
     how['sign'] = -1
-    assert not torch.equal(e()['model']['attacked'], old) and torch.equal(e()['model']['attacked'], a(m, x, y)[0])
+    assert not torch.equal(e()['model']['attacked'], old)
+    assert torch.equal(e()['model']['attacked'], a(m, x, y)[0])
 
 
 def test_a_step_that_was_given_moves_with_the_radius(nets, data):
@@ -764,11 +727,9 @@ def test_own_models_stay_as_they_are(make):
         explore_corruption(m, x, y, ['fog', 'contrast'], [0, 5]),
     ):
         assert len(set(drive(e))) >= 3 and len(e.twin())
-    assert (
-        state_of(m) == before
-        and all(torch.equal(v, weights[k]) for k, v in m.state_dict().items())
-        and all(p.grad is None for p in m.parameters())
-    )
+    assert state_of(m) == before
+    assert all(torch.equal(v, weights[k]) for k, v in m.state_dict().items())
+    assert all(p.grad is None for p in m.parameters())
 
 
 LAM = lambda *a, **kw: explore_lam(cnn(), *a, PGD(0.1), **kw)
@@ -853,7 +814,8 @@ def test_one_value_arrays_and_tensors_do_for_a_control():
         'attack': ['PGD'],
         'eps': [0.1],
         'steps': [1],
-    } and list(e()) == ['image', '1']
+    }
+    assert list(e()) == ['image', '1']
     for kw in (
         dict(eps=torch.tensor([0.25, 0.5]), steps=torch.tensor([1, 2])),
         dict(eps=np.array([0.25, 0.5]), steps=np.array([1, 2])),
@@ -902,9 +864,7 @@ def in_browser(tmp_path, body, script):
     "What `script`, a function body, returns on a page"
     f = tmp_path / 'page.html'
     f.write_text(
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><body>{body}<script>const got = (() => {{{script}}})();'
-        ' document.body.innerHTML = ""; const p = document.createElement("pre"); p.id = "result"; p.textContent ='
-        ' JSON.stringify(got); document.body.append(p);</script></body></html>'
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><body>{body}<script>const got = (() => {{{script}}})(); document.body.innerHTML = ""; const p = document.createElement("pre"); p.id = "result"; p.textContent = JSON.stringify(got); document.body.append(p);</script></body></html>'
     )
     cmd = [
         CHROME,
@@ -924,11 +884,7 @@ def in_browser(tmp_path, body, script):
     return json.loads(html.unescape(m[1]))
 
 
-SEE = (
-    'const see = r => [...r.querySelectorAll("[data-slot]")].map(e => e.dataset.slot === "src" ? e.src.split(",")[1] :'
-    ' e.dataset.slot === "text" ? e.textContent : parseInt(e.style[e.dataset.slot])); const set = (c, v) => { c.value ='
-    ' v; c.dispatchEvent(new Event("input")); };'
-)
+SEE = 'const see = r => [...r.querySelectorAll("[data-slot]")].map(e => e.dataset.slot === "src" ? e.src.split(",")[1] : e.dataset.slot === "text" ? e.textContent : parseInt(e.style[e.dataset.slot])); const set = (c, v) => { c.value = v; c.dispatchEvent(new Event("input")); };'
 
 
 @browser
@@ -970,8 +926,7 @@ def test_twins_on_one_page_do_not_disturb_each_other(tmp_path):
         tmp_path,
         a + b + a,
         SEE
-        + 'const r = [...document.querySelectorAll("[data-twin]")], c = r.map(o => o.querySelector("[data-control]"));'
-        ' set(c[2], 1); const first = r.map(see); set(c[1], 1); return [first, r.map(see), c[1].tagName];',
+        + 'const r = [...document.querySelectorAll("[data-twin]")], c = r.map(o => o.querySelector("[data-control]")); set(c[2], 1); const first = r.map(see); set(c[1], 1); return [first, r.map(see), c[1].tagName];',
     )
     at = {t: [p[1] for p in grey(t).slots] for t in (0.0, 1.0)}
     assert got == [[at[0.0], ['text 1'], at[1.0]], [at[0.0], ['text 2'], at[1.0]], 'SELECT']
@@ -986,8 +941,7 @@ def test_twin_fits_a_phone(nets, data, tmp_path, width):
     got = in_browser(
         tmp_path,
         f'<div style="width:{width}px">{e.twin()}</div>',
-        'const r = document.querySelector("[data-twin]"); return [r.scrollWidth, r.clientWidth, r.offsetWidth,'
-        ' r.querySelector("img").offsetWidth, getComputedStyle(r.querySelector("img")).imageRendering];',
+        'const r = document.querySelector("[data-twin]"); return [r.scrollWidth, r.clientWidth, r.offsetWidth, r.querySelector("img").offsetWidth, getComputedStyle(r.querySelector("img")).imageRendering];',
     )
     assert got[0] <= got[1] and got[2] <= width and got[3] >= 80 and got[4] == 'pixelated'
 
@@ -1177,8 +1131,7 @@ def test_tab_reaches_the_controls_in_order_and_each_has_a_name(tmp_path):
             for n in tab.do('Accessibility.getFullAXTree')['nodes']
             if n.get('role', {}).get('value') in ('combobox', 'slider')
         ]
-        assert [n['name']['value'] for n in ax] == ['kind', 't'] and next(
-            p['value']['value'] for p in ax[1]['properties'] if p['name'] == 'valuetext'
-        ) == '0'
+        assert [n['name']['value'] for n in ax] == ['kind', 't']
+        assert next(p['value']['value'] for p in ax[1]['properties'] if p['name'] == 'valuetext') == '0'
     finally:
         tab.close()

@@ -26,11 +26,9 @@ def load(key):
 def test_file_fits_its_card(key):
     m, card = load(key), M._cards()[key]
     assert hashlib.sha256((DATA / f'{key}.safetensors').read_bytes()).hexdigest() == card['sha256']
-    assert (
-        not m.training
-        and sum(p.numel() for p in m.parameters()) == card['params']
-        and all(p.dtype == torch.float32 for p in m.parameters())
-    )
+    assert not m.training
+    assert sum(p.numel() for p in m.parameters()) == card['params']
+    assert all(p.dtype == torch.float32 for p in m.parameters())
     for o in 'recipe epochs seed command machine minutes clean clean_n pgd50 pgd50_n eps'.split():
         assert card.get(o) is not None, o
     assert card['clean_n'] == 10000 and f'{key} --epochs {card["epochs"]}' in card['command']
@@ -42,22 +40,20 @@ def test_what_weights_do_not_tell(key):
     m = load(key)
     net = m.model
     assert {o.num_heads for o in net.modules() if hasattr(o, 'num_heads')} == {4}
-    mean, std = dict(cifar10=((0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)), fashion_mnist=((0.286,), (0.353,)))[
-        M._cards()[key]['data']
-    ]
+    statistics = dict(cifar10=((0.4914, 0.4822, 0.4465), (0.247, 0.2435, 0.2616)), fashion_mnist=((0.286,), (0.353,)))
+    mean, std = statistics[M._cards()[key]['data']]
     assert m.mean.flatten().tolist() == pytest.approx(mean) and m.std.flatten().tolist() == pytest.approx(std)
     size = 32 if key.startswith('cifar10') else 28
-    assert tuple(net.patch_embed.img_size) == (size, size) and patch_grid(m, torch.zeros(1, len(mean), size, size)) == (
-        (size // 7,) * 2 if key.startswith('fashion_mnist_vit') else (size // 4,) * 2
-    )
+    assert tuple(net.patch_embed.img_size) == (size, size)
+    patch = 7 if key.startswith('fashion_mnist_vit') else 4
+    assert patch_grid(m, torch.zeros(1, len(mean), size, size)) == (size // patch,) * 2
 
 
 def test_statistics_are_those_of_the_images():
     x = torch.cat([b[0] for b in fashion_mnist(bs=500).train])
     m = small_model(data='fashion_mnist', weights=False)
-    assert x.mean().item() == pytest.approx(m.mean.item(), abs=0.005) and x.std().item() == pytest.approx(
-        m.std.item(), abs=0.005
-    )
+    assert x.mean().item() == pytest.approx(m.mean.item(), abs=0.005)
+    assert x.std().item() == pytest.approx(m.std.item(), abs=0.005)
 
 
 def test_all_files_have_cards_and_are_small():
@@ -83,10 +79,9 @@ def test_accuracy_on_the_embedded_images_is_near_the_card(key):
 @pytest.mark.parametrize('key', KEYS)
 def test_clean_accuracy_is_the_cards_exactly(key):
     data = M._cards()[key]['data']
+    kw = dict(full=True) if data == 'fashion_mnist' else dict(download=False)
     try:
-        dls = dataset(
-            data, bs=500, batch_tfms=None, **(dict(full=True) if data == 'fashion_mnist' else dict(download=False))
-        )
+        dls = dataset(data, bs=500, batch_tfms=None, **kw)
     except FileNotFoundError:
         pytest.skip(f'no copy of {data}')
     assert robust_report(load(key), dls.valid, [None], bs=500).rows[0]['accuracy'] == M._cards()[key]['clean']
@@ -138,7 +133,9 @@ def test_each_call_gives_a_model_of_its_own():
         a.model.pos_embed.add_(1)
     a.card['eps'] = 9
     c = small_model('vit', data='fashion_mnist')
-    assert torch.equal(b.model.pos_embed, c.model.pos_embed) and c.card.eps != 9 and copy.deepcopy(b).card == b.card
+    assert torch.equal(b.model.pos_embed, c.model.pos_embed)
+    assert c.card.eps != 9
+    assert copy.deepcopy(b).card == b.card
 
 
 def test_random_weights_need_no_card():
@@ -147,11 +144,7 @@ def test_random_weights_need_no_card():
 
 
 def test_loading_is_quick_and_needs_no_network():
-    code = (
-        "import socket,time\ndef no(*a,**k): raise OSError('network')\nfrom robust_nbdev.all import"
-        " *\nsocket.socket.connect = no; socket.getaddrinfo = no\nsmall_model('xcit', robust=True); t ="
-        " time.process_time(); small_model('vit', robust=True); print(time.process_time()-t)"
-    )
+    code = "import socket,time\ndef no(*a,**k): raise OSError('network')\nfrom robust_nbdev.all import *\nsocket.socket.connect = no; socket.getaddrinfo = no\nsmall_model('xcit', robust=True); t = time.process_time(); small_model('vit', robust=True); print(time.process_time()-t)"
     out = subprocess.run(
         [sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, check=True
     ).stdout
@@ -185,8 +178,9 @@ def test_a_learner_with_a_small_model_is_exported_with_its_card(tmp_path):
 
 
 def test_evaluation_mode_with_and_without_weights():
-    for w in (True, False):
-        assert not any(o.training for o in small_model('xcit', data='fashion_mnist', weights=w).modules())
+    for weights in (True, False):
+        m = small_model('xcit', data='fashion_mnist', weights=weights)
+        assert not any(o.training for o in m.modules())
 
 
 def test_cards_share_nothing():
@@ -211,20 +205,17 @@ def test_half_weights_keep_buffers_and_copy_parameters():
     m = torch.nn.BatchNorm1d(3)
     m.running_var.fill_(1e-8)
     h = M.half_weights(m)
-    assert (
-        h['running_var'].dtype == torch.float32
-        and (h['running_var'] == torch.tensor(1e-8)).all()
-        and h['weight'].dtype == torch.float16
-        and h['num_batches_tracked'].dtype == torch.int64
-    )
+    assert h['running_var'].dtype == torch.float32
+    assert (h['running_var'] == torch.tensor(1e-8)).all()
+    assert h['weight'].dtype == torch.float16
+    assert h['num_batches_tracked'].dtype == torch.int64
 
 
 def tool():
     import importlib.util
 
-    spec = importlib.util.spec_from_file_location(
-        'train_checkpoints', Path(__file__).resolve().parents[1] / 'tools' / 'train_checkpoints.py'
-    )
+    tool = Path(__file__).resolve().parents[1] / 'tools' / 'train_checkpoints.py'
+    spec = importlib.util.spec_from_file_location('train_checkpoints', tool)
     m = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(m)
     return m

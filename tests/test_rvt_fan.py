@@ -12,7 +12,7 @@ from robust_nbdev.adv_train import *
 from robust_nbdev.rvt_fan import *
 from robust_nbdev.test_utils import *
 
-PUBLISHED = dict(
+PUBLISHED = dict(  # parameters (M), FLOPs (G)
     rvt_tiny=(8.6, 1.3),
     rvt_tiny_plus=(10.9, 1.3),
     rvt_small=(22.1, 4.7),
@@ -31,11 +31,12 @@ def net(name, seed=0, **kw):
     torch.manual_seed(seed)
     kw = {**dict(img_size=28, in_chans=1, num_classes=4), **kw}
     if name == 'two_stages':
-        return timm.create_model('rvt_nano_plus', dims=(16, 32), depths=(2, 1), heads=(2, 4), **kw).eval()
-    return timm.create_model(
-        name,
-        **{**(dict(dims=(32,), depths=(2,)) if 'rvt' in name else dict(embed_dim=32, depth=2, stem_dims=(8, 8))), **kw},
-    ).eval()
+        name, small = 'rvt_nano_plus', dict(dims=(16, 32), depths=(2, 1), heads=(2, 4))
+    elif 'rvt' in name:
+        small = dict(dims=(32,), depths=(2,))
+    else:
+        small = dict(embed_dim=32, depth=2, stem_dims=(8, 8))
+    return timm.create_model(name, **{**small, **kw}).eval()
 
 
 def images(n=4, size=28, c=1, seed=0):
@@ -45,8 +46,7 @@ def images(n=4, size=28, c=1, seed=0):
 @pytest.mark.parametrize('name', PUBLISHED)
 def test_sizes_are_those_published(name):
     p, f = PUBLISHED[name]
-    # the paper repeats the number of its CIFAR table
-    ten = dict(num_classes=10) if name == 'fan_small_12_p4_hybrid' else {}
+    ten = dict(num_classes=10) if name == 'fan_small_12_p4_hybrid' else {}  # the paper repeats its CIFAR table's number
     c = model_cost(name, **ten)
     assert c['params'] == pytest.approx(p, rel=0.01)
     assert (c['layers'] if 'fan' in name else c['all']) == pytest.approx(f, rel=0.013, abs=0.05)
@@ -55,10 +55,8 @@ def test_sizes_are_those_published(name):
 def test_paas_costs_parameters_where_the_code_has_it():
     n = lambda k, **kw: model_cost(k, **kw)['params'] * 1e6
     assert round(n('rvt_tiny_plus') - n('rvt_tiny')) == 10 * 6 * 196**2
-    assert (
-        round(n('rvt_base_plus', scaled=5) - n('rvt_base')) == 5 * 12 * 196**2
-        and round(n('rvt_base_plus') - n('rvt_base')) == 12 * 12 * 196**2
-    )
+    assert round(n('rvt_base_plus', scaled=5) - n('rvt_base')) == 5 * 12 * 196**2
+    assert round(n('rvt_base_plus') - n('rvt_base')) == 12 * 12 * 196**2
 
 
 def test_registry():
@@ -117,9 +115,8 @@ def test_position_aware_scaling_by_hand():
     b = m.blocks[0]
     t = b.norm1(m.patch_embed(x))
     q, k, _ = b.attn.qkv(t).reshape(2, 49, 3, 4, 8).permute(2, 0, 3, 1, 4)
-    assert torch.allclose(
-        attn_maps(m, x, pre_softmax=True)[0], q @ k.transpose(-2, -1) / 8**0.5 * b.attn.position.sigmoid(), atol=1e-5
-    )
+    by_hand = q @ k.transpose(-2, -1) / 8**0.5 * b.attn.position.sigmoid()
+    assert torch.allclose(attn_maps(m, x, pre_softmax=True)[0], by_hand, atol=1e-5)
     with pytest.raises(ValueError, match='made for 49 tokens'):
         b.attn(t[:, 1:])
 
@@ -151,11 +148,9 @@ def linear(m, x):
 
 
 def conv_tokens(c, x, hw):
-    return (
-        F.conv2d(x.transpose(1, 2).unflatten(2, hw), c.weight, c.bias, padding=c.weight.shape[-1] // 2, groups=c.groups)
-        .flatten(2)
-        .transpose(1, 2)
-    )
+    picture = x.transpose(1, 2).unflatten(2, hw)
+    y = F.conv2d(picture, c.weight, c.bias, padding=c.weight.shape[-1] // 2, groups=c.groups)
+    return y.flatten(2).transpose(1, 2)
 
 
 def norm_tokens(b, x):
@@ -198,7 +193,8 @@ def test_fan_block_by_hand():
 
 def test_class_attention_norms_all_tokens_and_depth_drops_as_published():
     m = net('fan_nano_p4_hybrid', drop_path_rate=0.3)
-    assert all(o.tokens_norm for o in m.cls_attn_blocks) and [b.drop_path.drop_prob for b in m.blocks] == [0.3, 0.3]
+    assert all(o.tokens_norm for o in m.cls_attn_blocks)
+    assert [b.drop_path.drop_prob for b in m.blocks] == [0.3, 0.3]
     r = net('rvt_nano', depths=(4,), drop_path_rate=0.4)
     assert [getattr(b.drop_path, 'drop_prob', 0.0) for b in r.blocks] == pytest.approx([0, 0.1, 0.2, 0.3])
     s = timm.create_model('rvt_small').patch_embed.proj[0]
@@ -225,12 +221,39 @@ def test_verbs_of_timm(name):
     assert set(m.group_matcher()) & {'blocks'}
 
 
-def test_stages_of_different_grids_have_no_pictures():
+def test_each_stage_has_pictures_of_its_own_grid():
     m, x = net('two_stages'), images()
-    assert [o.shape[1] for o in m.forward_intermediates(x, intermediates_only=True)] == [49, 49, 16]
-    with pytest.raises(ValueError, match='NLC'):
-        m.forward_intermediates(x, output_fmt='NCHW')
-    assert [f['reduction'] for f in m.feature_info] == [4, 4, 8]
+    tokens = m.forward_intermediates(x, intermediates_only=True)
+    final, pictures = m.forward_intermediates(x, output_fmt='NCHW')
+    named = m.forward_intermediates(x, output_fmt='NCHW', output_dict=True)
+    assert [o.shape[1] for o in tokens] == [49, 49, 16] and [o.shape[2:] for o in pictures] == [(7, 7), (7, 7), (4, 4)]
+    for o, p, q in zip(tokens, pictures, named['image_intermediates']):
+        assert torch.equal(p.flatten(2).mT, o)
+        assert torch.equal(p, q)
+    assert torch.equal(final, m.forward_features(x)) and [f['reduction'] for f in m.feature_info] == [4, 4, 8]
+    with pytest.raises(ValueError, match="output_fmt must be 'NLC' or 'NCHW'"):
+        m.forward_intermediates(x, output_fmt='NHWC')
+
+
+@small
+def test_features_only_as_timm_has_it(name):
+    "Channels and reductions are those of `feature_info`, the values those of the blocks: the last, or those named"
+    kw = dict(seed=1, features_only=True)
+    m, x = net(name, out_indices=2, **kw), images(2)
+    info = m.feature_info
+    for o, chans, reduction in zip(m(x), info.channels(), info.reduction()):
+        assert o.shape[:2] == (2, chans) and o.shape[-1] == -(-28 // reduction)
+    whole = net(name, seed=1)
+    n = len(whole.blocks)
+    (one,) = net(name, out_indices=[n - 1], **kw)(x)
+    last = block_outputs(whole, x, prefix=False)[n - 1]
+    assert torch.allclose(one.flatten(2).mT, last, atol=1e-5)
+    assert len(net(name, out_indices=[0], **kw).model.blocks) == 1
+
+
+def test_test_images_are_cut_as_the_authors_cut_them():
+    cut = lambda k: timm.get_pretrained_cfg(k).crop_pct
+    assert cut('rvt_small_plus') == 0.9 and cut('fan_small_12_p4_hybrid') == cut('fan_nano_p4_hybrid') == 1.0
 
 
 @small
@@ -281,9 +304,8 @@ def test_trains(name):
 def test_cost_of_grey_models():
     "Two channels less: two 3x3 kernels for each of 32 channels, at 14x14 places"
     a, b = [model_cost('rvt_nano', size=28, in_chans=c, img_size=28) for c in (1, 3)]
-    assert round((b['params'] - a['params']) * 1e6) == 2 * 9 * 32 and (
-        b['layers'] - a['layers']
-    ) * 1e9 == pytest.approx(14 * 14 * 2 * 9 * 32)
+    assert round((b['params'] - a['params']) * 1e6) == 2 * 9 * 32
+    assert (b['layers'] - a['layers']) * 1e9 == pytest.approx(14 * 14 * 2 * 9 * 32)
 
 
 def test_images_that_patches_do_not_tile_are_refused():
@@ -297,15 +319,8 @@ def test_images_that_patches_do_not_tile_are_refused():
 
 @pytest.mark.parametrize('patch', [2, 4, 6, 8, 14, 16, 20, 32])
 def test_the_stem_has_the_patches_that_it_says(patch):
-    m = timm.create_model(
-        'rvt_base',
-        img_size=(patch * 10, patch * 3),
-        patch_size=patch,
-        dims=(8,),
-        depths=(1,),
-        heads=(2,),
-        num_classes=2,
-    ).eval()
+    small = dict(dims=(8,), depths=(1,), heads=(2,), num_classes=2)
+    m = timm.create_model('rvt_base', img_size=(patch * 10, patch * 3), patch_size=patch, **small).eval()
     assert m.patch_embed(torch.rand(1, 3, patch * 10, patch * 3)).shape == (1, 30, 8)
 
 
@@ -323,7 +338,8 @@ def test_batchnorm_is_in_the_feed_forward_but_for_the_base_model():
     n = lambda k: sum(isinstance(o, nn.BatchNorm2d) for o in net(k).modules())
     assert n('rvt_nano') == 1 + 3 * 2
     with torch.device('meta'):
-        assert sum(isinstance(o, nn.BatchNorm2d) for o in timm.create_model('rvt_base').modules()) == 1
+        base = timm.create_model('rvt_base')
+    assert sum(isinstance(o, nn.BatchNorm2d) for o in base.modules()) == 1
 
 
 def test_a_mask_is_not_dropped_in_silence():
