@@ -1,5 +1,4 @@
-"""Whoever takes the first n images, or a first batch, of data that comes class by class takes images of all classes, or
-says which were seen."""
+"Whoever takes the first n images of data that comes class by class takes all classes, or warns which were seen."
 
 import inspect, warnings
 from unittest import mock
@@ -89,8 +88,10 @@ ORDERS = dict(
 def test_a_choice_is_balanced_and_says_where_it_is_from(kind):
     m = Seen()
     rep = robust_report(m, SOURCES[kind](), [FGSM(0.01)], n=20)
-    assert np.bincount(rep.preds['label'], minlength=C).tolist() == [5] * C and 'balanced' in rep.meta['title']
-    assert (shifted()[1][rep.positions].numpy() == rep.preds['label']).all() and len(set(rep.positions)) == 20
+    assert np.bincount(rep.preds['label'], minlength=C).tolist() == [5] * C
+    assert 'balanced' in rep.meta['title']
+    assert (shifted()[1][rep.positions].numpy() == rep.preds['label']).all()
+    assert len(set(rep.positions)) == 20
     assert rep.per_class().n.tolist() == [5] * C
 
 
@@ -98,7 +99,8 @@ def test_a_choice_is_balanced_and_says_where_it_is_from(kind):
 def test_blocks_are_seen_in_any_order(order):
     y = torch.as_tensor(ORDERS[order])
     n = 16
-    assert unfair(y, n) and unfair(np.array(NAMES)[y], n)
+    assert unfair(y, n)
+    assert unfair(np.array(NAMES)[y], n)
     assert fair((torch.zeros(len(y), 1), y), n)[0][1].bincount().tolist() == [4] * 4
 
 
@@ -106,7 +108,8 @@ def test_blocks_are_seen_in_any_order(order):
 def test_six_of_ten_classes_first_is_no_fair_draw(n):
     g = np.random.default_rng(0)
     y = np.r_[g.integers(0, 6, 600), g.integers(6, 10, 400)]
-    assert unfair(y, n) and '6 of 10' in few_classes(y[:n], 10)
+    assert unfair(y, n)
+    assert '6 of 10' in few_classes(y[:n], 10)
 
 
 @pytest.mark.parametrize('c,n', [(2, 4), (4, 12), (10, 30), (10, 1000), (1000, 1000), (1000, 30)])
@@ -117,7 +120,9 @@ def test_any_other_order_is_left_alone(c, n):
         assert not unfair(y, n)
         skew = g.choice(c, 2000, p=(w := 0.7 ** np.arange(min(c, 40)).repeat(-(-c // 40))[:c]) / w.sum())
         assert not unfair(skew, n)
-    assert not unfair(np.arange(20 * c) % c, n) and not unfair(np.zeros(100), 10) and not unfair(y, len(y))
+    assert not unfair(np.arange(20 * c) % c, n)
+    assert not unfair(np.zeros(100), 10)
+    assert not unfair(y, len(y))
 
 
 def test_class_sorted_imagenet():
@@ -125,16 +130,16 @@ def test_class_sorted_imagenet():
     y = np.repeat(range(1000), 50)
     i = fair((torch.zeros(50000, 1), y), 1000)[1]
     assert (np.bincount(y[i], minlength=1000) == 1).all()
-    assert (
-        '20 of 1000' in few_classes(y[:1000], 1000)
-        and few_classes(np.random.default_rng(0).permutation(y)[:1000], 1000) == ''
-    )
+    assert '20 of 1000' in few_classes(y[:1000], 1000)
+    assert few_classes(np.random.default_rng(0).permutation(y)[:1000], 1000) == ''
 
 
 def test_a_choice_is_seeded_and_its_first_batch_is_fair():
     (x, y), i = fair(shifted(), 60)
     j = fair(shifted(), 60)[1]
-    assert (i == j).all() and len(y[:16].unique()) == C and (np.diff(i) < 0).any()
+    assert (i == j).all()
+    assert len(y[:16].unique()) == C
+    assert (np.diff(i) < 0).any()
 
 
 def test_what_cannot_be_chosen_is_said_with_names():
@@ -171,7 +176,8 @@ def test_unreadable_labels_that_come_class_by_class_are_said():
 )
 def test_classes_called_by_numbers_and_outputs_without_a_name_are_said(names, says):
     rep = robust_report(Seen(), DataLoader(type('D', (Plain,), dict(classes=names))(), batch_size=16), [])
-    assert says in rep.meta['title'] and ('is class' in rep.meta['title']) == (says != '')
+    assert says in rep.meta['title']
+    assert ('is class' in rep.meta['title']) == (says != '')
     assert any(f'4 outputs, but the data names {len(names)} classes' in o for o in rep.warnings) == (len(names) != 4)
 
 
@@ -182,7 +188,8 @@ def test_first_batches_of_whole_reports_are_fair(monkeypatch):
     monkeypatch.setattr(ev, '_look', lambda m, x, y: got.append(y) or look(m, x, y))
     for k in SOURCES:
         robust_report(Seen(), SOURCES[k](), [], bs=16)
-    assert all(len(y.unique()) == C for y in got) and len(got) == len(SOURCES)
+    assert all(len(y.unique()) == C for y in got)
+    assert len(got) == len(SOURCES)
 
 
 @pytest.mark.parametrize('n', [0, -1, 1.5, True, '3', 2.0])
@@ -197,10 +204,8 @@ def test_n_is_a_whole_number(n):
             f()
 
 
-# --- every function of the library that takes n
-# ------------------------------------------------------------------------------------
-# An entry calls the function with model `m` on data that comes class by class; what it returns, if anything, are the
-# labels used.
+# --- every function of the library that takes n ---
+# An entry calls the function with model `m` on data that comes class by class; it may return the labels used.
 
 
 def drawn(f):
@@ -226,6 +231,7 @@ ENTRIES = {
     'eval_batches': lambda m: torch.cat([y for _, _, y in eval_batches(shifted(), 20)]),
     'fair': lambda m: fair(shifted(), 20)[0][1],
     'robust_report': lambda m: robust_report(m, shifted(), [FGSM(0.01)], n=20).preds['label'],
+    'Run.__init__': lambda m: Run(m, shifted(), n=20).preds['label'],
     'eps_curve': lambda m: drawn(lambda: eps_curve(m, shifted(), FGSM(), [0.01], n=20)),
     'steps_curve': lambda m: drawn(lambda: steps_curve(m, shifted(), PGD(0.01), [1], n=20)),
     'Learner.robust_report': lambda m: learner(m).robust_report([FGSM(0.01)], n=20).preds['label'],
@@ -261,12 +267,12 @@ PENDING = {
         'Learner.flip_report',
     )
 }
-# A number of something else (restarts, tokens, patches, epochs, classes), images that are made, or those of a dataset,
-# through `image_dls`
+# A number of something else (restarts, tokens, epochs), images that are made, or those of a dataset
 OTHER = set(
-    """Around.restart Around.eot Attack.restart Attack.eot AttnScales.__init__ ExtraTokens.__init__ PatchFool.choose RandomTokens.__init__ Replay.__init__
-    XcitRecipe.in_epochs add_tokens check_logits gaussian_images interval n_occluded planted_images random_keep sketch token_sets unfair
-    camvid cifar10 cifar100 fashion_mnist imagenet imagenet100 imagenette find_source Difference.__init__ above_chance whole""".split()
+    """Around.restart Around.eot Attack.restart Attack.eot AttnScales.__init__ ExtraTokens.__init__ PatchFool.choose
+    RandomTokens.__init__ Replay.__init__ XcitRecipe.in_epochs add_tokens check_logits gaussian_images interval
+    n_occluded planted_images random_keep sketch token_sets unfair camvid cifar10 cifar100 fashion_mnist imagenet
+    imagenet100 imagenette find_source Difference.__init__ above_chance whole""".split()
 )
 
 

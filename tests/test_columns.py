@@ -1,5 +1,4 @@
-"""Columns of robust accuracy: what fastai's callbacks make of their names, one definition with the report, and models
-that change their input in place."""
+"Columns of robust accuracy: their names, one definition with the report, and models that change their input in place."
 
 import functools, warnings
 import numpy as np, pytest, torch
@@ -43,8 +42,7 @@ def held(dls, model, metrics, cbs=()):
     return l
 
 
-# --- names
-# ---------------------------------------------------------------------------------------------------------------------
+# --- names ---
 
 
 def my_loss(z, y):
@@ -88,7 +86,8 @@ NAMED = dict(
 @pytest.mark.parametrize('kind', NAMED)
 def test_fastai_keeps_the_highest_value_of_every_column(kind):
     m = RobustAccuracy(NAMED[kind])
-    assert TrackerCallback(monitor=m.name).comp is np.greater and m.name.endswith('_acc')
+    assert TrackerCallback(monitor=m.name).comp is np.greater
+    assert m.name.endswith('_acc')
 
 
 def test_names_that_a_user_gives():
@@ -110,10 +109,8 @@ def test_two_columns_alike_behind_a_wrapper_are_noticed(learn):
 
 
 def test_names_without_these_words_stay():
-    assert (
-        RobustAccuracy(PGD(E, steps=10)).name == 'pgd10_acc'
-        and RobustAccuracy(APGD(E, steps=5, loss=dlr)).name == 'apgd5_dlr_acc'
-    )
+    assert RobustAccuracy(PGD(E, steps=10)).name == 'pgd10_acc'
+    assert RobustAccuracy(APGD(E, steps=5, loss=dlr)).name == 'apgd5_dlr_acc'
 
 
 class Script(Callback):
@@ -141,16 +138,13 @@ def test_the_best_epoch_is_kept(learn, tmp_path, kind):
     )
     l.fit(6, 1e-5, cbs=[SaveModelCallback(monitor=m.name), stop, plateau])
     values = [o[-1] for o in l.recorder.values]
-    assert (
-        values[1] > 0.05 > values[0] == values[2] == values[3]
-        and len(values) == 4
-        and stop.best == values[1] == plateau.best
-    )
+    assert values[1] > 0.05 > values[0] == values[2] == values[3]
+    assert len(values) == 4
+    assert stop.best == values[1] == plateau.best
     assert all(torch.equal(v, best[k]) for k, v in l.model.state_dict().items())
 
 
-# --- one definition
-# ------------------------------------------------------------------------------------------------------------
+# --- one definition ---
 
 
 class Repair:
@@ -172,7 +166,8 @@ class Repair:
 def repair(learn):
     x, y = [torch.cat([b[i].as_subclass(torch.Tensor) for b in learn.dls.valid]) for i in (0, 1)]
     ok = predict(learn.model, x) == y
-    assert len(y[ok].unique()) == 4 and 0 < (~ok).sum()
+    assert len(y[ok].unique()) == 4
+    assert 0 < (~ok).sum()
     return Repair(x[ok], y[ok])
 
 
@@ -200,7 +195,9 @@ def test_curves_rows_and_files_share_the_definition(learn, repair, tmp_path):
     clean, want = shares(learn, repair)
     right = (predict(learn.model, x) == y).float().mean().item()
     got = save_adv(learn.model, x, y, repair, tmp_path)
-    assert got['clean'] == pytest.approx(right) and got['exact'] == pytest.approx(right) and got['png'] <= right
+    assert got['clean'] == pytest.approx(right)
+    assert got['exact'] == pytest.approx(right)
+    assert got['png'] <= right
     rep = learn.robust_report([repair], progress=False)
     assert (rep.per_class()['Repair'] <= rep.per_class()['clean']).all()
 
@@ -217,13 +214,11 @@ def test_the_column_costs_no_second_look_at_clean_images(learn):
             n.append(len(x))
             return self.net(x)
 
-    # fastai's own, the gradient, the verdict
     held(learn.dls, Count(), [RobustAccuracy(FGSM(E))]).validate()
-    assert sum(n) == 3 * len(learn.dls.valid_ds)
+    assert sum(n) == 3 * len(learn.dls.valid_ds)  # fastai's own, the gradient, the verdict
 
 
-# --- models that change their input in place
-# -----------------------------------------------------------------------------------
+# --- models that change their input in place ---
 
 
 class Pure(nn.Module):
@@ -276,7 +271,8 @@ def test_numbers_are_those_of_the_pure_model(pair, data, use):
     kept = x.clone()
     pure, moves = pair
     want = USES[use](pure, x, y)
-    assert USES[use](moves, x, y) == want and torch.equal(x, kept)
+    assert USES[use](moves, x, y) == want
+    assert torch.equal(x, kept)
 
 
 def test_files_and_pictures_of_an_in_place_model(pair, data, tmp_path):
@@ -290,16 +286,14 @@ def test_files_and_pictures_of_an_in_place_model(pair, data, tmp_path):
 
 
 def test_columns_of_an_in_place_model(pair, learn):
-    """fastai hands the model its batch itself, so the clean images are gone when a metric is asked, unless a callback
-    keeps them"""
+    "fastai hands the model its batch itself, so the clean images are gone afterwards, unless a callback keeps them"
     pure, moves = pair
     a = PGD(E, steps=3)
     col = lambda m, *cbs: list(held(learn.dls, m, [accuracy, RobustAccuracy(a)]).validate(cbs=L(cbs)))
     want = col(pure)
     for m in (pure, moves):
-        assert col(m, AdvValid(None)) == pytest.approx(want, abs=1e-6) and col(m, AdvValid(a))[2] == pytest.approx(
-            want[2], abs=1e-6
-        )
+        assert col(m, AdvValid(None)) == pytest.approx(want, abs=1e-6)
+        assert col(m, AdvValid(a))[2] == pytest.approx(want[2], abs=1e-6)
     with pytest.raises(ValueError, match='changes its input in place'):
         col(moves)
 
@@ -310,8 +304,7 @@ def test_a_step_that_was_given_moves_with_the_radius(learn):
     assert c.df.accuracy.tolist() == pytest.approx(want, abs=1e-6)
 
 
-# --- timm models without their statistics
-# ------------------------------------------------------------------------------------------
+# --- timm models without their statistics ---
 
 
 def test_statistics_that_nothing_applies_are_noticed(data):
@@ -331,7 +324,9 @@ def test_statistics_that_nothing_applies_are_noticed(data):
             return self.net((x - 0.5) / 0.5)
 
     says = lambda net: [o for o in robust_report(net, data, []).warnings if 'Normalized(model)' in o]
-    assert len(says(m)) == 1 and 'mean=(0.5' in says(m)[0] and 'unless its forward normalises' in says(m)[0]
+    assert len(says(m)) == 1
+    assert 'mean=(0.5' in says(m)[0]
+    assert 'unless its forward normalises' in says(m)[0]
     assert (
         says(Normalized(m))
         == says(Logits(Normalized(m), 0).model)

@@ -42,8 +42,7 @@ def validate(l, metrics, cbs=None):
         return l2.validate(cbs=cbs)
 
 
-# --- metric
-# ---------------------------------------------------------------------------------------------------------------
+# --- metric ---
 
 
 @pytest.mark.parametrize(
@@ -52,11 +51,9 @@ def validate(l, metrics, cbs=None):
 def test_robust_accuracy_is_the_number_by_hand(learn, a):
     x, y = valid(learn)
     got = validate(learn, [accuracy, RobustAccuracy(a)])
-    assert (
-        got[1] == pytest.approx(1.0, abs=0.02)
-        and got[2] == pytest.approx(by_hand(learn.model, x, y, a), abs=1e-6)
-        and got[2] < got[1]
-    )
+    assert got[1] == pytest.approx(1.0, abs=0.02)
+    assert got[2] == pytest.approx(by_hand(learn.model, x, y, a), abs=1e-6)
+    assert got[2] < got[1]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +66,8 @@ def test_robust_accuracy_is_the_number_by_hand(learn, a):
     ],
 )
 def test_column_names(a, name):
-    assert RobustAccuracy(a).name == name and RobustAccuracy(a, name='mine').name == 'mine'
+    assert RobustAccuracy(a).name == name
+    assert RobustAccuracy(a, name='mine').name == 'mine'
 
 
 def test_different_attacks_have_different_columns():
@@ -97,8 +95,7 @@ def test_metric_restores_the_model(learn):
     assert state_of(learn.model)[1:] == state[1:]
 
 
-# --- AdvValid
-# ----------------------------------------------------------------------------------------------------------------
+# --- AdvValid ---
 
 
 def test_every_metric_is_under_attack(learn):
@@ -108,10 +105,10 @@ def test_every_metric_is_under_attack(learn):
     adv = a(learn.model, x, y)
     with torch.no_grad():
         z = learn.model(adv)
-    assert acc == pytest.approx((z.argmax(1) == y).float().mean().item(), abs=1e-6) and loss == pytest.approx(
-        nn.functional.cross_entropy(z, y).item(), abs=1e-4
-    )
-    assert learn.validate()[1] > acc and not hasattr(learn, 'adv_valid')
+    assert acc == pytest.approx((z.argmax(1) == y).float().mean().item(), abs=1e-6)
+    assert loss == pytest.approx(nn.functional.cross_entropy(z, y).item(), abs=1e-4)
+    assert learn.validate()[1] > acc
+    assert not hasattr(learn, 'adv_valid')
 
 
 def test_seed_of_adv_valid(learn):
@@ -128,7 +125,8 @@ def test_get_preds_under_attack(learn):
     p, t = learn.get_preds(cbs=AdvValid(a))
     with torch.no_grad():
         want = learn.model(a(learn.model, x, y)).softmax(1)
-    assert torch.allclose(p, want, atol=1e-4) and torch.equal(t.as_subclass(torch.Tensor), y)
+    assert torch.allclose(p, want, atol=1e-4)
+    assert torch.equal(t.as_subclass(torch.Tensor), y)
 
 
 def test_no_attack_leaves_the_images_clean(learn):
@@ -144,9 +142,8 @@ def test_the_metric_starts_from_clean_images_under_adv_valid(learn):
     x, y = valid(learn)
     a, strong = PGD(EPS, steps=3), FGSM(0.3)
     got = validate(learn, [accuracy, RobustAccuracy(a)], cbs=AdvValid(strong))
-    assert got[2] == pytest.approx(by_hand(learn.model, x, y, a), abs=1e-6) and got[1] == pytest.approx(
-        by_hand(learn.model, x, y, strong), abs=1e-6
-    )
+    assert got[2] == pytest.approx(by_hand(learn.model, x, y, a), abs=1e-6)
+    assert got[1] == pytest.approx(by_hand(learn.model, x, y, strong), abs=1e-6)
 
 
 def test_adv_valid_attacks_no_training_batch():
@@ -173,11 +170,11 @@ def test_interpretation_follows():
     with l.added_cbs(AdvValid(a)):
         i = ClassificationInterpretation.from_learner(l)
         m = i.confusion_matrix()
-    assert m.trace() / len(y) == pytest.approx(want, abs=1e-6) and want < (predict(l.model, x) == y).float().mean()
+    assert m.trace() / len(y) == pytest.approx(want, abs=1e-6)
+    assert want < (predict(l.model, x) == y).float().mean()
 
 
-# --- predict and self_check
-# ----------------------------------------------------------------------------------------------------
+# --- predict and self_check ---
 
 
 def test_predict_is_in_evaluation_mode_and_restores():
@@ -185,11 +182,9 @@ def test_predict_is_in_evaluation_mode_and_restores():
     m[2].eval()
     x, state = torch.rand(7, 1, 6, 6), state_of(m)
     p = predict(m, x)
-    assert (
-        state_of(m) == state
-        and torch.equal(torch.cat([predict(m, x[i : i + 1]) for i in range(7)]), p)
-        and torch.equal(p, m.eval()(x).argmax(1))
-    )
+    assert state_of(m) == state
+    assert torch.equal(torch.cat([predict(m, x[i : i + 1]) for i in range(7)]), p)
+    assert torch.equal(p, m.eval()(x).argmax(1))
 
 
 class Net(nn.Module):
@@ -216,7 +211,8 @@ def test_planted_faults_are_named(k):
     f, words = FAULTS[k]
     x = torch.rand(16, 1, 28, 28, generator=torch.Generator().manual_seed(0))
     says = self_check(Net(f), x, torch.arange(16) % 4)
-    assert len(says) == 1 and words in says[0]
+    assert len(says) == 1
+    assert words in says[0]
 
 
 def test_log_probabilities_are_logits():
@@ -226,9 +222,8 @@ def test_log_probabilities_are_logits():
 
 def test_outputs_that_are_no_numbers_count_as_wrong():
     net, x = Net(lambda m, x: m(x) * float('nan')), torch.rand(16, 1, 28, 28)
-    assert (predict(net, x) == -1).all() and any(
-        'not a number for 100%' in o for o in self_check(net, x, torch.zeros(16).long())
-    )
+    assert (predict(net, x) == -1).all()
+    assert any('not a number for 100%' in o for o in self_check(net, x, torch.zeros(16).long()))
 
 
 def test_few_zero_gradients_are_no_fault_and_many_are():
@@ -263,8 +258,7 @@ def test_honest_models_get_no_remark(learn):
         assert self_check(m, x[:32], y[:32]) == []
 
 
-# --- pictures
-# --------------------------------------------------------------------------------------------------------------------
+# --- pictures ---
 
 
 def test_show_adv(learn):
@@ -273,7 +267,9 @@ def test_show_adv(learn):
     learn.show_adv(PGD(EPS, steps=2), max_n=3)
     axs = plt.gcf().axes
     titles = [a.get_title() for a in axs]
-    assert len(axs) == 9 and titles.count('delta, pgd2') == 3 and sum(t.startswith('quarter') for t in titles) == 6
+    assert len(axs) == 9
+    assert titles.count('delta, pgd2') == 3
+    assert sum(t.startswith('quarter') for t in titles) == 6
     plt.close('all')
 
 
@@ -285,18 +281,14 @@ def test_show_adv_says_what_a_wrong_clean_image_is(learn):
     x, p = x[:2], p[:2]
     for m, i in (('model', 0), ('learner', 0)):
         y = torch.stack([p[0], (p[1] + 1) % 4])  # the first is right, the second is not
-        (
-            show_adv(learn.model, x, y, FGSM(0.0), vocab='abcd')
-            if m == 'model'
-            else learn.show_adv(FGSM(0.0), dl=(x, y), max_n=2)
+        show_adv(learn.model, x, y, FGSM(0.0), vocab='abcd') if m == 'model' else learn.show_adv(
+            FGSM(0.0), dl=(x, y), max_n=2
         )
         t = [(a.get_title(), a.title.get_color()) for a in plt.gcf().axes]
         n = (lambda k: 'abcd'[k]) if m == 'model' else (lambda k: f'quarter {k}')
-        assert (
-            t[0] == t[2] == (n(int(p[0])), 'green')
-            and t[3] == (f'{n(int(p[1]))}, not {n(int(y[1]))}', 'red')
-            and t[5] == (n(int(p[1])), 'red')
-        )
+        assert t[0] == t[2] == (n(int(p[0])), 'green')
+        assert t[3] == (f'{n(int(p[1]))}, not {n(int(y[1]))}', 'red')
+        assert t[5] == (n(int(p[1])), 'red')
         plt.close('all')
 
 

@@ -14,14 +14,15 @@ def train(job, rank=0, world=1):
 
     names = {}
     exec(
-        'from fastai.vision.all import *\nfrom robust_nbdev.all import *\nfrom robust_nbdev.test_utils import'
-        ' tiny_vit\n' + job,
+        'from fastai.vision.all import *\nfrom robust_nbdev.all import *\n'
+        'from robust_nbdev.test_utils import tiny_vit\n' + job,
         names,
     )
     set_seed(0)
     x, y = torch.rand(32, 1, 28, 28), torch.randint(0, 4, (32,))
-    # what the two get, side by side
-    joined = [r * 16 + i for t in range(0, 16, 8) for r in range(2) for i in range(t, t + 8)]
+    joined = [
+        r * 16 + i for t in range(0, 16, 8) for r in range(2) for i in range(t, t + 8)
+    ]  # what the two get, side by side
 
     def split(idx, bs):
         return DataLoader([(x[i], y[i]) for i in idx], bs=bs, shuffle=False, device=torch.device('cpu'))
@@ -79,10 +80,9 @@ if __name__ == '__main__':
     import torch, torch.distributed as dist
     from fastai.distributed import DistributedDL
 
-    # fastai's own moves it to a GPU
     DistributedDL._broadcast = lambda self, t, rank: (lambda v: (dist.broadcast(v, rank), v.tolist())[1])(
         torch.LongTensor(t)
-    )
+    )  # fastai's own moves it to a GPU
     dist.init_process_group('gloo')
     folder, rank = Path(sys.argv[1]), dist.get_rank()
     torch.save(train((folder / 'job.py').read_text(), rank, 2), folder / f'{rank}.pth')
