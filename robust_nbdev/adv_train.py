@@ -34,7 +34,7 @@ class warmup:
         if epochs is not None and not epochs >= 1:
             raise ValueError(f'epochs is the length of the fit, at least 1, got {epochs}')
         self.eps = (eps if isinstance(eps, Ball) else L2(eps)).eps
-        self.pct = share(pct, 'pct')
+        self.pct = check_share(pct, 'pct')
         self.epochs = epochs
 
     def __call__(
@@ -60,7 +60,7 @@ class switch:
         pct: float,  # When, as a share of the training
         before: float = 0.0,  # What it is until then
     ):
-        share(pct, 'pct')
+        check_share(pct, 'pct')
         store_attr()
 
     def __call__(
@@ -96,7 +96,7 @@ class AdvTrain(AdvCallback):
         **fields,  # Other fields of the attack that follow a number or a schedule, such as `alpha`
     ):
         self.begin(attack, eps, fields)
-        self.clean_images = share(clean_images, 'clean_images')
+        self.clean_images = check_share(clean_images, 'clean_images')
         self.clean_loss = clean_loss
         self.joint = callable(clean_loss) or clean_loss > 0
 
@@ -740,7 +740,7 @@ class FreeAT(AdvTrain):
                 'FreeAT maximises the loss that is trained, with the step of FGSM(8/255) '
                 f'or PGD(8/255, alpha=...), got {attack!r}'
             )
-        self.replay = whole(replay, 'replay')
+        self.replay = check_whole(replay, 'replay')
 
     def before_train(self):
         super().before_train()
@@ -853,10 +853,9 @@ class AWP(AdvCallback):
 
     def __init__(
         self,
-        # Length of the move relative to the weight; a number or a schedule, such as `switch(.005, pct=.05)`
-        gamma=0.005,
+        gamma=0.005,  # Length of the move relative to the weight; a number or a schedule, such as `switch(.005, pct=.05)`
     ):
-        self.gamma = gamma if callable(gamma) else in_range(gamma, 'gamma')
+        self.gamma = gamma if callable(gamma) else check_range(gamma, 'gamma')
 
     def __repr__(self):
         return f'AWP({self.gamma if callable(self.gamma) else format(self.gamma, "g")})'

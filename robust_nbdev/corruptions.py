@@ -18,6 +18,7 @@ from scipy.stats import poisson
 from timm.data import ImageNetInfo
 from timm.utils.misc import natural_key
 from .core import *
+from .core import check_whole as whole
 from .datasets import *
 from .identity import alike, beside_weights, changed, fingerprint, identity, sketch, steady
 from .eval_data import eval_batches, fair, few_classes
@@ -30,28 +31,17 @@ from fastprogress.fastprogress import progress_bar
 
 # %% ../nbs/01c_corruptions.ipynb #685f4d3f
 NOISES = ('gaussian_noise', 'shot_noise', 'impulse_noise')
-CORRUPTIONS = (
-    *NOISES,
-    'defocus_blur',
-    'glass_blur',
-    'motion_blur',
-    'zoom_blur',
-    'snow',
-    'frost',
-    'fog',
-    'brightness',
-    'contrast',
-    'elastic_transform',
-    'pixelate',
-    'jpeg_compression',
-)
+_BLURS = ('defocus_blur', 'glass_blur', 'motion_blur', 'zoom_blur')
+_WEATHER = ('snow', 'frost', 'fog', 'brightness')
+_DIGITAL = ('contrast', 'elastic_transform', 'pixelate', 'jpeg_compression')
+CORRUPTIONS = NOISES + _BLURS + _WEATHER + _DIGITAL
 EXTRA_CORRUPTIONS = ('speckle_noise', 'gaussian_blur', 'spatter', 'saturate')
 
 _KINDS = {}
 
 
 def _kind(c32, c64, c224):
-    "Register a corruption under its name: what each severity means at 32, 64 and 224 pixels"
+    "Register a corruption under its name, with the settings of each severity at 32, 64 and 224 pixels"
 
     def _register(f):
         _KINDS[f.__name__[1:]] = SimpleNamespace(f=f, levels={32: c32, 64: c64, 224: c224})
@@ -60,22 +50,25 @@ def _kind(c32, c64, c224):
     return _register
 
 # %% ../nbs/01c_corruptions.ipynb #9d6b5252
+def _nearest_size(side, sizes):
+    return min(sizes, key=lambda t: abs(np.log(side / t)))
+
+
 def size_table(
     x: Tensor,  # Images [B,C,H,W]
 ) -> int:  # 32, 64 or 224
-    """The published size whose severities fit images of this size: the one whose ratio to the shorter side is nearest
-    to one"""
-    return min((32, 64, 224), key=lambda t: abs(np.log(min(x.shape[-2:]) / t)))
+    "The published size whose severities fit images of this size: the nearest, as a ratio to the shorter side"
+    return _nearest_size(min(x.shape[-2:]), (32, 64, 224))
 
 
 def _size_doubt(x, table, tables):
-    "A line for images [B,C,H,W] whose size is far from that of their settings, else nothing"
+    "A warning for images [B,C,H,W] whose size is far from that of their settings, else nothing"
     side = min(x.shape[-2:])
-    t = ifnone(table, min(tables, key=lambda t: abs(np.log(side / t))))
-    if max(side / t, t / side) < 1.25:
+    size = ifnone(table, _nearest_size(side, tables))
+    if max(side / size, size / side) < 1.25:
         return []
     return [
-        f'images of {side} pixels under the settings for {t} pixels, whose lengths in pixels are not scaled: '
+        f'images of {side} pixels under the settings for {size} pixels, whose lengths in pixels are not scaled: '
         f'compare with images of {side} pixels only'
     ]
 
@@ -100,34 +93,39 @@ def _speckle_noise(x, c, seed):
 
 @_kind([0.01, 0.02, 0.03, 0.05, 0.07], [0.01, 0.02, 0.05, 0.08, 0.14], [0.03, 0.06, 0.09, 0.17, 0.27])
 def _impulse_noise(x, c, seed):
-    return torch.where(uniform(seed, x) < c, (uniform(seed, x, 1) < 0.5).to(x), x)
+    hit = uniform(seed, x) < c
+    black_or_white = (uniform(seed, x, 1) < 0.5).to(x)
+    return torch.where(hit, black_or_white, x)
 
 
 @lru_cache
 def _photons(c):
-    "The Poisson distributions of all 256 grey levels, one above the other in one rising list, and the length of each"
-    k = np.arange(int(c + 12 * c**0.5 + 20))
-    return torch.from_numpy(
-        (poisson.cdf(k, np.arange(256)[:, None] / 255 * c) + 2 * np.arange(256)[:, None]).ravel()
-    ), len(k)
+    "The Poisson distributions of all 256 grey levels, one after the other in one rising list, and the length of each"
+    counts = np.arange(int(c + 12 * c**0.5 + 20))
+    levels = np.arange(256)[:, None]
+    rising = poisson.cdf(counts, levels / 255 * c) + 2 * levels
+    return torch.from_numpy(rising.ravel()), len(counts)
 
 
 @_kind([500, 250, 100, 75, 50], [250, 100, 50, 30, 15], [60, 25, 12, 5, 3])
 def _shot_noise(x, c, seed):
-    (cdf, n), level = _photons(c), (255 * x).round().long()
-    return (torch.searchsorted(cdf.to(x.device), uniform(seed, x).double() + 2 * level) - n * level).to(x) / c
+    cdf, n = _photons(c)
+    level = (255 * x).round().long()
+    position = torch.searchsorted(cdf.to(x.device), uniform(seed, x).double() + 2 * level)
+    return (position - n * level).to(x) / c
 
 # %% ../nbs/01c_corruptions.ipynb #f4892353
 @lru_cache
 def _gauss(n, sigma, mode, truncate):
     "A Gaussian filter over `n` pixels as a matrix [n,n], with scipy's treatment of the edges"
-    eye = np.eye(n)
-    return torch.from_numpy(
-        eye if sigma < 1e-9 else ndimage.gaussian_filter1d(eye, sigma, axis=0, mode=mode, truncate=truncate)
-    ).float()
+    matrix = np.eye(n)
+    if sigma >= 1e-9:
+        matrix = ndimage.gaussian_filter1d(matrix, sigma, axis=0, mode=mode, truncate=truncate)
+    return torch.from_numpy(matrix).float()
 
 
 def _smooth(x, sigma, mode='nearest', truncate=4.0):
+    "Images under a Gaussian blur"
     h, w = [_gauss(n, sigma, mode, truncate).to(x) for n in x.shape[-2:]]
     return h @ x @ w.T
 
@@ -139,15 +137,18 @@ def _gaussian_blur(x, c, seed):
 # %% ../nbs/01c_corruptions.ipynb #06f728f0
 @lru_cache
 def _disk(radius, alias):
-    "The image of a point through a lens out of focus, its edge softened"
-    n = 8 if radius <= 8 else radius
-    j, i = np.arange(-n, n + 1), np.arange(-2, 3) if radius > 8 else np.arange(-1, 2)
-    k, g = (j[:, None] ** 2 + j**2 <= radius**2).astype(float), np.exp(-(i**2) / (2 * alias**2))
-    k = k / k.sum()
-    for ax in (0, 1):
-        k = ndimage.convolve1d(k, g / g.sum(), axis=ax, mode='mirror')
-    r = int(abs(j[(k > 0).any(0)]).max())
-    return torch.from_numpy(k[n - r : n + r + 1, n - r : n + r + 1]).float()
+    "The image of a point through a lens out of focus, its edge softened by a Gaussian of deviation `alias`"
+    n = radius if radius > 8 else 8
+    j = np.arange(-n, n + 1)
+    i = np.arange(-2, 3) if radius > 8 else np.arange(-1, 2)
+    disk = (j[:, None] ** 2 + j**2 <= radius**2).astype(float)
+    disk /= disk.sum()
+    soft = np.exp(-(i**2) / (2 * alias**2))
+    soft /= soft.sum()
+    for axis in (0, 1):
+        disk = ndimage.convolve1d(disk, soft, axis=axis, mode='mirror')
+    r = int(abs(j[(disk > 0).any(0)]).max())
+    return torch.from_numpy(disk[n - r : n + r + 1, n - r : n + r + 1]).float()
 
 
 @_kind(
@@ -156,21 +157,21 @@ def _disk(radius, alias):
     [(3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)],
 )
 def _defocus_blur(x, c, seed):
-    k, (b, ch, h, w) = _disk(*c).to(x), x.shape
-    return F.conv2d(
-        F.pad(x, [len(k) // 2] * 4, mode='reflect').view(b * ch, 1, h + len(k) - 1, w + len(k) - 1), k[None, None]
-    ).view(x.shape)
+    disk = _disk(*c).to(x)
+    padded = F.pad(x, [len(disk) // 2] * 4, mode='reflect').flatten(0, 1)[:, None]
+    return F.conv2d(padded, disk[None, None]).view(x.shape)
 
 # %% ../nbs/01c_corruptions.ipynb #57dc79db
 def _jumble(steps, h, w, d):
-    """Where each pixel's value comes from, after every pixel in turn has been overwritten by a neighbour; `steps`:
-    [times,2,H,W]"""
+    "Source of each pixel's value, after every pixel in turn was overwritten by a neighbour; `steps`: [times,2,H,W]"
     r, c = np.mgrid[h - d : d : -1, w - d : d : -1]
-    p, to = list(range(h * w)), (r * w + c).ravel().tolist()
+    source = list(range(h * w))
+    to = (r * w + c).ravel().tolist()
     for dy, dx in steps:
-        for a, b in zip(to, ((r + dy[r, c]) * w + c + dx[r, c]).ravel().tolist()):
-            p[a] = p[b]
-    return p
+        neighbours = ((r + dy[r, c]) * w + c + dx[r, c]).ravel().tolist()
+        for a, b in zip(to, neighbours):
+            source[a] = source[b]
+    return source
 
 
 @_kind(
@@ -179,22 +180,27 @@ def _jumble(steps, h, w, d):
     [(0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)],
 )
 def _glass_blur(x, c, seed):
-    (sigma, d, times), (b, ch, h, w) = c, x.shape
+    sigma, d, times = c
+    b, ch, h, w = x.shape
     x = _bits(_smooth(x, sigma))
     steps = (uniform(seed, x.new_empty(b, times, 2, h, w)) * 2 * d).long() - d
-    p = torch.tensor([_jumble(o, h, w, d) for o in steps.cpu().numpy()], device=x.device)
-    return _smooth(x.flatten(2).gather(2, p[:, None].expand(-1, ch, -1)).view(x.shape), sigma)
+    sources = torch.tensor([_jumble(o, h, w, d) for o in steps.cpu().numpy()], device=x.device)
+    moved = x.flatten(2).gather(2, sources[:, None].expand(-1, ch, -1)).view(x.shape)
+    return _smooth(moved, sigma)
 
 # %% ../nbs/01c_corruptions.ipynb #2bc77159
 def _streak(x, angle, radius, sigma):
-    "ImageMagick's motion blur: half a Gaussian along `angle` [B] in degrees; the edge pixels go on outside"
-    k = np.exp(-(np.arange(2 * radius + 1) ** 2) / (2 * sigma**2))
-    k = k[k > 1e-5] / k[k > 1e-5].sum()
-    n, (h, w), out = len(k) - 1, x.shape[-2:], torch.zeros_like(x)
-    for o, px, a in zip(out, F.pad(x, [n] * 4, mode='replicate'), np.deg2rad(angle.tolist())):
-        for j, v in enumerate(k):
-            t, l = [n + int(np.ceil(j * f(a) - 0.5)) for f in (np.sin, np.cos)]
-            o.add_(px[:, t : t + h, l : l + w], alpha=float(v))
+    "ImageMagick's motion blur: half a Gaussian along `angle` [B] in degrees; edge pixels are repeated outside"
+    weights = np.exp(-(np.arange(2 * radius + 1) ** 2) / (2 * sigma**2))
+    weights = weights[weights > 1e-5] / weights[weights > 1e-5].sum()
+    n = len(weights) - 1
+    h, w = x.shape[-2:]
+    out = torch.zeros_like(x)
+    padded = F.pad(x, [n] * 4, mode='replicate')
+    for o, image, a in zip(out, padded, np.deg2rad(angle.tolist())):
+        for j, v in enumerate(weights):
+            top, left = [n + int(np.ceil(j * f(a) - 0.5)) for f in (np.sin, np.cos)]
+            o.add_(image[:, top : top + h, left : left + w], alpha=float(v))
     return out
 
 
@@ -211,21 +217,28 @@ def _motion_blur(x, c, seed):
     return _streak(x, _angle(seed, -45, 45), *c)
 
 # %% ../nbs/01c_corruptions.ipynb #4a32d8ab
+def _middle(x, h, w):
+    "The middle [B,C,h,w] of images"
+    top, left = (x.shape[-2] - h) // 2, (x.shape[-1] - w) // 2
+    return x[..., top : top + h, left : left + w]
+
+
 def _zoom(x, f):
     "The middle of images, magnified `f` times"
-    (h, w), (ch, cw) = x.shape[-2:], [int(np.ceil(o / f)) for o in x.shape[-2:]]
-    t, l = (h - ch) // 2, (w - cw) // 2
-    y = F.interpolate(
-        x[..., t : t + ch, l : l + cw], size=(round(ch * f), round(cw * f)), mode='bilinear', align_corners=True
-    )
-    t, l = (y.shape[-2] - h) // 2, (y.shape[-1] - w) // 2
-    return y[..., t : t + h, l : l + w]
+    h, w = x.shape[-2:]
+    ch, cw = int(np.ceil(h / f)), int(np.ceil(w / f))
+    size = (round(ch * f), round(cw * f))
+    larger = F.interpolate(_middle(x, ch, cw), size=size, mode='bilinear', align_corners=True)
+    return _middle(larger, h, w)
 
 
-@_kind(
-    *[[np.arange(1, hi, 0.01) for hi in (1.06, 1.11, 1.16, 1.21, 1.26)]] * 2,
-    [np.arange(1, hi, by) for hi, by in ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03))],
-)
+_small_zooms = [np.arange(1, most, 0.01) for most in (1.06, 1.11, 1.16, 1.21, 1.26)]
+_large_zooms = [
+    np.arange(1, most, step) for most, step in ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03))
+]
+
+
+@_kind(_small_zooms, _small_zooms, _large_zooms)
 def _zoom_blur(x, c, seed):
     return (x + sum(_zoom(x, f) for f in c)) / (len(c) + 1)
 
@@ -240,13 +253,14 @@ def _plasma(seed, n, decay):
 
     while step >= 2:
         on, half = slice(0, None, step), slice(step // 2, None, step)
-        c = m[:, on, on]
-        two = c + c.roll(-1, 1)
+        corners = m[:, on, on]
+        two = corners + corners.roll(-1, 1)
         fill(half, half, two + two.roll(-1, 2))
-        d = m[:, half, half]
-        fill(on, half, d + d.roll(1, 1) + c + c.roll(-1, 2))
-        fill(half, on, d + d.roll(1, 2) + c + c.roll(-1, 1))
-        step, amp = step // 2, amp / decay
+        middles = m[:, half, half]
+        fill(on, half, middles + middles.roll(1, 1) + corners + corners.roll(-1, 2))
+        fill(half, on, middles + middles.roll(1, 2) + corners + corners.roll(-1, 1))
+        step = step // 2
+        amp = amp / decay
     m = m - m.amin((1, 2), keepdim=True)
     return m / m.amax((1, 2), keepdim=True)
 
@@ -257,12 +271,18 @@ def _plasma(seed, n, decay):
     [(1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)],
 )
 def _fog(x, c, seed):
-    (a, decay), (h, w), top = c, x.shape[-2:], x.amax((1, 2, 3), keepdim=True)
-    return (x + a * _plasma(seed, 1 << (max(h, w) - 1).bit_length(), decay)[:, None, :h, :w]) * top / (top + a)
+    density, decay = c
+    h, w = x.shape[-2:]
+    brightest = x.amax((1, 2, 3), keepdim=True)
+    side = 1 << (max(h, w) - 1).bit_length()  # the next power of two
+    cloud = _plasma(seed, side, decay)[:, None, :h, :w]
+    return (x + density * cloud) * brightest / (brightest + density)
 
 # %% ../nbs/01c_corruptions.ipynb #3e53fac8
 def _grey(x):
-    return x if x.shape[1] == 1 else (x * x.new_tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1, keepdim=True)
+    if x.shape[1] == 1:
+        return x
+    return (x * x.new_tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1, keepdim=True)
 
 
 @_kind(
@@ -290,10 +310,13 @@ def _grey(x):
 )
 def _snow(x, c, seed, angle=None):
     mean, std, zoom, least, radius, sigma, keep = c
+    if angle is None:
+        angle = _angle(seed, -135, -45)
     flakes = _zoom(mean + std * _normal(seed, x[:, :1]), zoom)
     flakes = _bits(torch.where(flakes < least, 0, flakes).clamp(0, 1))
-    flakes = _streak(flakes, _angle(seed, -135, -45) if angle is None else angle, radius, sigma)
-    return keep * x + (1 - keep) * torch.maximum(x, 1.5 * _grey(x) + 0.5) + flakes + flakes.rot90(2, (2, 3))
+    flakes = _streak(flakes, angle, radius, sigma)
+    whitened = torch.maximum(x, 1.5 * _grey(x) + 0.5)
+    return keep * x + (1 - keep) * whitened + flakes + flakes.rot90(2, (2, 3))
 
 # %% ../nbs/01c_corruptions.ipynb #39e6fda8
 _FROST = {
@@ -302,13 +325,15 @@ _FROST = {
     'frost3.png': '2d0d50b4a9',
     'frost4.jpg': '3f8b91ca1a',
     'frost5.jpg': '5fc6a19df4',
-}
+}  # the photographs and the beginning of their SHA-256
 
 
 def _frost_folder():
-    for pkg, sub in (('corrupt_tta', 'assets/frost'), ('imagecorruptions', 'frost'), ('imagenet_c', 'frost')):
-        spec = importlib.util.find_spec(pkg)
-        for o in spec.submodule_search_locations or [] if spec else []:
+    for package, sub in (('corrupt_tta', 'assets/frost'), ('imagecorruptions', 'frost'), ('imagenet_c', 'frost')):
+        spec = importlib.util.find_spec(package)
+        if spec is None:
+            continue
+        for o in spec.submodule_search_locations or []:
             if (Path(o) / sub).is_dir():
                 return Path(o) / sub
     raise ImportError("frost needs photographs of ice: pip install corrupt-tta, or leave frost out of the corruptions")
@@ -318,11 +343,12 @@ def _frost_folder():
 def _photos():
     "The five photographs of ImageNet-C [3,H,W], on 256 levels"
     out, folder = [], _frost_folder()
-    for f, sha in _FROST.items():
-        b = (folder / f).read_bytes()
-        if not hashlib.sha256(b).hexdigest().startswith(sha):
-            raise ValueError(f'{folder / f} is not the photograph of ImageNet-C: install corrupt-tta again')
-        out.append(torch.from_numpy(np.array(Image.open(io.BytesIO(b)).convert('RGB'))).permute(2, 0, 1))
+    for name, sha in _FROST.items():
+        data = (folder / name).read_bytes()
+        if not hashlib.sha256(data).hexdigest().startswith(sha):
+            raise ValueError(f'{folder / name} is not the photograph of ImageNet-C: install corrupt-tta again')
+        photo = Image.open(io.BytesIO(data)).convert('RGB')
+        out.append(torch.from_numpy(np.array(photo)).permute(2, 0, 1))
     return out
 
 
@@ -333,14 +359,18 @@ def _photo(i, h, w):
 
 def _ice(scale, h, w):
     "The photographs at `scale`, or larger where an image of h times w pixels would not fit in"
-    fit = lambda n, m, t: max(m, round(t * n))
-    ts = [max(scale, h / o.shape[1], w / o.shape[2]) for o in _photos()]
-    return [_photo(i, fit(o.shape[1], h, t), fit(o.shape[2], w, t)) for i, (o, t) in enumerate(zip(_photos(), ts))]
+    out = []
+    for i, photo in enumerate(_photos()):
+        ph, pw = photo.shape[1:]
+        t = max(scale, h / ph, w / pw)
+        out.append(_photo(i, max(h, round(t * ph)), max(w, round(t * pw))))
+    return out
 
 # %% ../nbs/01c_corruptions.ipynb #a7b82813
 def _crop(photo, h, w, u, v):
-    t, l = [int(o * max(n - m, 1)) for o, n, m in zip((u, v), photo.shape[1:], (h, w))]
-    return photo[:, t : t + h, l : l + w]
+    "A piece of h times w pixels, at the shares `u`, `v` of the way down and across"
+    top, left = [int(o * max(n - m, 1)) for o, n, m in zip((u, v), photo.shape[1:], (h, w))]
+    return photo[:, top : top + h, left : left + w]
 
 
 @_kind(
@@ -349,27 +379,35 @@ def _crop(photo, h, w, u, v):
     [(1, 0.4, 1.0), (0.8, 0.6, 1.0), (0.7, 0.7, 1.0), (0.65, 0.7, 1.0), (0.6, 0.75, 1.0)],
 )
 def _frost(x, c, seed):
-    (a, b, scale), (h, w) = c, x.shape[-2:]
+    keep, strength, scale = c
+    h, w = x.shape[-2:]
     photos = _ice(scale, h, w)
-    ice = torch.stack(
-        [_crop(photos[int(i * 5)], h, w, u, v) for i, u, v in uniform(seed, x.new_empty(len(x), 3)).tolist()]
-    ).to(x)
-    return a * x + b * (ice if x.shape[1] == 3 else _grey(ice))
+    choices = uniform(seed, x.new_empty(len(x), 3)).tolist()
+    ice = torch.stack([_crop(photos[int(i * 5)], h, w, u, v) for i, u, v in choices]).to(x)
+    if x.shape[1] != 3:
+        ice = _grey(ice)
+    return keep * x + strength * ice
 
 # %% ../nbs/01c_corruptions.ipynb #c35419d7
+def _equalised(levels):
+    "Histogram equalisation of uint8 levels, as numbers from 0 to 255"
+    seen = np.cumsum(np.bincount(levels.ravel(), minlength=256))
+    low = seen[seen > 0][0]
+    return (255 * (seen[levels] - low) / max(levels.size - low, 1)).round()
+
+
 def _drops(liquid):
     "How much water lies where, between 0 and 1, shaded at the rims of the drops [H,W]"
     wet = liquid > 0
     rim = wet & ~ndimage.binary_erosion(wet)
     if not rim.any():
         return np.zeros_like(liquid)
-    d = ndimage.uniform_filter(np.minimum(ndimage.distance_transform_edt(~rim), 20), 3).astype(np.uint8)
-    seen = np.cumsum(np.bincount(d.ravel(), minlength=256))
-    low = seen[seen > 0][0]
-    d = (255 * (seen[d] - low) / max(d.size - low, 1)).round()
-    d = ndimage.correlate(d, np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]]), mode='mirror').clip(0, 255)
-    m = liquid * ndimage.uniform_filter(d, 3)
-    return m / max(m.max(), 1e-9)
+    distance = np.minimum(ndimage.distance_transform_edt(~rim), 20)
+    levels = _equalised(ndimage.uniform_filter(distance, 3).astype(np.uint8))
+    emboss = np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]])
+    shaded = ndimage.correlate(levels, emboss, mode='mirror').clip(0, 255)
+    water = liquid * ndimage.uniform_filter(shaded, 3)
+    return water / max(water.max(), 1e-9)
 
 
 @_kind(
@@ -396,23 +434,17 @@ def _drops(liquid):
     ],
 )
 def _spatter(x, c, seed):
-    mean, std, sigma, least, much, mud = c
+    mean, std, sigma, least, much, is_mud = c
     liquid = _smooth(mean + std * _normal(seed, x[:, :1]), sigma)
-    colour = x.new_tensor([63, 42, 20] if mud else [175, 238, 238]).view(1, 3, 1, 1) / 255
+    colour = x.new_tensor([63, 42, 20] if is_mud else [175, 238, 238]).view(1, 3, 1, 1) / 255
     if x.shape[1] == 1:
         colour = _grey(colour)
-    if not mud:
-        return (
-            x
-            + much
-            * colour
-            * torch.from_numpy(np.stack([_drops(np.where(o < least, 0, o)) for o in liquid[:, 0].cpu().numpy()])).to(x)[
-                :, None
-            ]
-        )
-    m = _smooth((liquid > least).to(x), much)
-    m = torch.where(m < 0.8, 0, m)
-    return x * (1 - m) + colour * m
+    if is_mud:
+        mud = _smooth((liquid > least).to(x), much)
+        mud = torch.where(mud < 0.8, 0, mud)
+        return x * (1 - mud) + colour * mud
+    water = [_drops(np.where(o < least, 0, o)) for o in liquid[:, 0].cpu().numpy()]
+    return x + much * colour * torch.from_numpy(np.stack(water)).to(x)[:, None]
 
 # %% ../nbs/01c_corruptions.ipynb #40d10384
 @_kind([0.05, 0.1, 0.15, 0.2, 0.3], *[[0.1, 0.2, 0.3, 0.4, 0.5]] * 2)
@@ -424,8 +456,8 @@ def _brightness(x, c, seed):
 
 @_kind([0.75, 0.5, 0.4, 0.3, 0.15], *[[0.4, 0.3, 0.2, 0.1, 0.05]] * 2)
 def _contrast(x, c, seed):
-    m = x.mean((2, 3), keepdim=True)
-    return (x - m) * c + m
+    mean = x.mean((2, 3), keepdim=True)
+    return (x - mean) * c + mean
 
 
 @_kind(
@@ -434,19 +466,24 @@ def _contrast(x, c, seed):
     [(0.3, 0), (0.1, 0), (2, 0), (5, 0.1), (20, 0.2)],
 )
 def _saturate(x, c, seed):
+    factor, more = c
     v, low = x.amax(1, keepdim=True), x.amin(1, keepdim=True)
     d = v - low
-    hue = torch.where(d > 0, (v - x) / d.clamp(min=1e-9), x.new_tensor([0.0, 1, 1])[: x.shape[1]].view(-1, 1, 1))
-    return v * (1 - (c[0] * d / v.clamp(min=1e-9) + c[1]).clamp(0, 1) * hue)
+    hue_of_grey = x.new_tensor([0.0, 1, 1])[: x.shape[1]].view(-1, 1, 1)
+    hue = torch.where(d > 0, (v - x) / d.clamp(min=1e-9), hue_of_grey)
+    saturation = (factor * d / v.clamp(min=1e-9) + more).clamp(0, 1)
+    return v * (1 - saturation * hue)
 
 # %% ../nbs/01c_corruptions.ipynb #61585ebb
 def _sample(x, rows, cols, corners, pad='reflection'):
     "Images at fractional positions [B,H,W]; reflected about the outermost pixels' centres (`corners`) or edges"
-    g = [
-        2 * o / (n - 1) - 1 if corners else (2 * o + 1) / n - 1
-        for o, n in zip((cols, rows), (x.shape[-1], x.shape[-2]))
-    ]
-    return F.grid_sample(x, torch.stack(g, -1).to(x), mode='bilinear', padding_mode=pad, align_corners=corners)
+    h, w = x.shape[-2:]
+
+    def share(o, n):
+        return 2 * o / (n - 1) - 1 if corners else (2 * o + 1) / n - 1
+
+    positions = torch.stack([share(cols, w), share(rows, h)], -1).to(x)
+    return F.grid_sample(x, positions, mode='bilinear', padding_mode=pad, align_corners=corners)
 
 
 def _grid(x):
@@ -455,13 +492,14 @@ def _grid(x):
 
 def _jolt(x, seed, far):
     "An affine map that moves three points by at most `far` pixels"
-    (b, _, h, w), one = x.shape, x.new_ones(len(x), 3, 1)
-    c, d = x.new_tensor([w // 2, h // 2]), min(h, w) // 3
-    pts = torch.stack([c + d, c + x.new_tensor([d, -d]), c - d]).expand(b, -1, -1)
-    to = pts + far * (2 * uniform(seed, pts, 3) - 1)
+    b, _, h, w = x.shape
+    centre, d = x.new_tensor([w // 2, h // 2]), min(h, w) // 3
+    points = torch.stack([centre + d, centre + x.new_tensor([d, -d]), centre - d]).expand(b, -1, -1)
+    moved = points + far * (2 * uniform(seed, points, 3) - 1)
+    affine = torch.linalg.solve(torch.cat([moved, x.new_ones(b, 3, 1)], -1), points)
     r, c = _grid(x)
-    src = torch.stack([c, r, torch.ones_like(r)], -1).view(-1, 3) @ torch.linalg.solve(torch.cat([to, one], -1), pts)
-    return _sample(x, src[..., 1].view(b, h, w), src[..., 0].view(b, h, w), corners=True)
+    source = torch.stack([c, r, torch.ones_like(r)], -1).view(-1, 3) @ affine
+    return _sample(x, source[..., 1].view(b, h, w), source[..., 0].view(b, h, w), corners=True)
 
 # %% ../nbs/01c_corruptions.ipynb #913d16f4
 _side = lambda rows: [tuple(o * 244 / 224 for o in r) for r in rows]
@@ -481,21 +519,27 @@ def _elastic_transform(x, c, seed):
 
 # %% ../nbs/01c_corruptions.ipynb #2732741b
 def _each(x, f):
-    "`f` of every image, as PIL knows it"
-    px = (255 * x).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-    out = np.stack([np.asarray(f(Image.fromarray(o if o.shape[2] == 3 else o[..., 0]))) for o in px])
-    return torch.from_numpy(out.reshape(px.shape)).permute(0, 3, 1, 2).to(x) / 255
+    "`f` of every image, as a PIL image"
+    pixels = (255 * x).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+    images = [Image.fromarray(o if o.shape[2] == 3 else o[..., 0]) for o in pixels]
+    out = np.stack([np.asarray(f(o)) for o in images]).reshape(pixels.shape)
+    return torch.from_numpy(out).permute(0, 3, 1, 2).to(x) / 255
+
+
+def _coarse(image, share):
+    small = image.resize((int(image.width * share), int(image.height * share)), Image.BOX)
+    return small.resize(image.size, Image.BOX)
 
 
 @_kind([0.95, 0.9, 0.85, 0.75, 0.65], [0.9, 0.8, 0.7, 0.6, 0.5], [0.6, 0.5, 0.4, 0.3, 0.25])
 def _pixelate(x, c, seed):
-    return _each(x, lambda o: o.resize((int(o.width * c), int(o.height * c)), Image.BOX).resize(o.size, Image.BOX))
+    return _each(x, lambda o: _coarse(o, c))
 
 
-def _jpeg(o, quality):
-    f = io.BytesIO()
-    o.save(f, 'JPEG', quality=quality)
-    return Image.open(f)
+def _jpeg(image, quality):
+    file = io.BytesIO()
+    image.save(file, 'JPEG', quality=quality)
+    return Image.open(file)
 
 
 @_kind([80, 65, 58, 50, 40], [65, 58, 50, 40, 25], [25, 18, 15, 10, 7])
@@ -537,6 +581,7 @@ def corrupt(
     severity: int,  # 1 to 5
     seed=0,  # An int, mixed with each image's pixels; or an int64 tensor [B], one seed per image
     table: int = None,  # Severities of which size: 32, 64 or 224; None: `size_table(x)`
+    floor: bool = False,  # Cut off to whole levels, as in the published files; False: round
 ) -> Tensor:  # Same shape and type, in [0,1], on the 256 levels of an 8-bit file
     "Images under a corruption; the same image and seed give the same pixels whatever the batch"
     given = _check_kind(x, name, severity, table)
@@ -546,7 +591,9 @@ def corrupt(
     level = kind.levels[ifnone(table, size_table(x))][severity - 1]
     with torch.autocast(x.device.type, enabled=False):
         x = kind.f(x, level, seeds)
-    return _bits(x.clamp(0, 1)).to(given)
+    x = x.clamp(0, 1)
+    x = (x * 255 + 1e-3).floor() / 255 if floor else _bits(x)  # 1e-3: whole levels in float32 stay what they are
+    return x.to(given)
 
 # %% ../nbs/01c_corruptions.ipynb #208cdd40
 def show_corruptions(
@@ -558,22 +605,18 @@ def show_corruptions(
 ):
     "A grid of one image under corruptions"
     names, severities = L(names), L(severities)
-    blocks = -(-len(names) // rows)
-    rows = min(rows, len(names))
-    fig, axs = plt.subplots(
-        rows,
-        blocks * (len(severities) + 1),
-        figsize=(0.75 * blocks * (len(severities) + 1), 0.85 * rows),
-        squeeze=False,
-        layout='constrained',
-    )
+    blocks, rows = -(-len(names) // rows), min(rows, len(names))
+    width = len(severities) + 1
+    size = (0.75 * blocks * width, 0.85 * rows)
+    fig, axs = plt.subplots(rows, blocks * width, figsize=size, squeeze=False, layout='constrained')
     for ax in axs.flat:
         ax.axis('off')
     for i, name in enumerate(names):
-        row = axs[i % rows][(i // rows) * (len(severities) + 1) :]
-        for ax, o in zip(row, [x[None]] + [corrupt(x[None], name, o, seed) for o in severities]):
+        row = axs[i % rows][(i // rows) * width :]
+        images = [x[None]] + [corrupt(x[None], name, o, seed) for o in severities]
+        for ax, o in zip(row, images):
             show_image(o[0].as_subclass(Tensor).cpu(), ctx=ax, cmap='gray', vmin=0, vmax=1)
-        row[0].set_title(name.replace('_', ' '), fontsize=10, loc='left')
+        row[0].set_title(name.replace('_', ' '), fontsize=12, loc='left')
 
 # %% ../nbs/01c_corruptions.ipynb #801795d3
 def distortion(
@@ -582,16 +625,19 @@ def distortion(
     seed: int = 0,  # Of the random ones
 ) -> pd.DataFrame:  # A row per corruption, a column per severity
     "How far corruptions move a pixel: root mean square over a batch"
-    return pd.DataFrame(
-        {s: {n: (corrupt(x, n, s, seed) - x).square().mean().sqrt().item() for n in names} for s in range(1, 6)}
-    ).rename_axis(columns='severity')
+
+    def rms(name, severity):
+        return (corrupt(x, name, severity, seed) - x).square().mean().sqrt().item()
+
+    columns = {severity: {name: rms(name, severity) for name in names} for severity in range(1, 6)}
+    return pd.DataFrame(columns).rename_axis(columns='severity')
 
 # %% ../nbs/01c_corruptions.ipynb #38c169eb
 _MOVES = {}
 
 
 def _move(p32, p224):
-    "Register a perturbation sequence under its name: its settings at 32 and 224 pixels"
+    "Register a perturbation sequence under its name, with its settings at 32 and 224 pixels"
 
     def _register(f):
         _MOVES[f.__name__[5:]] = SimpleNamespace(f=f, settings={32: p32, 224: p224})
@@ -616,7 +662,8 @@ def _all(x, angle):
 
 @_move((21, 9, 6, 1.8), (31, 4, 10, 3))
 def _seq_motion_blur(x, seed, c):
-    return [_streak(x, _all(x, (i + 1 - c[0]) * c[1]), *c[2:]) for i in range(c[0])]
+    frames, degrees, radius, sigma = c
+    return [_streak(x, _all(x, (i + 1 - frames) * degrees), radius, sigma) for i in range(frames)]
 
 
 @_move((0.05, 0.3, 2, 0.5, 10, 2, 0.85), (0.05, 0.3, 3, 0.5, 14, 4, 0.85))
@@ -630,23 +677,22 @@ def _seq_brightness(x, seed, c):
 
 # %% ../nbs/01c_corruptions.ipynb #b8a31a88
 def _warp(x, m):
-    """Images under a projective map: `m` [3,3] takes the position (column, row, 1) of an output pixel to where its
-    value is; black outside"""
+    """Images under a projective map, black outside: `m` [3,3] takes the position (column, row, 1) of an output pixel to
+    where its value is"""
     r, c = _grid(x)
-    u, v, t = (torch.stack([c, r, torch.ones_like(r)], -1).double() @ m.T.to(x.device)).unbind(-1)
-    return _sample(
-        x, (v / t).float().expand(len(x), -1, -1), (u / t).float().expand(len(x), -1, -1), corners=True, pad='zeros'
-    )
+    positions = torch.stack([c, r, torch.ones_like(r)], -1).double() @ m.T.to(x.device)
+    u, v, t = positions.unbind(-1)
+    rows, columns = [(o / t).float().expand(len(x), -1, -1) for o in (v, u)]
+    return _sample(x, rows, columns, corners=True, pad='zeros')
 
 
 def _about(x, a):
     "A linear map [2,2] about the middle of the image, as a projective one"
-    m, mid = (
-        torch.eye(3, dtype=torch.float64),
-        torch.tensor([(x.shape[-1] - 1) / 2, (x.shape[-2] - 1) / 2], dtype=torch.float64),
-    )
+    h, w = x.shape[-2:]
+    middle = torch.tensor([(w - 1) / 2, (h - 1) / 2], dtype=torch.float64)
+    m = torch.eye(3, dtype=torch.float64)
     m[:2, :2] = torch.tensor(a, dtype=torch.float64)
-    m[:2, 2] = mid - m[:2, :2] @ mid
+    m[:2, 2] = middle - m[:2, :2] @ middle
     return m
 
 
@@ -656,21 +702,27 @@ def _larger(x, f):
 
 @_move((16, 7), (41, 20))
 def _seq_translate(x, seed, c):
+    frames, middle = c
+
     def shift(n):
         return _warp(x, torch.tensor([[1, 0, -n], [0, 1, 0], [0, 0, 1]], dtype=torch.float64))
 
-    return [shift(i - c[1]) for i in range(c[0])]
+    return [shift(i - middle) for i in range(frames)]
 
 
 @_move(1, 1)
 def _seq_rotate(x, seed, c):
-    cs = [(np.cos(a), np.sin(a)) for a in np.deg2rad([c * (i - 15) for i in range(31)])]
-    return [_warp(x, _about(x, [[o, p], [-p, o]])) for o, p in cs]
+    def rotated(angle):
+        cos, sin = np.cos(angle), np.sin(angle)
+        return _warp(x, _about(x, [[cos, sin], [-sin, cos]]))
+
+    return [rotated(a) for a in np.deg2rad([c * (i - 15) for i in range(31)])]
 
 
 @_move((70, 2), (40, 2.5))
 def _seq_scale(x, seed, c):
-    return [_larger(x, (c[0] + c[1] * i) / 100) for i in range(31)]
+    first_percent, step = c
+    return [_larger(x, (first_percent + step * i) / 100) for i in range(31)]
 
 # %% ../nbs/01c_corruptions.ipynb #8867ecaf
 @_move(0.004, 0.004)
@@ -686,17 +738,16 @@ def _seq_zoom_blur(x, seed, c):
 def _seq_tilt(x, seed, c):
     h, w = x.shape[-2:]
     f = np.hypot(w, h)
+    lift = np.array([[1, 0, -w / 2], [0, 1, -h / 2], [0, 0, 1], [0, 0, 1]])
+    back = np.eye(4)
+    back[2, 3] = f
+    project = np.array([[f, 0, w / 2, 0], [0, f, h / 2, 0], [0, 0, 1, 0]])
 
-    def view(a):
-        s, o = np.sin(a), np.cos(a)
-        lift = np.array([[1, 0, -w / 2], [0, 1, -h / 2], [0, 0, 1], [0, 0, 1]])
-        rx, ry = (
-            np.array([[1, 0, 0, 0], [0, o, -s, 0], [0, s, o, 0], [0, 0, 0, 1]]),
-            np.array([[o, 0, -s, 0], [0, 1, 0, 0], [s, 0, o, 0], [0, 0, 0, 1]]),
-        )
-        back = np.eye(4)
-        back[2, 3] = f
-        return np.array([[f, 0, w / 2, 0], [0, f, h / 2, 0], [0, 0, 1, 0]]) @ back @ rx @ ry @ lift
+    def view(angle):
+        sin, cos = np.sin(angle), np.cos(angle)
+        about_x = np.array([[1, 0, 0, 0], [0, cos, -sin, 0], [0, sin, cos, 0], [0, 0, 0, 1]])
+        about_y = np.array([[cos, 0, -sin, 0], [0, 1, 0, 0], [sin, 0, cos, 0], [0, 0, 0, 1]])
+        return project @ back @ about_x @ about_y @ lift
 
     return [_warp(x, torch.from_numpy(np.linalg.inv(view(np.deg2rad(c * (i - 15)))))) for i in range(31)]
 
@@ -730,7 +781,8 @@ def perturb(
     given = _check_kind(x, 'fog', 1, None)
     _check_seed(seed)
     x, move = _bits(given.float()).contiguous(), _MOVES[name]
-    table = ifnone(table, 32 if min(x.shape[-2:]) < 85 else 224)
+    if table is None:
+        table = 32 if min(x.shape[-2:]) < 85 else 224
     seeds = mix64(image_seed(x, seed) - 1 - PERTURBATIONS.index(name))
     with torch.autocast(x.device.type, enabled=False):
         out = move.f(x, seeds, move.settings[table])
@@ -770,6 +822,7 @@ ALEXNET_P = dict(
 
 
 def _pick(o, names, what):
+    "The values of exactly these names; ValueError where one is missing"
     o = getattr(o, what, o)
     gone = [n for n in names if n not in o]
     if gone:
@@ -780,14 +833,17 @@ def _pick(o, names, what):
 
 
 def _own_base(errors, base):
-    if base is ALEXNET_C and not getattr(errors, 'imagenet', True):
-        raise ValueError(
-            "AlexNet's errors are those on ImageNet-C: for other images give base=, the report of a reference network"
-            " on the same images"
-        )
+    "Refuse AlexNet's errors for images on which they were not measured"
+    if base is not ALEXNET_C or getattr(errors, 'imagenet', True):
+        return
+    raise ValueError(
+        "AlexNet's errors are those on ImageNet-C: for other images give base=, "
+        'the report of a reference network on the same images'
+    )
 
 
 def _ratio(a, b, names):
+    "The mean ratio in percent"
     if bad := [n for n, o in zip(names, b) if o <= 0]:
         raise ValueError(f'the reference has nothing to divide by at {", ".join(bad)}: choose one that errs there')
     return 100 * float((a / b).mean())
@@ -810,26 +866,27 @@ def relative_mce(
     base_clean: float = None,  # Its error on clean images; None: the report's, or AlexNet's
     names=CORRUPTIONS,  # What to average
 ) -> float:  # In percent: 100 for the reference itself
-    "How much corruptions cost beyond clean images, relative to the reference"
+    "Error that corruptions add to the clean error, relative to the reference"
     _own_base(errors, base)
-    c0, b0 = [
-        ifnone(c, getattr(o, 'clean_error', d))
-        for c, o, d in ((clean, errors, None), (base_clean, base, ALEXNET_CLEAN if base is ALEXNET_C else None))
-    ]
-    if c0 is None or b0 is None:
+    if clean is None:
+        clean = getattr(errors, 'clean_error', None)
+    if base_clean is None:
+        base_clean = ALEXNET_CLEAN if base is ALEXNET_C else getattr(base, 'clean_error', None)
+    if clean is None or base_clean is None:
         raise ValueError('relative mCE needs the error on clean images: give clean= and base_clean=')
-    return _ratio(_pick(errors, names, 'errors') - c0, _pick(base, names, 'errors') - b0, names)
+    return _ratio(_pick(errors, names, 'errors') - clean, _pick(base, names, 'errors') - base_clean, names)
 
 # %% ../nbs/01c_corruptions.ipynb #ed0180f1
 def flips(
     preds,  # Predicted classes [N,T] of N sequences
     noise: bool,  # Compare with the first frame (noise), else each frame with the one before
 ) -> np.ndarray:  # [N] between 0 and 1
-    "How often each sequence changes its class: the flip probability of each, whose mean is the perturbation's"
+    "The share of frames at which each sequence changes its class; the mean is the perturbation's flip probability"
     p = np.asarray(preds)
     if p.ndim != 2 or p.shape[1] < 2:
         raise ValueError(f'expected classes [N,T] of sequences of at least two frames, got shape {list(p.shape)}')
-    return (p[:, 1:] != (p[:, :1] if noise else p[:, :-1])).mean(1)
+    before = p[:, :1] if noise else p[:, :-1]
+    return (p[:, 1:] != before).mean(1)
 
 
 def mfr(
@@ -838,10 +895,11 @@ def mfr(
     names=PERTURBATIONS,  # What to average
 ) -> float:  # In percent: 100 for the reference itself
     "Mean flip rate; raises ValueError where one of the ten is missing"
-    if base is ALEXNET_P and getattr(rates, 'attrs', {}).get('data', 'ImageNet-P') != 'ImageNet-P':
+    data = getattr(rates, 'attrs', {}).get('data', 'ImageNet-P')
+    if base is ALEXNET_P and data != 'ImageNet-P':
         raise ValueError(
-            "AlexNet's rates are those on ImageNet-P: for other images give base=, what flip_report says of a reference"
-            " network on the same images"
+            "AlexNet's rates are those on ImageNet-P: for other images give base=, "
+            'what flip_report says of a reference network on the same images'
         )
     return _ratio(_pick(rates, names, 'flip'), _pick(base, names, 'flip'), names)
 
@@ -859,8 +917,7 @@ class CifarC:
     def __init__(
         self,
         path,  # Folder with `labels.npy`, `fog.npy`, ...
-        # Images of each severity, from the start, or balanced where files come class by class; None: all
-        n: int = None,
+        n: int = None,  # Images of each severity, from the start, or balanced where files come class by class; None: all
     ):
         self.path = _folder(path, 'labels.npy and a file per corruption')
         if not (self.path / 'labels.npy').is_file():
@@ -869,8 +926,8 @@ class CifarC:
         five = self.y.reshape(5, -1) if self.y.ndim == 1 and len(self.y) % 5 == 0 else None
         if five is None or (five != five[0]).any():
             raise ValueError(
-                f'{self.path}/labels.npy must hold the same labels five times, once per severity; it has shape '
-                f'{list(self.y.shape)}'
+                f'{self.path}/labels.npy must hold the same labels five times, once per severity; '
+                f'it has shape {list(self.y.shape)}'
             )
         self.n, self.name = five.shape[1] if n is None else whole(n), self.path.name
         if self.n > five.shape[1]:
@@ -926,16 +983,15 @@ def _outputs(checked, names):
     bad = [o for o in checked if not o.isdecimal()]
     if bad:
         raise ValueError(
-            f'the class folder {bad[0]!r} is no number of an output: give classes=, the names in the order of '
-            'its outputs'
+            f'the class folder {bad[0]!r} is no number of an output: give classes=, '
+            'the names in the order of its outputs'
         )
     return torch.tensor([int(o) for o in names])
 
 
 def class_positions(
     names,  # Names of class folders
-    # Names of all the model's classes, in the order of its outputs; None: those of ImageNet, or the numbers themselves
-    classes=None,
+    classes=None,  # Names of all the model's classes, in the order of its outputs; None: ImageNet's, or the numbers
 ) -> Tensor:  # [len(names)] int64
     "Which of the model's outputs stands for each folder; raises ValueError for an unknown one"
     if classes is None and numeric(names):
@@ -947,16 +1003,15 @@ def class_positions(
         raise ValueError(f'{twice[0]!r} is the name of several outputs: give classes= with names that differ')
     if gone:
         raise ValueError(
-            f'{len(gone)} of {len(names)} class folders are unknown to the model, among them {gone[:3]}: give '
-            'classes=, the names in the order of its outputs'
+            f'{len(gone)} of {len(names)} class folders are unknown to the model, among them {gone[:3]}: '
+            'give classes=, the names in the order of its outputs'
         )
     return torch.tensor([o2i[o] for o in names])
 
 # %% ../nbs/01c_corruptions.ipynb #70cfc090
 def wnid_images(
     path,  # Holds a folder of images per class, such as imagenet-a, imagenet-r, or gaussian_noise/3 of ImageNet-C
-    # Count labels within the folders at hand (0 to 199 for ImageNet-A) instead of among the model's classes
-    subset: bool = False,
+    subset: bool = False,  # Count labels within the folders at hand (0 to 199 for ImageNet-A), not among all classes
     classes=None,  # See `class_positions`
     size: int = 224,  # Pixels
     pct: float = 0.875,  # Share of the shorter side to keep; 1 for images that are cut already
@@ -982,7 +1037,7 @@ def wnid_images(
 
 # %% ../nbs/01c_corruptions.ipynb #d3b1f10b
 class ImageNetC:
-    "ImageNet-C: folders corruption/severity/class; images of 224 pixels, cut already, which stay as they are"
+    "ImageNet-C: folders corruption/severity/class; images of 224 pixels, already cut, which stay as they are"
 
     def __init__(
         self,
@@ -990,12 +1045,8 @@ class ImageNetC:
         classes=None,  # Names of the model's classes; None: ImageNet's
         **kw,  # For `wnid_images`: `n`, `bs`, `num_workers`
     ):
-        self.path, self.classes, self.kw, self.name = (
-            _folder(path, 'a folder per corruption'),
-            classes,
-            kw,
-            'ImageNet-C',
-        )
+        self.path = _folder(path, 'a folder per corruption')
+        self.classes, self.kw, self.name = classes, kw, 'ImageNet-C'
 
     def pick(
         self,
@@ -1003,11 +1054,12 @@ class ImageNetC:
         severity: int,  # 1 to 5
     ) -> TfmdDL:  # Batches (images, labels)
         "The images of one severity"
-        found = [d for d in (self.path / name, *sorted(self.path.glob(f'*/{name}'))) if (d / str(severity)).is_dir()]
+        folders = [self.path / name, *sorted(self.path.glob(f'*/{name}'))]
+        found = [d / str(severity) for d in folders if (d / str(severity)).is_dir()]
         if not found:
             raise FileNotFoundError(f'{self.path} holds no folder {name}/{severity}')
         kw = merge(dict(pct=1.0, name=f'{name} {severity}'), self.kw)
-        return wnid_images(found[0] / str(severity), classes=self.classes, **kw)
+        return wnid_images(found[0], classes=self.classes, **kw)
 
     def __repr__(self):
         return f'{self.name} in {self.path.name}'
@@ -1043,25 +1095,35 @@ class CifarP:
             yield torch.from_numpy(np.ascontiguousarray(o)).permute(0, 1, 4, 2, 3) / 255
 
 # %% ../nbs/01c_corruptions.ipynb #e2128a78
+def _frames(file):
+    "All frames of a video file [3,H,W], uint8; none where it cannot be read"
+    try:
+        import cv2
+    except ImportError as e:
+        raise ImportError("reading videos needs OpenCV: pip install opencv-python-headless") from e
+    video, out = cv2.VideoCapture(str(file)), []
+    while True:
+        ok, frame = video.read()
+        if not ok:
+            break
+        out.append(torch.from_numpy(frame[..., ::-1].copy()).permute(2, 0, 1))  # OpenCV has blue first
+    video.release()
+    return out
+
+
 def read_video(
     path,  # A video file, or a folder of frames
 ) -> Tensor:  # [T,3,H,W] in [0,1]
     "All frames, in order; raises ImportError without OpenCV, ValueError for an unreadable file"
     path = Path(path)
     if path.is_dir():
-        frames = sorted(get_image_files(path), key=lambda f: natural_key(f.name))
-        return torch.stack([torch.from_numpy(np.array(open_image(f))).permute(2, 0, 1) for f in frames]) / 255
-    try:
-        import cv2
-    except ImportError as e:
-        raise ImportError("reading videos needs OpenCV: pip install opencv-python-headless") from e
-    v, out = cv2.VideoCapture(str(path)), []
-    while (o := v.read())[0]:
-        out.append(torch.from_numpy(o[1][..., ::-1].copy()).permute(2, 0, 1))
-    v.release()
-    if not out:
-        raise ValueError(f'{path} is no video that OpenCV can read')
-    return torch.stack(out) / 255
+        files = sorted(get_image_files(path), key=lambda f: natural_key(f.name))
+        frames = [torch.from_numpy(np.array(open_image(f))).permute(2, 0, 1) for f in files]
+    else:
+        frames = _frames(path)
+        if not frames:
+            raise ValueError(f'{path} is no video that OpenCV can read')
+    return torch.stack(frames) / 255
 
 
 class ImageNetP:
@@ -1081,17 +1143,18 @@ class ImageNetP:
     ) -> Iterator:  # Of tensors [1,T,3,H,W] in [0,1]
         "Batches of one perturbation"
         found = [o for d in (self.path / name, *self.path.glob(f'*/{name}')) for o in d.glob('*/*')]
-        fs = sorted((o for o in found if o.suffix in ('.mp4', '.avi') or o.is_dir()), key=lambda f: natural_key(str(f)))
-        if not fs:
+        videos = [o for o in found if o.suffix in ('.mp4', '.avi') or o.is_dir()]
+        videos.sort(key=lambda f: natural_key(str(f)))
+        if not videos:
             raise FileNotFoundError(f'{self.path} holds no videos of {name}')
-        if len(fs) < (self.n or 0):
-            raise ValueError(f'asked for n={self.n} sequences, {self.path} has {len(fs)} of {name}')
-        for i in np.linspace(0, len(fs) - 1, ifnone(self.n, len(fs))).round().astype(int):
-            yield read_video(fs[i])[None]
+        if len(videos) < (self.n or 0):
+            raise ValueError(f'asked for n={self.n} sequences, {self.path} has {len(videos)} of {name}')
+        for i in np.linspace(0, len(videos) - 1, ifnone(self.n, len(videos))).round().astype(int):
+            yield read_video(videos[i])[None]
 
 # %% ../nbs/01c_corruptions.ipynb #9f7d6bd0
 class SubsetLogits(Wrapper):
-    "A model that answers with some of its classes only"
+    "A model that predicts among some of its classes only"
 
     def __init__(
         self,
@@ -1106,11 +1169,11 @@ class SubsetLogits(Wrapper):
         x: Tensor,  # Images [B,C,H,W] in [0,1]
     ) -> Tensor:  # Logits [B,n] of the classes that are kept
         "Run the model and keep the logits of some classes"
-        z = self.model(x)
-        if int(self.at.max()) >= z.shape[1]:
+        z, largest = self.model(x), int(self.at.max())
+        if largest >= z.shape[1]:
             raise ValueError(
-                f'class {int(self.at.max())} is wanted of a model with {z.shape[1]} outputs: give classes=, the names'
-                ' in the order of its outputs'
+                f'class {largest} is wanted of a model with {z.shape[1]} outputs: give classes=, '
+                'the names in the order of its outputs'
             )
         return z[:, self.at]
 
@@ -1121,33 +1184,36 @@ def subset_report(
     path,  # Folder of ImageNet-A, ImageNet-R or the like
     classes=None,  # Names of the model's classes in the order of its outputs; None: ImageNet's
     **kw,  # For `wnid_images`: `size`, `n`, `bs`, ...; `pct`, `interp`, `crop_mode`: else the model's, see `timm_fit`
-) -> pd.DataFrame:  # A row per protocol: accuracy between 0 and 1 with its 95% interval, n, and how many classes could be said; `.attrs['images']` says how they were cut
+) -> pd.DataFrame:  # A row per protocol: accuracy, 95% interval, n, classes; `.attrs['images']`: how they are cut
     "Accuracy on images of some of the classes, under both protocols"
-    at, full = class_positions(class_folders(path), classes), len(ifnone(classes, imagenet_classes()))
-    ok, dev = {'subset': [], 'all': []}, next((p.device for p in model.parameters()), None)
+    at = class_positions(class_folders(path), classes)
+    full = len(ifnone(classes, imagenet_classes()))
+    device = next((p.device for p in model.parameters()), None)
     dl = wnid_images(path, subset=True, classes=classes, **merge(timm_fit(model, kw.get('size', 224)), kw))
-    for _, x, y in eval_batches(dl, device=dev):
+    correct = {'subset': [], 'all': []}
+    for _, x, y in eval_batches(dl, device=device):
         with attack_mode(model), torch.no_grad():
             z = check_logits(outputs(model, x), x)
         if z.shape[1] != full:
             raise ValueError(
-                f'the model has {z.shape[1]} outputs, the list of classes {full}: give classes=, the names in '
-                'the order of its outputs'
+                f'the model has {z.shape[1]} outputs, the list of classes {full}: give classes=, '
+                'the names in the order of its outputs'
             )
-        said = ~z.isnan().any(1).cpu()  # an answer that is not a number is wrong
-        ok['subset'].append((z[:, at.to(z.device)].argmax(1) == y).cpu() & said)
-        ok['all'].append((z.argmax(1).cpu() == at[y.cpu()]) & said)
-    ok, classes = {k: torch.cat(v) for k, v in ok.items()}, dict(subset=len(at), all=full)
-    rows = [
-        dict(
-            protocol=k,
-            accuracy=v.float().mean().item(),
-            interval=interval(v.sum(), len(v)),
-            n=len(v),
-            classes=classes[k],
+        finite = ~z.isnan().any(1).cpu()  # an output that is not a number is a wrong prediction
+        correct['subset'].append((z[:, at.to(z.device)].argmax(1) == y).cpu() & finite)
+        correct['all'].append((z.argmax(1).cpu() == at[y.cpu()]) & finite)
+    n_classes, rows = dict(subset=len(at), all=full), []
+    for protocol, batches in correct.items():
+        ok = torch.cat(batches)
+        rows.append(
+            dict(
+                protocol=protocol,
+                accuracy=ok.float().mean().item(),
+                interval=interval(ok.sum(), len(ok)),
+                n=len(ok),
+                classes=n_classes[protocol],
+            )
         )
-        for k, v in ok.items()
-    ]
     df = pd.DataFrame(rows).set_index('protocol')
     df.attrs['images'] = dl.about
     return df
@@ -1186,7 +1252,7 @@ class CorruptionReport(Report):
 
     @property
     def imagenet(self):
-        "Are the images those of ImageNet-C, so that AlexNet's errors are those of the same files?"
+        "True where the images are those of ImageNet-C, so that AlexNet's errors are those on the same files"
         return self.meta['data'] == 'ImageNet-C'
 
     def accuracy(
@@ -1194,12 +1260,13 @@ class CorruptionReport(Report):
         noise: bool = True,  # False: over the twelve without noise
     ) -> float:  # 0 to 1
         "Mean accuracy over the fifteen corruptions"
-        return 1 - float(_pick(self, [o for o in CORRUPTIONS if noise or o not in NOISES], 'errors').mean())
+        names = [o for o in CORRUPTIONS if noise or o not in NOISES]
+        return 1 - float(_pick(self, names, 'errors').mean())
 
 # %% ../nbs/01c_corruptions.ipynb #8049b322
 @patch
 def headline(self: CorruptionReport) -> str:  # One line
-    "What was measured, and the clean accuracy where clean images were there"
+    "What was measured, and the clean accuracy if there are clean images"
     return self.meta['title'] + ('' if self.clean is None else f'; clean {100 * self.clean:.1f}%')
 
 
@@ -1224,16 +1291,20 @@ def plot(
 ) -> plt.Axes:  # The axes
     "A bar per corruption, its mean accuracy, with a dot per severity"
     t = 100 * self.table[::-1]
-    ax = ax or plt.subplots(figsize=(6, 0.6 + 0.25 * len(t)), layout='constrained')[1]
-    bars = ax.barh(np.arange(len(t)) + shift, t['mean'], label=label, alpha=0.5, **{'height': 0.8, **kw})
-    for s in t.columns[:-1]:
-        ax.plot(t[s], np.arange(len(t)) + shift, '.', ms=3, color=bars[0].get_facecolor(), alpha=1)
+    at = np.arange(len(t)) + shift
+    if ax is None:
+        _, ax = plt.subplots(figsize=(7, 0.8 + 0.33 * len(t)), layout='constrained')
+    bars = ax.barh(at, t['mean'], label=label, alpha=0.5, **{'height': 0.8, **kw})
+    colour = bars[0].get_facecolor()
+    for severity in t.columns[:-1]:
+        ax.plot(t[severity], at, '.', ms=4, color=colour, alpha=1)
     if self.clean is not None:
-        ax.axvline(100 * self.clean, ls=':', lw=1, color=bars[0].get_facecolor(), alpha=1)
-    ax.set_yticks(range(len(t)), [o.replace('_', ' ') for o in t.index], fontsize=8)
-    ax.set(xlabel=f'accuracy %, n={self.meta["n"]}; dotted: clean', xlim=(0, 100))
+        ax.axvline(100 * self.clean, ls=':', lw=1, color=colour, alpha=1)
+    ax.set_yticks(range(len(t)), [o.replace('_', ' ') for o in t.index], fontsize=11)
+    ax.set_xlabel(f'accuracy %, n={self.meta["n"]}; dotted: clean', fontsize=11)
+    ax.set_xlim(0, 100)
     if label:
-        ax.legend(fontsize=8)
+        ax.legend(fontsize=11)
     return ax
 
 
@@ -1247,9 +1318,9 @@ def save(
     Report.save(self, out, page=False)
     if not page or self.table.empty:
         return
-    ax = self.plot()
-    ax.figure.savefig(Path(out) / 'report.png', dpi=110)
-    plt.close(ax.figure)
+    figure = self.plot().figure
+    figure.savefig(Path(out) / 'report.png', dpi=110)
+    plt.close(figure)
 
 # %% ../nbs/01c_corruptions.ipynb #845c90c8
 class Corrupted:
@@ -1270,7 +1341,7 @@ class Corrupted:
         self.name = 'corrupted here'
 
     def clean(self) -> Iterator:  # Of (positions, images, labels)
-        "Batches of the clean images; the report itself says where they are of few classes"
+        "Batches of the clean images; the report itself warns where they are of few classes"
         return _batches(fair(self.data, self.n)[0], self.n, self.bs, self.device)
 
     def pick(
@@ -1520,8 +1591,7 @@ def corruption_report(
 
 # %% ../nbs/01c_corruptions.ipynb #344c7b31
 class CorruptValid(AdvCallback):
-    """Corrupt every validation batch, so that metrics and predictions are those on corrupted images; a second is
-    refused.
+    """Corrupt every validation batch, so that metrics are those on corrupted images; a second copy is refused.
     It comes before `AdvValid`, whose attack then starts from the corrupted images"""
 
     order, run_train, run_valid = AdvValid.order - 0.5, False, True
@@ -1546,23 +1616,32 @@ class CorruptValid(AdvCallback):
 
 # %% ../nbs/01c_corruptions.ipynb #2346466b
 def _sequences(data, name, n, seed, bs, table, dev):
-    "Sequences [B,T,C,H,W] and the labels of their images [B], nothing where they are files"
+    "Sequences [B,T,C,H,W] and the labels of their images [B]; None for labels where they are files"
     if hasattr(data, 'pick'):
-        yield from ((o, None) for o in data.pick(name))
-    else:
-        k = max(bs // 31, 1)  # sequences whose frames are `bs` images
-        for i, x, y in _batches(fair(data, n)[0], n, k, dev):
-            for o in _size_doubt(x, table, (32, 224)) if i[0] == 0 else []:
+        for o in data.pick(name):
+            yield o, None
+        return
+    k = max(bs // 31, 1)  # sequences whose frames are `bs` images
+    for i, x, y in _batches(fair(data, n)[0], n, k, dev):
+        if i[0] == 0:
+            for o in _size_doubt(x, table, (32, 224)):
                 warnings.warn(o)
-            yield from ((perturb(o, name, seed, table), t) for o, t in zip(check_images(x).split(k), y.split(k)))
+        for images, labels in zip(check_images(x).split(k), y.split(k)):
+            yield perturb(images, name, seed, table), labels
 
 
 def _flip_doubts(model, x, data, n, ys):
-    "Says where clean images, of labels `ys`, are of few of the classes of the model's outputs for images [B,C,H,W]"
+    "Warn where clean images, of labels `ys`, are of few of the classes of the model's outputs for images [B,C,H,W]"
     if n is None or ys[0] is None:
         return
     for o in _few(data, n, torch.cat(ys).cpu(), _logits(model, x).shape[1]):
         warnings.warn(o)
+
+
+def _frame_classes(model, frames, bs, dev):
+    "Predicted classes [B,T] of sequences [B,T,C,H,W]"
+    batches = frames.flatten(0, 1).split(bs)
+    return torch.cat([predict(model, check_images(o.to(dev), model)).cpu() for o in batches]).view(frames.shape[:2])
 
 
 def flip_report(
@@ -1574,30 +1653,27 @@ def flip_report(
     bs: int = 512,  # Frames at a time; sequences are perturbed whole, so at least one
     table: int = None,  # See `perturb`
 ) -> pd.DataFrame:  # A row per perturbation: frames, flip probability, its standard error over sequences, n, seed
-    "How often predictions change along perturbation sequences, whether they are right or not"
-    dev, rows = next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None, []
+    "How often predictions change along perturbation sequences, whether or not they are correct"
+    dev = next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None
     if hasattr(data, 'pick') and n is not None:
         raise ValueError(f'n= goes with clean images: give it to {type(data).__name__}(path, n=...)')
     if n is not None:
         whole(n)
     _check_seed(seed)
+    rows = []
     for name in L(names):
-
-        def classes(o):
-            ps = [predict(model, check_images(f.to(dev), model)).cpu() for f in o.flatten(0, 1).split(bs)]
-            return torch.cat(ps).view(o.shape[:2])
-
-        ps, ys = [], []
-        for o, y in _sequences(data, name, n, seed, bs, table, dev):
-            ps.append(classes(o))
-            ys.append(y)
-        if not ps:
+        preds, labels = [], []
+        for frames, y in _sequences(data, name, n, seed, bs, table, dev):
+            preds.append(_frame_classes(model, frames, bs, dev))
+            labels.append(y)
+        if not preds:
             raise ValueError('there are no images to evaluate: the data is empty')
         if not rows:
-            _flip_doubts(model, o[0, :1].to(dev), data, n, ys)
-        f = np.concatenate([flips(p, 'noise' in name) for p in ps])
-        se = f.std(ddof=1) / len(f) ** 0.5 if len(f) > 1 else np.nan
-        rows.append(dict(perturbation=name, frames=ps[0].shape[1], flip=f.mean(), se=se, n=len(f), seed=seed))
+            _flip_doubts(model, frames[0, :1].to(dev), data, n, labels)
+        flip = np.concatenate([flips(p, 'noise' in name) for p in preds])
+        error = flip.std(ddof=1) / len(flip) ** 0.5 if len(flip) > 1 else np.nan
+        n_frames = preds[0].shape[1]
+        rows.append(dict(perturbation=name, frames=n_frames, flip=flip.mean(), se=error, n=len(flip), seed=seed))
     df = pd.DataFrame(rows).set_index('perturbation')
     df.attrs['data'] = getattr(data, 'name', 'perturbed here')
     return df

@@ -50,9 +50,9 @@ def _value(k, v, root):
     if k == 'device':
         return str(torch.device(v))
     if k in _WHOLE:
-        return whole(int(v), k, _WHOLE[k])
+        return check_whole(int(v), k, _WHOLE[k])
     if k == 'eps':
-        return in_range(int(v) if v.isdigit() else number(v), k)
+        return check_range(int(v) if v.isdigit() else number(v), k)
     for read in (int, number):
         try:
             return read(v)
@@ -125,8 +125,7 @@ def _warn_typos(inis):
 
 # %% ../nbs/00b_data.ipynb #6ec470d1
 def settings(
-    # A section of `settings.ini`; default: the variable ROBUST_PROFILE, else `profile` in `[DEFAULT]`
-    profile: str = None,
+    profile: str = None,  # A section of `settings.ini`; default: the variable ROBUST_PROFILE, else `profile` in `[DEFAULT]`
 ) -> RunSettings:  # Typed values; `.profile` is the section
     "The run settings of one profile; raises ValueError for an unknown one, and for a bad value, with its place"
     inis = _inis()
@@ -256,7 +255,7 @@ def balanced(
     "Positions of `n` items, the same number from each class as far as they last; raises ValueError if there are fewer"
     if n is None:
         return np.arange(len(y))
-    if not 1 <= whole(n, 'n', 0) <= len(y):
+    if not 1 <= check_whole(n, 'n', 0) <= len(y):
         raise ValueError(f'{n} images asked for, {len(y)} exist')
     p = np.random.default_rng(seed).permutation(len(y))
     groups = pd.Series(y[p]).groupby(y[p])
@@ -460,10 +459,10 @@ class CenterFit(DisplayedTransform):
         if crop_mode not in ('center', 'squash'):
             raise ValueError(
                 f"crop_mode must be 'center' or 'squash', got {crop_mode!r}: "
-                "borders need a colour, which is not known here"
+                'borders need a colour, which is not known here'
             )
         self.size, self.pct = _hw(size), pct
-        self.interp = one_of(interp, 'interp', _INTERP)
+        self.interp = check_option(interp, 'interp', _INTERP)
         self.crop_mode = crop_mode
 
     def encodes(self, o: Image.Image):  # An image
@@ -808,8 +807,7 @@ def _split_dirs(path):
 
 
 def read_folders(
-    # Holds `train/` and `test/`, `val/` or `valid/`, with a folder of images per class; or the class folders
-    path: Path,
+    path: Path,  # Holds `train/` and `test/`, `val/` or `valid/`, with a folder of images per class; or the class folders
     name: str = '',  # Not used
 ) -> ImageSource | None:  # None | None: there is nothing of the kind
     "Images whose folder is their class"

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['interval', 'Report', 'predict', 'self_check', 'Curve', 'eps_curve', 'steps_curve', 'AdvValid', 'RobustAccuracy',
-           'show_adv', 'to_8bit', 'save_adv', 'lpips_dist', 'Verdicts', 'hunt', 'run_attack', 'Run', 'robust_report',
-           'fingerprint', 'identity', 'sketch', 'alike', 'hard_labels', 'unfair', 'fair', 'few_classes', 'eval_batches',
-           'Feed', 'packed']
+           'show_adv', 'save_adv', 'lpips_dist', 'Verdicts', 'hunt', 'run_attack', 'Run', 'robust_report',
+           'fingerprint', 'identity', 'sketch', 'alike', 'to_8bit', 'hard_labels', 'unfair', 'fair', 'few_classes',
+           'eval_batches', 'Feed', 'packed']
 
 # %% ../nbs/01b_evaluate.ipynb #3a9f66eb
 import base64, json, os, platform, re, time, warnings, zipfile
@@ -34,6 +34,7 @@ _all_ = [
     'identity',
     'sketch',
     'alike',
+    'to_8bit',
     'hard_labels',
     'unfair',
     'fair',
@@ -100,8 +101,7 @@ class Report:
         self,
         meta: dict,  # What was measured: title, model, n, seed, ...
         rows=(),  # A dict per attack
-        # Attack -> [N] bool: right or wrong; for random models the share of draws that are right
-        verdicts: dict = None,
+        verdicts: dict = None,  # Attack -> [N] bool: right or wrong; for random models the share of draws that are right
         warnings=(),  # Sentences
         preds: dict = None,  # Attack -> [N] predicted classes; 'label': the right ones; 'position': see `positions`
     ):
@@ -1017,7 +1017,7 @@ def _one_type(model, x):
         return
     raise ValueError(
         f"the model's weights are {dtype}, the images {x.dtype}: use model.float(), "
-        "and fast=True for attacks in low precision"
+        'and fast=True for attacks in low precision'
     )
 
 

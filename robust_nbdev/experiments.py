@@ -324,7 +324,7 @@ def rows(
     done = _done(name, profile, out, **where)
     return pd.DataFrame([r['key'] | r['numbers'] | dict(seconds=r['made']['core_seconds']) for r in done])
 
-# %% ../nbs/01g_experiments.ipynb #ae4dea17
+# %% ../nbs/01g_experiments.ipynb #a66bd813
 def _missing(e, s):
     "The datasets that an experiment needs and this machine does not have; nothing is downloaded"
     res = []
@@ -343,12 +343,12 @@ def _missing(e, s):
 
 
 def _pace(found):
-    """Seconds for a pass of an image, and the most memory, by the rows of this kind of machine; None where there are
-    none"""
+    "Seconds (on a CPU of one core) for a pass of an image, and the most memory, on this kind of machine; or None"
+    seconds = 'seconds' if torch.cuda.is_available() else 'core_seconds'
     here = [r['made'] for r in found if r and r['made']['machine'] == _machine() and r['made']['cost']]
     if not here:
         return None, None
-    return sum(o['seconds'] for o in here) / sum(o['cost'] for o in here), max(o['memory_gb'] or 0 for o in here)
+    return sum(o[seconds] for o in here) / sum(o['cost'] for o in here), max(o['memory_gb'] or 0 for o in here)
 
 
 def _status(e, s, out):
@@ -426,18 +426,19 @@ def difference(
         raise ValueError(f'{name}: {a} was measured on {of_a[0]}, {b} on {of_b[0]}: compare on the same images')
     return paired(right_a, right_b)
 
-# %% ../nbs/01g_experiments.ipynb #5861a264
+# %% ../nbs/01g_experiments.ipynb #2905fc1b
 def _mean(found, of):
     return sum(of(r) for r in found) / len(found)
 
 
-def judge_rows(
+def judge_rows(  # noqa: PLR0913
     claim: Claim,  # That `a` is better than `b`
     name: str,  # Of an experiment
     a: dict,  # Keys of the first method
     b: dict,  # Keys of the second, the baseline
     attack: str = 'strong',  # As the rows name it; or `'clean'`
     classes: int = 10,  # Number of classes
+    cost: float = None,  # What `a` paid, relative to `b`; None: by the rows
     profile=None,  # Section of settings.ini, or `RunSettings`
     out=None,  # Folder of all results
 ) -> Verdict:  # By the rule that all papers share
@@ -451,8 +452,10 @@ def judge_rows(
     needs = [learned(_mean(base, lambda r: r['numbers']['clean']) / 100, classes)]
     if attack != 'clean':
         needs.append(above_chance(_mean(base, lambda r: r['numbers'][attack]) / 100, classes, base[0]['verdicts']['n']))
-    cost = [_mean(o, lambda r: r['made']['cost']) for o in found]
-    return judge(claim, effect, needs, cost[0] / cost[1] if cost[1] else 1.0)
+    paid = [_mean(o, lambda r: r['made']['cost']) for o in found]
+    if cost is None:
+        cost = paid[0] / paid[1] if paid[1] else 1.0
+    return judge(claim, effect, needs, cost)
 
 # %% ../nbs/01g_experiments.ipynb #c34f6ebe
 def published_table(

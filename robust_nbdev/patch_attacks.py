@@ -148,8 +148,7 @@ def _attends(model):
     m = unwrap(model)
     if not (isinstance(m, (VisionTransformer, Cait)) or getattr(m, 'token_attention', False)):
         raise TypeError(
-            f'{type(m).__name__} has no attention between all patches of an image: use a timm ViT, DeiT or CaiT, plain'
-            ' or inside Normalized. RandomOcclusion(patch=16) takes any model'
+            f'{type(m).__name__} has no attention between all patches of an image: use a timm ViT, DeiT or CaiT, plain or inside Normalized. RandomOcclusion(patch=16) takes any model'
         )
     return m
 
@@ -225,8 +224,7 @@ def _vit_cells(model, x):
     size, (h, w) = _cuts(model, x), x.shape[-2:]
     if not pad and (h % size[0] or w % size[1]):
         raise ValueError(
-            f'images of {h}x{w} are not a multiple of the patch, {size[0]}x{size[1]} pixels: resize them to'
-            f' {max(h // size[0], 1) * size[0]}x{max(w // size[1], 1) * size[1]}'
+            f'images of {h}x{w} are not a multiple of the patch, {size[0]}x{size[1]} pixels: resize them to {max(h // size[0], 1) * size[0]}x{max(w // size[1], 1) * size[1]}'
         )
     return patch_cells(x, size)
 
@@ -269,8 +267,7 @@ def grad(
     att = [(o.mean(1) * chosen).sum(1) / self.patches for o in obj.model.log] if self.weight else []
     if not all(o.requires_grad for o in att):
         raise ValueError(
-            'the model hides its attention from the gradient: model.set_grad_checkpointing(False), or'
-            ' PatchFool(weight=0)'
+            'the model hides its attention from the gradient: model.set_grad_checkpointing(False), or PatchFool(weight=0)'
         )
     gs = [torch.autograd.grad(o.sum(), d, retain_graph=j < len(att))[0] for j, o in enumerate([v, *att])]
     for g in gs:

@@ -31,23 +31,25 @@ class RVTStem(nn.Module):
         in_chans: int = 3,  # Channels
         embed_dim: int = 384,  # Width D
         hidden: int = 32,  # Channels of the first convolution
-        **kwargs,  # What timm tells every embedding, not used
+        **kwargs,  # Other arguments that timm passes to every embedding; not used
     ):
         super().__init__()
         self.img_size, self.patch_size = to_2tuple(img_size), patch_size
-        if patch_size % (4 if patch_size >= 16 else 2) or any(s % patch_size for s in self.img_size):
+        large = patch_size >= 16
+        shrinks = 4 if large else 2  # by the layers before the patches
+        if patch_size % shrinks or any(s % patch_size for s in self.img_size):
             raise ValueError(
-                f'images of {self.img_size} need a patch_size that divides them and is even (from 16 on a multiple of'
-                f' 4), got {patch_size}'
+                f'images of {self.img_size} need a patch_size that divides them and is even '
+                f'(from 16 on a multiple of 4), got {patch_size}'
             )
         self.grid_size = tuple(s // patch_size for s in self.img_size)
-        self.num_patches, last = math.prod(self.grid_size), patch_size // 4 if patch_size >= 16 else patch_size // 2
-        first = (
-            [nn.Conv2d(in_chans, hidden, 7, 2, 2), nn.BatchNorm2d(hidden), nn.MaxPool2d(3, 2, 1)]
-            if patch_size >= 16
-            else [nn.Conv2d(in_chans, hidden, 3, 2, 1), nn.BatchNorm2d(hidden)]
-        )
-        self.proj = nn.Sequential(*first, nn.Conv2d(hidden, embed_dim, last, last))
+        self.num_patches = math.prod(self.grid_size)
+        if large:
+            layers = [nn.Conv2d(in_chans, hidden, 7, 2, 2), nn.BatchNorm2d(hidden), nn.MaxPool2d(3, 2, 1)]
+        else:
+            layers = [nn.Conv2d(in_chans, hidden, 3, 2, 1), nn.BatchNorm2d(hidden)]
+        last = patch_size // shrinks
+        self.proj = nn.Sequential(*layers, nn.Conv2d(hidden, embed_dim, last, last))
 
     def feat_ratio(self) -> int:  # Pixels
         "The side of the square that a token stands for"
@@ -67,8 +69,8 @@ class RVTStem(nn.Module):
         "From images to tokens"
         if x.shape[-2:] != self.img_size:
             raise ValueError(
-                f'this model was made for images of {self.img_size}, got {tuple(x.shape[-2:])}: create_model(...,'
-                ' img_size=)'
+                f'this model was made for images of {self.img_size}, got {tuple(x.shape[-2:])}: '
+                'create_model(..., img_size=)'
             )
         return self.proj(x).flatten(2).transpose(1, 2)
 
@@ -107,15 +109,14 @@ def _grid(x, hw):
     "Tokens [B,N,D] as a picture [B,D,h,w]"
     if x.shape[1] != math.prod(hw):
         raise ValueError(
-            f'these blocks work on a grid of {hw[0]}x{hw[1]} patches, got {x.shape[1]} tokens: extra tokens have no'
-            ' place in them'
+            f'these blocks work on a grid of {hw[0]}x{hw[1]} patches, got {x.shape[1]} tokens: '
+            'extra tokens have no place in them'
         )
     return x.transpose(1, 2).unflatten(2, hw)
 
 
 class ConvMlp(nn.Module):
-    """RVT's feed-forward: two layers with a depthwise 3x3 convolution over the grid of tokens between them, batch norm
-    behind each"""
+    "RVT's feed-forward: two layers, between them a depthwise 3x3 convolution over the grid; batch norm after each"
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class ConvMlp(nn.Module):
 
 # %% ../nbs/00d_rvt_fan.ipynb #b769cacc
 class RVTBlock(nn.Module):
-    "Attention and feed-forward, each behind a LayerNorm; `pool`: what brings the tokens to a coarser grid first"
+    "Attention and feed-forward, each after a LayerNorm; `pool` brings the tokens to a coarser grid first"
 
     def __init__(
         self,
@@ -150,23 +151,24 @@ class RVTBlock(nn.Module):
         num_heads: int,  # Heads
         grid: tuple,  # Rows and columns of tokens
         mlp_ratio: float = 4.0,  # Width inside the feed-forward, in units of D
-        scaled: bool = False,  # Position-aware attention scaling?
-        conv: bool = True,  # Convolution in the feed-forward? If not, timm's plain one
+        scaled: bool = False,  # True: position-aware attention scaling
+        conv: bool = True,  # True: a convolution in the feed-forward; False: timm's plain one
         pool: nn.Module = None,  # Runs first, on tokens
         drop: float = 0.0,  # Dropout
         attn_drop: float = 0.0,  # Of the attention
         drop_path: float = 0.0,  # Stochastic depth
     ):
         super().__init__()
-        norm, kw = partial(nn.LayerNorm, eps=1e-6), dict(qkv_bias=True, attn_drop=attn_drop, proj_drop=drop)
-        self.dim, self.pool = dim, ifnone(pool, nn.Identity())
+        norm = partial(nn.LayerNorm, eps=1e-6)
+        kw = dict(qkv_bias=True, attn_drop=attn_drop, proj_drop=drop)
+        hidden = int(dim * mlp_ratio)
+        self.dim, self.grid, self.pool = dim, tuple(grid), ifnone(pool, nn.Identity())
         self.norm1, self.norm2 = norm(dim), norm(dim)
-        self.attn = (
-            ScaledAttention(dim, num_heads, math.prod(grid), **kw)
-            if scaled
-            else Attention(dim, num_heads=num_heads, **kw)
-        )
-        self.mlp = ConvMlp(dim, int(dim * mlp_ratio), grid, drop) if conv else Mlp(dim, int(dim * mlp_ratio), drop=drop)
+        if scaled:
+            self.attn = ScaledAttention(dim, num_heads, math.prod(grid), **kw)
+        else:
+            self.attn = Attention(dim, num_heads=num_heads, **kw)
+        self.mlp = ConvMlp(dim, hidden, grid, drop) if conv else Mlp(dim, hidden, drop=drop)
         self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
 
     def forward(
@@ -189,7 +191,8 @@ class TokenPool(nn.Module):
         grid: tuple,  # Rows and columns before
     ):
         super().__init__()
-        self.grid, self.conv = tuple(grid), nn.Conv2d(dim, out, 3, 2, 1, groups=dim)
+        self.grid = tuple(grid)
+        self.conv = nn.Conv2d(dim, out, 3, 2, 1, groups=dim)
 
     def forward(
         self,
@@ -200,8 +203,9 @@ class TokenPool(nn.Module):
 
 # %% ../nbs/00d_rvt_fan.ipynb #37683421
 class RVT(VisionTransformer):
-    """Robust Vision Transformer (Mao et al., 2022), on timm's `VisionTransformer`: no class token, no positions, mean
-    of the tokens"""
+    """Robust Vision Transformer (Mao et al., 2022), on timm's `VisionTransformer`: no class token, no position
+    embedding,
+    mean of the tokens"""
 
     fixed_tokens = True  # as many as the grid has: none can be added
 
@@ -215,14 +219,17 @@ class RVT(VisionTransformer):
         depths: tuple = (12,),  # Blocks of each stage
         heads: tuple = (6,),  # Heads of each stage
         scaled: int = 0,  # How many blocks, from the first, have position-aware attention scaling
-        conv: bool = True,  # Convolution in the feed-forward?
+        conv: bool = True,  # True: a convolution in the feed-forward
         mlp_ratio: float = 4.0,  # Width inside the feed-forward
         drop_rate: float = 0.0,  # Dropout, in tokens, blocks and head
         attn_drop_rate: float = 0.0,  # Dropout of the attention
-        # Stochastic depth: rises linearly from 0, and would reach this behind the last block
-        drop_path_rate: float = 0.0,
+        drop_path_rate: float = 0.0,  # Stochastic depth: rises linearly from 0, and would reach this behind the last block
         **kwargs,  # For `VisionTransformer`: `global_pool`, ...
     ):
+        def stem(**kw):
+            return RVTStem(**{**kw, 'embed_dim': dims[0]})
+
+        usual = dict(class_token=False, pos_embed='none', global_pool='avg')
         super().__init__(
             img_size=img_size,
             patch_size=patch_size,
@@ -233,46 +240,52 @@ class RVT(VisionTransformer):
             num_heads=heads[-1],
             drop_rate=drop_rate,
             pos_drop_rate=drop_rate,
-            embed_layer=lambda **kw: RVTStem(**{**kw, 'embed_dim': dims[0]}),
+            embed_layer=stem,
             norm_layer=partial(nn.LayerNorm, eps=1e-6),
-            **{**dict(class_token=False, pos_embed='none', global_pool='avg'), **kwargs},
+            **{**usual, **kwargs},
         )
         kw = dict(mlp_ratio=mlp_ratio, conv=conv, drop=drop_rate, attn_drop=attn_drop_rate)
-        self.blocks = nn.Sequential(*self.make_blocks(dims, depths, heads, scaled, drop_path_rate, kw))
+        self.blocks = nn.Sequential(*self._make_blocks(dims, depths, heads, scaled, drop_path_rate, kw))
         self.feature_info = [
             dict(module=f'blocks.{i}', num_chs=b.dim, reduction=b.reduction) for i, b in enumerate(self.blocks)
         ]
 
+    def _make_blocks(self, dims, depths, heads, scaled, drop_path, kw):
+        "The blocks of all stages; the rate of stochastic depth rises from 0 towards `drop_path`"
+        grid, reduction = self.patch_embed.grid_size, self.patch_embed.patch_size
+        blocks, n = [], sum(depths)
+        for stage, (dim, depth, n_heads) in enumerate(zip(dims, depths, heads)):
+            for j in range(depth):
+                pool, i = None, len(blocks)
+                if stage and j == 0:
+                    pool = TokenPool(dims[stage - 1], dim, grid)
+                    grid = tuple(-(-o // 2) for o in grid)
+                    reduction = 2 * reduction
+                block = RVTBlock(dim, n_heads, grid, scaled=i < scaled, pool=pool, drop_path=drop_path * i / n, **kw)
+                block.reduction = reduction
+                blocks.append(block)
+        return blocks
+
 # %% ../nbs/00d_rvt_fan.ipynb #60f52069
 @patch
-def make_blocks(
-    self: RVT,
-    dims: tuple,  # Width of each stage
-    depths: tuple,  # Blocks of each stage
-    heads: tuple,  # Heads of each stage
-    scaled: int,  # How many blocks, from the first, scale their attention by position
-    drop_path: float,  # Rate at the last block; it rises from 0
-    kw: dict,  # For `RVTBlock`
-) -> list:  # Of `RVTBlock`s
-    "The blocks of all stages"
-    grid, red, res, n = self.patch_embed.grid_size, self.patch_embed.patch_size, [], sum(depths)
-    for s, (d, depth, h) in enumerate(zip(dims, depths, heads)):
-        for j in range(depth):
-            pool = None
-            if s and not j:
-                pool, grid, red = TokenPool(dims[s - 1], d, grid), tuple(-(-o // 2) for o in grid), 2 * red
-            b = RVTBlock(d, h, grid, scaled=len(res) < scaled, pool=pool, drop_path=drop_path * len(res) / n, **kw)
-            b.reduction = red
-            res.append(b)
-    return res
-
-
-@patch
 def forward_intermediates(self: RVT, x, *args, output_fmt='NLC', **kwargs):
-    "As in timm; tokens [B,N,D] by default, since stages differ in their number"
-    if output_fmt != 'NLC' and len({b.reduction for b in self.blocks}) > 1:
-        raise ValueError("the stages of this RVT have grids of different size: output_fmt='NLC'")
-    return super(RVT, self).forward_intermediates(x, *args, output_fmt=output_fmt, **kwargs)
+    "As in timm, tokens [B,N,D] by default; `output_fmt='NCHW'`: pictures [B,D,h,w], each on the grid of its stage"
+    if output_fmt not in ('NLC', 'NCHW'):
+        raise ValueError(f"output_fmt must be 'NLC' or 'NCHW', got {output_fmt!r}")
+    res = super(RVT, self).forward_intermediates(x, *args, output_fmt='NLC', **kwargs)
+    if output_fmt == 'NLC':
+        return res
+    grids = {math.prod(b.grid): b.grid for b in self.blocks}
+
+    def pictures(tokens):
+        return [_grid(o, grids[o.shape[1]]).contiguous() for o in tokens]
+
+    if isinstance(res, dict):
+        return {**res, 'image_intermediates': pictures(res['image_intermediates'])}
+    if isinstance(res, list):
+        return pictures(res)
+    final, tokens = res
+    return final, pictures(tokens)
 
 # %% ../nbs/00d_rvt_fan.ipynb #d997595f
 class FANMlp(nn.Module):
@@ -285,16 +298,14 @@ class FANMlp(nn.Module):
         drop: float = 0.0,  # Dropout
     ):
         super().__init__()
-        self.fc1, self.local, self.fc2, self.drop = (
-            nn.Linear(dim, hidden),
-            LPI(hidden),
-            nn.Linear(hidden, dim),
-            nn.Dropout(drop),
-        )
+        self.fc1 = nn.Linear(dim, hidden)
+        self.local = LPI(hidden)
+        self.fc2 = nn.Linear(hidden, dim)
+        self.drop = nn.Dropout(drop)
         self.gamma = nn.Parameter(torch.ones(hidden))
-        for c in (self.local.conv1, self.local.conv2):
-            nn.init.normal_(c.weight, std=(2 / 9) ** 0.5)
-            nn.init.zeros_(c.bias)
+        for conv in (self.local.conv1, self.local.conv2):
+            nn.init.normal_(conv.weight, std=(2 / 9) ** 0.5)
+            nn.init.zeros_(conv.bias)
 
     def forward(
         self,
@@ -308,7 +319,7 @@ class FANMlp(nn.Module):
 
 # %% ../nbs/00d_rvt_fan.ipynb #d997595a
 class ChannelAttention(nn.Module):
-    "FAN's second half: a feed-forward whose channels are weighed by what the tokens of the image agree on"
+    "FAN's second half: a feed-forward whose channels are weighted by how well the tokens of the image agree on them"
 
     def __init__(
         self,
@@ -318,12 +329,10 @@ class ChannelAttention(nn.Module):
         drop: float = 0.0,  # Dropout
     ):
         super().__init__()
-        self.num_heads, self.q, self.mlp, self.norm = (
-            num_heads,
-            nn.Linear(dim, dim),
-            FANMlp(dim, hidden, drop),
-            nn.LayerNorm(dim, eps=1e-6),
-        )
+        self.num_heads = num_heads
+        self.q = nn.Linear(dim, dim)
+        self.mlp = FANMlp(dim, hidden, drop)
+        self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.tau = nn.Parameter(torch.ones(num_heads, 1))
 
     def no_weight_decay(self) -> set:  # Names of parameters
@@ -336,7 +345,8 @@ class ChannelAttention(nn.Module):
     ) -> Tensor:  # [B,D]
         "One number per image and channel"
         q, k = [o.unflatten(-1, (self.num_heads, -1)).softmax(1) for o in (self.q(x), x)]
-        return (self.tau * (q * k.mean(-1, keepdim=True)).sum(1).sigmoid()).flatten(1)
+        agreement = (q * k.mean(-1, keepdim=True)).sum(1)
+        return (self.tau * agreement.sigmoid()).flatten(1)
 
     def forward(
         self,
@@ -396,25 +406,16 @@ class FANStem(nn.Module):
         self.img_size, self.patch_size = to_2tuple(img_size), patch_size
         if patch_size % 4 or any(s % patch_size for s in self.img_size):
             raise ValueError(
-                f'images of {self.img_size} need a patch_size that is a multiple of 4 and divides them, got'
-                f' {patch_size}'
+                f'images of {self.img_size} need a patch_size that is a multiple of 4 and divides them, '
+                f'got {patch_size}'
             )
         norm, cut = partial(LayerNorm2d, eps=1e-6), patch_size // 4
+        kw = dict(ls_init_value=1e-6, conv_mlp=True, norm_layer=norm)
         self.num_patches = math.prod(s // patch_size for s in self.img_size)
         self.stem = nn.Sequential(nn.Conv2d(in_chans, dims[0], cut, cut), norm(dims[0]))
         self.stages = nn.Sequential(
-            *[
-                ConvNeXtStage(
-                    dims[max(i - 1, 0)],
-                    dims[i],
-                    stride=1 + (i > 0),
-                    depth=depths[i],
-                    ls_init_value=1e-6,
-                    conv_mlp=True,
-                    norm_layer=norm,
-                )
-                for i in (0, 1)
-            ]
+            ConvNeXtStage(dims[0], dims[0], stride=1, depth=depths[0], **kw),
+            ConvNeXtStage(dims[0], dims[1], stride=2, depth=depths[1], **kw),
         )
         self.proj = nn.Conv2d(dims[1], embed_dim, 2, 2)
 
@@ -425,8 +426,8 @@ class FANStem(nn.Module):
         "From images to tokens"
         if any(s % self.patch_size for s in x.shape[-2:]):
             raise ValueError(
-                f'images need sides that are a multiple of {self.patch_size}, the patches of this model, got'
-                f' {tuple(x.shape[-2:])}: resize them'
+                f'images need sides that are a multiple of {self.patch_size}, the patches of this model, '
+                f'got {tuple(x.shape[-2:])}: resize them'
             )
         x = self.proj(self.stages(self.stem(x)))
         return x.flatten(2).transpose(1, 2), tuple(x.shape[-2:])
@@ -468,44 +469,46 @@ class FAN(Xcit):
             **kwargs,
         )
         self.patch_embed = FANStem(img_size, patch_size, in_chans, embed_dim, stem_dims, stem_depths)
-        self.blocks = nn.ModuleList(
-            FANBlock(embed_dim, num_heads, mlp_ratio, proj_drop_rate, attn_drop_rate, drop_path_rate)
-            for _ in range(depth)
-        )
+        rates = (proj_drop_rate, attn_drop_rate, drop_path_rate)
+        self.blocks = nn.ModuleList(FANBlock(embed_dim, num_heads, mlp_ratio, *rates) for _ in range(depth))
         for b in self.blocks:
             b.apply(self._init_weights)
         self.feature_info = [dict(num_chs=embed_dim, reduction=patch_size, module=f'blocks.{i}') for i in range(depth)]
 
 # %% ../nbs/00d_rvt_fan.ipynb #022689ce
-def _cfg(first, **kw):
+def _cfg(first_conv, crop_pct):
     return dict(
         url='',
         num_classes=1000,
         input_size=(3, 224, 224),
-        pool_size=None,
-        crop_pct=0.9,
-        interpolation='bicubic',
         fixed_input_size=True,
+        pool_size=None,
+        crop_pct=crop_pct,
+        interpolation='bicubic',
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
-        first_conv=first,
+        first_conv=first_conv,
         classifier='head',
-        **kw,
     )
 
 
-_rvts = {f'rvt_{s}{p}': _cfg('patch_embed.proj.0') for s in ('tiny', 'small', 'base', 'nano') for p in ('', '_plus')}
-_fans = {
-    k: _cfg('patch_embed.stem.0')
-    for k in ('fan_tiny_8_p4_hybrid', 'fan_small_12_p4_hybrid', 'fan_base_16_p4_hybrid', 'fan_nano_p4_hybrid')
-}
-default_cfgs = generate_default_cfgs({**_rvts, **_fans})
+_rvts = [f'rvt_{size}{plus}' for size in ('tiny', 'small', 'base', 'nano') for plus in ('', '_plus')]
+_fans = ['fan_tiny_8_p4_hybrid', 'fan_small_12_p4_hybrid', 'fan_base_16_p4_hybrid', 'fan_nano_p4_hybrid']
+default_cfgs = generate_default_cfgs(
+    {
+        **{name: _cfg('patch_embed.proj.0', crop_pct=0.9) for name in _rvts},
+        **{name: _cfg('patch_embed.stem.0', crop_pct=1.0) for name in _fans},
+    }
+)
 
 
-def _create(cls, variant, pretrained, given, **args):
+def _create(cls, variant, pretrained, given, **usual):
+    "A model of timm's registry; `given` wins over `usual`"
     if pretrained:
         raise ValueError(f'{variant} has no pretrained weights: create_model({variant!r}), then load_state_dict')
-    return build_model_with_cfg(cls, variant, False, **{**args, **given})
+    kw = {**usual, **given}
+    features = dict(out_indices=kw.pop('out_indices', 3), feature_cls='getter')
+    return build_model_with_cfg(cls, variant, False, feature_cfg=features, **kw)
 
 # %% ../nbs/00d_rvt_fan.ipynb #d5c6d0b1
 @register_model
@@ -637,18 +640,17 @@ def model_cost(
     in_chans: int = 3,  # Channels
     **kwargs,  # For `timm.create_model`
 ) -> dict:  # params (millions); layers, all (billions of multiply-adds, without and with attention's products)
-    "What a model weighs and what one image costs, from shapes alone"
+    "Number of parameters, and cost of one image, from shapes alone"
     with torch.device('meta'):
-        m = (create_model(model, in_chans=in_chans, **kwargs) if isinstance(model, str) else model()).eval()
+        m = create_model(model, in_chans=in_chans, **kwargs) if isinstance(model, str) else model()
+    m.eval()
     for o in m.modules():
         if hasattr(o, 'fused_attn'):
             o.fused_attn = False
-    with FlopCounterMode(display=False) as f, torch.no_grad():
-        m(torch.empty(1, in_chans, size, size, device='meta'))
-    n = {str(k): v for k, v in f.get_flop_counts()['Global'].items()}
-    products = sum(v for k, v in n.items() if 'bmm' in k)
-    return dict(
-        params=sum(p.numel() for p in m.parameters()) / 1e6,
-        layers=(sum(n.values()) - products) / 2e9,
-        all=sum(n.values()) / 2e9,
-    )
+    image = torch.empty(1, in_chans, size, size, device='meta')
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        m(image)
+    flops = {str(k): v for k, v in counter.get_flop_counts()['Global'].items()}
+    total = sum(flops.values())
+    products = sum(v for k, v in flops.items() if 'bmm' in k)
+    return dict(params=sum(p.numel() for p in m.parameters()) / 1e6, layers=(total - products) / 2e9, all=total / 2e9)

@@ -243,8 +243,7 @@ def _attns(block):
 def attn_maps(
     model: nn.Module,  # A timm transformer, maybe inside `Normalized`
     x: Tensor,  # Images [B,C,H,W]
-    # Return the input of the softmax (scale, bias and mask included) instead of probabilities
-    pre_softmax: bool = False,
+    pre_softmax: bool = False,  # Return the input of the softmax (scale, bias and mask included) instead of probabilities
     logits: bool = False,  # Return the model's output as well?
 ) -> list:  # Per block [B,H,N,N], in the graph (other families: the table at the top); with `logits` also the output
     "The attention of each block, fused or not, in one forward that changes neither model nor output"
@@ -689,7 +688,7 @@ class ExtraTokens(nn.Module):
         if not hasattr(args[0], '_extra'):
             raise RuntimeError(
                 "the extra tokens were lost between two blocks: something replaced a block's output; "
-                "use add_after_mlp for that"
+                'use add_after_mlp for that'
             )
         return args[0]._extra, *args[1:]
 
@@ -720,7 +719,7 @@ _outs = ('logits', 'tokens', 'cls_patch', 'all')
 
 
 def _check_out(m, out):
-    one_of(out, 'out', _outs)
+    check_option(out, 'out', _outs)
     if out == 'all' and isinstance(m, Cait):
         raise ValueError("out='all' needs a ViT: CaiT drops all but the class token in its last blocks")
 
@@ -805,7 +804,7 @@ def add_tokens(
     "Give the model `n` learnable tokens that have no position, pass through all blocks and are dropped at the end"
     m = unwrap(model)
     _check_out(m, out)
-    n = whole(n, 'n', 0)
+    n = check_whole(n, 'n', 0)
     if not issubclass(_family(m), (VisionTransformer, Cait)) or getattr(m, 'fixed_tokens', False):
         raise TypeError(
             f'{type(m).__name__} has no place for extra tokens: '

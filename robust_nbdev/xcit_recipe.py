@@ -171,9 +171,7 @@ class XcitRecipe(Value):
     cutmix: float = 0.0  # Alpha of CutMix; 0: none
     randaug: str = ''  # RandAugment in timm's notation; empty: none
     erase: float = 0.0  # Share of images with an erased rectangle
-    # Keep the epoch that is best under the training attack on: `'valid'`, held-out training images; `'test'`,
-    # `dls.valid`; or the `'last'` one
-    best: str = 'valid'
+    best: str = 'valid'  # Epoch to keep: best under attack on held-out images, `'valid'`, on `'test'`; or the `'last'`
     held: float = 0.1  # Share of the training images that `'valid'` holds out
     bn_clean: bool = True  # Also send the clean images through the model, so that BatchNorm sees them
     extra: float = 0.0  # Share of generated images in each batch that the task is meant for
@@ -292,9 +290,10 @@ def __repr__(self: XcitRecipe):
     }[self.method]
     warm = f', eps warm-up {self.eps_warmup:g}' if self.method != 'clean' else ''
     return (
-        f"XcitRecipe({self.size}: {how}{warm}; {self.epochs:g}+{self.cooldown:g} epochs, lr {self.peak_lr():g} at"
-        f" {self.bs}, {self.warmup_lr:g} for {self.warmup:g} epochs first, {self.min_lr:g} last; wd {self.wd:g},"
-        f" smoothing {self.smoothing:g}, drop path {self.drop_path:g}; {self.augs}; best {self.best})"
+        f"XcitRecipe({self.size}: {how}{warm}; {self.epochs:g}+{self.cooldown:g} epochs, "
+        f"lr {self.peak_lr():g} at {self.bs}, {self.warmup_lr:g} for {self.warmup:g} epochs first, "
+        f"{self.min_lr:g} last; "
+        f"wd {self.wd:g}, smoothing {self.smoothing:g}, drop path {self.drop_path:g}; {self.augs}; best {self.best})"
     )
 
 # %% ../nbs/04_xcit_recipe.ipynb #ee9e1ace
@@ -348,9 +347,7 @@ _tasks = dict(  # task -> both, thesis alone, configuration alone
 def xcit_recipe(
     size: str = None,  # `'n12'`, `'s12'`, `'m12'`, `'l12'`, or the name of any timm model; None: the task's own
     eps: float = None,  # Radius in pixel units; None: the task's own
-    # `'imagenet'`, `'ablation'` (where the thesis starts), `'highres'`, `'highres_clean'`, `'cifar10'`,
-    # `'cifar10_scratch'` or `'cifar10_extra'`
-    task: str = 'imagenet',
+    task: str = 'imagenet',  # `'imagenet'`, `'ablation'`, `'highres[_clean]'` or `'cifar10[_scratch|_extra]'`
     values: str = 'config',  # Where the sources differ: the numbers of the released `'config'` or of the `'thesis'`
 ) -> XcitRecipe:  # Ready to be changed, `r.but(...)`
     "The settings of the thesis for one of its trainings"
@@ -444,9 +441,10 @@ def color_jitter(
 
 # %% ../nbs/04_xcit_recipe.ipynb #33fc2eff
 @lru_cache
-# at 10, timm would keep 0 bits of a posterized image, which newer Pillows refuse
 def _randaug(config):
-    return rand_augment_transform(config, dict(magnitude_max=9.9))
+    return rand_augment_transform(
+        config, dict(magnitude_max=9.9)
+    )  # at 10, timm would keep 0 bits of a posterized image, which newer Pillows refuse
 
 
 def rand_augment(
@@ -558,8 +556,8 @@ def hold_out(
     dl = dls.train
     if not hasattr(dl, 'new') or not hasattr(dl.dataset, '__len__'):
         raise TypeError(
-            "best='valid' holds out training images, which needs fastai's DataLoader and a dataset with a length, got"
-            f" {type(dl).__name__}: use best='test' or 'last'"
+            f"best='valid' holds out training images, which needs fastai's DataLoader and a dataset with a length, "
+            f"got {type(dl).__name__}: use best='test' or 'last'"
         )
     n = len(dl.dataset)
     k = round(pct * n)
@@ -605,8 +603,7 @@ class KeepBest(AdvCallback):
             self.begin()
 
     def begin(self):
-        """Go on with the epochs that were loaded, or forget those of the last fit; refuse data whose classes have other
-        numbers"""
+        "Go on with the loaded epochs, or forget those of the last fit; refuse data whose classes have other numbers"
         if self.data is not None:
             _images_of(self.learn, 1, self.data)
         self.begun, going_on, self.loaded = True, self.loaded and self.epoch > 0, False
@@ -615,9 +612,9 @@ class KeepBest(AdvCallback):
         self.rows, self.best = [], None
         if self.epoch > 0:
             warnings.warn(
-                f'the fit starts at epoch {self.epoch}, and KeepBest knows nothing of the epochs before: it keeps the'
-                ' best of the others. To go on, save with SaveRun, and have a KeepBest in learn.cbs before'
-                ' learn.resume()'
+                f'the fit starts at epoch {self.epoch}, and KeepBest knows nothing of the epochs before: '
+                'it keeps the best of the others. To go on, save with SaveRun, and have a KeepBest in learn.cbs before '
+                'learn.resume()'
             )
 
     def after_epoch(self):
@@ -777,8 +774,7 @@ def _by_recipe(learn, r, train):
 
 
 def _check_loss(loss):
-    """Refuse a Learner's loss that the recipe's would replace by something else; the smoothing is the recipe's in any
-    case"""
+    "Refuse a Learner's loss that the recipe's would replace by something else; the smoothing is the recipe's"
     f = loss.func if type(loss) is CrossEntropyLossFlat else loss
     plain = type(f) is nn.CrossEntropyLoss and f.weight is None and f.ignore_index < 0 and f.reduction == 'mean'
     if not (plain or f is F.cross_entropy):
@@ -824,8 +820,7 @@ def fit_recipe(
     cbs=None,  # More callbacks, for this fit
     **kwargs,
 ):
-    """Train by a recipe; afterwards the model has the weights of the best epoch, and `self.best_epoch` says which it
-    was.
+    """Train by a recipe; afterwards the model has the weights of the best epoch, which `self.best_epoch` names.
     A `KeepBest` that the Learner has takes the place of the recipe's"""
     r = r or getattr(self, 'recipe', None)
     if not isinstance(r, XcitRecipe):
@@ -849,8 +844,7 @@ def fit_recipe(
 
 # %% ../nbs/04_xcit_recipe.ipynb #718f5bb6
 class Blend(GetAttr):
-    """A DataLoader whose batches are filled from two: `share` of each batch comes from `extra`, which starts again when
-    it ends"""
+    "A DataLoader filled from two: `share` of each batch comes from `extra`, which starts again when it ends"
 
     _default = 'dl'
 
@@ -1373,34 +1367,43 @@ def _blended(dls, tune):
     return both
 
 
-def tune_and_attack(
+def tune_and_attack(  # noqa: PLR0913
+    net: str,  # See `network`
+    dataset: str,  # Of the new images
+    method: str,  # `'trades'`, `'adv'` or `'clean'`
     start: str,  # `'robust'`, `'plain'` or `'scratch'`
-    pre: dict,  # Key of the run that trained the weights; for `'scratch'` it gives the network alone
-    tune: dict,  # Images, recipe and attack of the fine-tuning
     generated: bool,  # Is half of each batch generated?
+    pre: dict,  # The rest of the key of the run that trained the weights; for `'scratch'` it gives the network alone
+    tune: dict,  # The rest of the fine-tuning: recipe and attack
     seed: int,  # Of head, order and attacks
 ) -> Outcome:  # See `attacked`
     "Fine-tune the network of another run on new images, and attack it"
-    how = {**tune, 'seed': seed, 'start': True}
+    how = {**tune, 'dataset': dataset, 'method': method, 'seed': seed, 'start': True}
     dls = images_for(how)
     x, _ = dls.valid.one_batch()
     with no_random(seed):
         if start == 'scratch':
-            model = network(pre['net'], pre['nets'], x.shape[-1], dls.c, x.shape[1], pre['blocks'])
+            model = network(net, pre['nets'], x.shape[-1], dls.c, x.shape[1], pre['blocks'])
         else:
-            model = trained(pre)
+            model = trained({**pre, 'net': net})
         model.reset_classifier(dls.c)
         if isinstance(model, Xcit):
             xcit_stem(model, 8 if pre['nets'] == 'toy' else patch_for(x.shape[-1]))
-    model = _fitted(_tune_recipe(tune), _blended(dls, tune) if generated else dls, model.to(dls.device), seed)
+    images = _blended(dls, tune) if generated else dls
+    model = _fitted(_tune_recipe(how), images, model.to(dls.device), seed)
     return attacked(model, dls, how)
 
 # %% ../nbs/04_xcit_recipe.ipynb #c0ffee18
-def _tune(s, dataset, method, epochs):
-    "The part of a fine-tuning's key that a profile gives"
-    side = s.tune_size if method == 'trades' else s.high_size
-    return dict(
-        dataset=dataset,
+def _tuning(
+    s,  # Of a profile
+    seed,  # Of both trainings
+    **change,  # net, dataset, method, start, epochs, generated
+):
+    "A run of fine-tuning, and of the training before it where nobody has done that yet"
+    key = {**dict(net='XCiT', method='trades', start='robust', generated=False), **change}
+    epochs = key.pop('epochs')
+    side = s.tune_size if key['method'] == 'trades' else s.high_size
+    tune = dict(
         side=side,
         n_train=s.tune_train,
         n=s.tune_valid,
@@ -1411,19 +1414,15 @@ def _tune(s, dataset, method, epochs):
         eps=s.tune_eps,
         crop=s.crop,
         schedules=s.schedules,
-        method=method,
         attack=s.final,
         attack_steps=s.steps,
     )
-
-
-def _tuning(s, start, seed, net, tune, generated=False):
-    "A run of fine-tuning, and of the training before it where nobody has done that yet"
-    changes = dict(method='clean' if start == 'plain' else 'adv', eps=s.tune_eps, wd=0.5, net=net)
-    pre = run_of(_plan(s, dataset=s.dataset, nets=s.nets), seed, **changes).key
-    step = dict(trades=27, adv=6, clean=3)[tune['method']]
-    cost = step * (tune['n_train'] or 50000) * tune['epochs'] + _cost(dict(pre, epochs=0, n=tune['n']))
-    return Trial(dict(start=start, pre=pre, tune=tune, generated=generated, seed=seed), tune_and_attack, cost)
+    before = dict(method='clean' if key['start'] == 'plain' else 'adv', eps=s.tune_eps, wd=0.5)
+    pre = run_of(_plan(s, dataset=s.dataset, nets=s.nets), seed, **before).key
+    step = dict(trades=27, adv=6, clean=3)[key['method']]
+    cost = step * (tune['n_train'] or 50000) * epochs + _cost(dict(pre, epochs=0, n=tune['n']))
+    pre.pop('net')
+    return Trial({**key, 'pre': pre, 'tune': tune, 'seed': seed}, tune_and_attack, cost)
 
 
 @experiment(
@@ -1446,7 +1445,7 @@ def _table7(s):
         for dataset in s.high_sets.split():
             for net in ('XCiT', 'ResNet'):
                 for method in ('adv', 'clean'):
-                    yield _tuning(s, 'robust', seed, net, _tune(s, dataset, method, s.tune_epochs))
+                    yield _tuning(s, seed, net=net, dataset=dataset, method=method, epochs=s.tune_epochs)
 
 
 @experiment(
@@ -1462,9 +1461,16 @@ def _table7(s):
 def _table8(s):
     for seed in range(s.seeds):
         for start in ('robust', 'plain'):
-            yield _tuning(s, start, seed, 'XCiT', _tune(s, s.tune_set, 'trades', s.tune_epochs))
+            yield _tuning(s, seed, dataset=s.tune_set, start=start, epochs=s.tune_epochs)
         for generated in (False, True):
-            yield _tuning(s, 'scratch', seed, 'XCiT', _tune(s, s.tune_set, 'trades', s.scratch_epochs), generated)
+            yield _tuning(s, seed, dataset=s.tune_set, start='scratch', epochs=s.scratch_epochs, generated=generated)
+
+
+@experiment('xcit.autoattack', 'AutoAttack on the light XCiT and the ResNet of Table 6', by='net')
+def _autoattack(s):
+    plan = _plan(s, dataset=s.dataset, nets=s.nets, attack='autoattack', n=s.aa_valid)
+    for net in ('XCiT', 'ResNet'):
+        yield run_of(plan, 0, net=net, wd=0.5)
 
 # %% ../nbs/04_xcit_recipe.ipynb #c0ffee19
 def _maker(spec, dls):
@@ -1477,7 +1483,7 @@ def _maker(spec, dls):
     return small_model(name, robust=kind == 'robust', data=dls).to(dls.device)
 
 
-def read_deltas(
+def read_deltas(  # noqa: PLR0913
     maker,  # Whose perturbations are looked at: `'robust xcit'`, ..., or the key of a run
     reader,  # The classifier that looks
     images: dict,  # `dataset`, `n`, `bs`
@@ -1537,8 +1543,7 @@ def plot_rows(
     by: list,  # Columns that name a row of the figure
     ax=None,  # Matplotlib axes; None: new ones
 ) -> plt.Axes:  # The axes
-    """Clean and robust accuracy of each setting under standard and adversarial training: means over seeds, with the
-    seeds as dots"""
+    "Clean and robust accuracy under standard and adversarial training: means over seeds, with the seeds as dots"
     df = df.assign(row=[', '.join(str(v) or 'none' for v in o) for o in df[L(by)].values])
     names = list(dict.fromkeys(df.row))
     ax = ax or plt.subplots(figsize=(6, 0.8 + 0.28 * len(names)), layout='constrained')[1]
@@ -1585,7 +1590,7 @@ def topk(
     return (z.topk(k, dim=1).indices == y[:, None]).any(1).float().mean().item()
 
 
-def semantic_table(
+def semantic_table(  # noqa: PLR0913
     makers: dict,  # Name -> model whose perturbations are looked at
     readers: dict,  # Name -> classifier, trained on clean images, that looks
     x: Tensor,  # Images [B,C,H,W]
@@ -1638,15 +1643,13 @@ def show_pic(
     ax.axis('off')
 
 # %% ../nbs/04_xcit_recipe.ipynb #94dd0e74
-def class_images(
+def class_images(  # noqa: PLR0913
     model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
     target: Tensor,  # Classes to reach [B]
     shape: tuple,  # Of one image, (C,H,W)
     steps: int = 100,  # Of PGD
     alpha: float = 0.225,  # Step length: 1.5*eps/steps with the authors' eps of 15, which in [0,1] is no bound at all
-    # `'binary'`: a uniform image plus U(-15,15), clipped, so nearly all pixels are 0 or 1 (the authors' code);
-    # `'uniform'`: the uniform image (their text); `'grey'`
-    start: str = 'binary',
+    start: str = 'binary',  # Nearly all pixels 0 or 1 (the authors' code); `'uniform'` noise (their text); `'grey'`
     seed: int = 0,  # Of the start
 ) -> Tensor:  # [B,C,H,W] in [0,1]
     "From noise, follow the gradient towards a class: what the model thinks it looks like"
@@ -1713,8 +1716,7 @@ class AttackEffect(AdvCallback):
 
     @property
     def df(self):
-        """The loss under attack after each epoch that was measured, a row per number of steps; `missed`: share of the
-        strongest attack's loss that is not reached"""
+        "The loss after each measured epoch and number of steps; `missed`: share of the strongest attack's loss"
         return pd.DataFrame(self.rows, columns=['epoch', 'steps', 'loss', 'missed'])
 
 # %% ../nbs/04_xcit_recipe.ipynb #e92eca01
