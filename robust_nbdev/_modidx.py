@@ -558,6 +558,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'robust_nbdev.cli.SomeOutputs': ('cli.html#someoutputs', 'robust_nbdev/cli.py'),
                                   'robust_nbdev.cli.SomeOutputs.__init__': ('cli.html#someoutputs.__init__', 'robust_nbdev/cli.py'),
                                   'robust_nbdev.cli.SomeOutputs.forward': ('cli.html#someoutputs.forward', 'robust_nbdev/cli.py'),
+                                  'robust_nbdev.cli._as_options': ('cli.html#_as_options', 'robust_nbdev/cli.py'),
                                   'robust_nbdev.cli._bare': ('cli.html#_bare', 'robust_nbdev/cli.py'),
                                   'robust_nbdev.cli._bench_attacks': ('cli.html#_bench_attacks', 'robust_nbdev/cli.py'),
                                   'robust_nbdev.cli._bench_images': ('cli.html#_bench_images', 'robust_nbdev/cli.py'),

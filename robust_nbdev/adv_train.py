@@ -853,7 +853,7 @@ class AWP(AdvCallback):
 
     def __init__(
         self,
-        gamma=0.005,  # Length of the move relative to the weight; a number or a schedule, such as `switch(.005, pct=.05)`
+        gamma=0.005,  # Length of the move relative to the weight; a number or a schedule: `switch(.005, pct=.05)`
     ):
         self.gamma = gamma if callable(gamma) else check_range(gamma, 'gamma')
 

@@ -414,7 +414,8 @@ class AttackBase(Value):
     ) -> Tensor:  # Adversarial images in the type of `x`
         "The adversarial images of one batch"
         raise TypeError(
-            f'{type(self).__name__} does not say how adversarial images are made: give it make(self, model, x, y, target, seed)'
+            f'{type(self).__name__} does not say how adversarial images are made: '
+            'give it make(self, model, x, y, target, seed)'
         )
 
 # %% ../nbs/01_attacks.ipynb #b187694c
@@ -499,7 +500,8 @@ class Attack(AttackBase):
             raise ValueError(f'alpha is a step length in pixel units, >= 0, such as 2/255, got {self.alpha!r}')
         if self.loss is not None and as_loss(self.loss).reference == 'clean' and not self.rand:
             raise ValueError(
-                f'{_name_of(self.loss)} compares with the clean output, so its gradient is zero at the image itself: start elsewhere, PGD(..., rand=True)'
+                f'{_name_of(self.loss)} compares with the clean output, so its gradient is zero at the image itself: '
+                'start elsewhere, PGD(..., rand=True)'
             )
 
     @property
@@ -582,7 +584,8 @@ def _warn_of_gradients(attack, obj):
         warnings.warn(f'{attack}: the model\'s output does not depend on its input, every gradient is zero')
     if obj.bad.any():
         warnings.warn(
-            f'{attack}: {int(obj.bad.sum())} of {len(obj.bad)} images had gradients that are not finite; those entries were taken as zero'
+            f'{attack}: {int(obj.bad.sum())} of {len(obj.bad)} images had gradients that are not finite; '
+            'those entries were taken as zero'
         )
 
 # %% ../nbs/01_attacks.ipynb #95e0b1b8
@@ -636,7 +639,8 @@ def update(
 ) -> dict:  # The state after the step
     "The state after a step with this gradient and value"
     raise TypeError(
-        f'{type(self).__name__} has no step of its own: give it update(self, x, s, g, v, i), or use PGD(8/255, steps=10)'
+        f'{type(self).__name__} has no step of its own: '
+        'give it update(self, x, s, g, v, i), or use PGD(8/255, steps=10)'
     )
 
 
@@ -906,7 +910,8 @@ def _at(attack, eps):
     if isinstance(attack, Value):
         return attack.at_eps(eps)
     raise TypeError(
-        f'{attack!r} has no at_eps, so its radius cannot be changed: give an attack such as PGD, or a subclass of Attack'
+        f'{attack!r} has no at_eps, so its radius cannot be changed: '
+        'give an attack such as PGD, or a subclass of Attack'
     )
 
 # %% ../nbs/01_attacks.ipynb #21dbea02
@@ -1012,7 +1017,8 @@ class GAMAPGD(Attack):
         z = obj.look(x + d if self.ref == 'start' else x)[1]
         if z.ndim != 2:
             raise TypeError(
-                f'{type(self).__name__} is guided by class probabilities [B,C], the model returned {list(z.shape)}: use an attack that takes any loss, such as PGD or APGD'
+                f'{type(self).__name__} is guided by class probabilities [B,C], the model returned {list(z.shape)}: '
+                'use an attack that takes any loss, such as PGD or APGD'
             )
         return dict(d=d, p=z.softmax(1))
 

@@ -791,6 +791,11 @@ def _out(s, model, checkpoint):
     )
 
 
+def _as_options(error):
+    "The text of an error, with options of the command in place of arguments"
+    return str(error).replace('overwrite=True', '--overwrite').replace('pass path=', 'give --data a copy')
+
+
 @call_parse
 def robust_eval(
     model: str = None,  # A timm model, maybe with arguments: 'vit_tiny_patch16_224(patch_size=4, depth=3)'
@@ -850,10 +855,7 @@ def robust_eval(
             crop_mode=crop_mode,
         )
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as e:
-        sys.exit(
-            'robust-eval:'
-            f' {" ".join(str(e).replace("overwrite=True", "--overwrite").replace("pass path=", "give --data a copy").split())}'
-        )
+        sys.exit(f'robust-eval: {" ".join(_as_options(e).split())}')
     except KeyboardInterrupt:
         print('\nrobust-eval: interrupted; the same command continues where this one stopped', file=sys.stderr)
         sys.exit(130)

@@ -917,7 +917,7 @@ class CifarC:
     def __init__(
         self,
         path,  # Folder with `labels.npy`, `fog.npy`, ...
-        n: int = None,  # Images of each severity, from the start, or balanced where files come class by class; None: all
+        n: int = None,  # Images of each severity: the first, or balanced where files come class by class; None: all
     ):
         self.path = _folder(path, 'labels.npy and a file per corruption')
         if not (self.path / 'labels.npy').is_file():

@@ -125,7 +125,7 @@ def _warn_typos(inis):
 
 # %% ../nbs/00b_data.ipynb #6ec470d1
 def settings(
-    profile: str = None,  # A section of `settings.ini`; default: the variable ROBUST_PROFILE, else `profile` in `[DEFAULT]`
+    profile: str = None,  # A section of `settings.ini`; default: ROBUST_PROFILE, else `profile` in `[DEFAULT]`
 ) -> RunSettings:  # Typed values; `.profile` is the section
     "The run settings of one profile; raises ValueError for an unknown one, and for a bad value, with its place"
     inis = _inis()
@@ -807,7 +807,7 @@ def _split_dirs(path):
 
 
 def read_folders(
-    path: Path,  # Holds `train/` and `test/`, `val/` or `valid/`, with a folder of images per class; or the class folders
+    path: Path,  # Holds `train/` and `test/`, `val/` or `valid/`, each with class folders; or the class folders
     name: str = '',  # Not used
 ) -> ImageSource | None:  # None | None: there is nothing of the kind
     "Images whose folder is their class"

@@ -275,7 +275,7 @@ def _one_sided(y, classes, vocab):
 
 def eval_batches(
     data,  # A DataLoader, or a tuple (images, labels) of tensors
-    n: int = None,  # How many images, from the start, or chosen by `fair`; None: all. Raises ValueError if there are fewer
+    n: int = None,  # How many: the first, or chosen by `fair`; None: all. Raises ValueError if there are fewer
     bs: int = 64,  # Batch size, where `data` are tensors
     device=None,  # Where to put the batches; None: leave them
     classes: int = None,  # How many classes there are, such as a model's outputs; None: as many as `data` names

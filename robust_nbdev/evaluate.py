@@ -101,7 +101,7 @@ class Report:
         self,
         meta: dict,  # What was measured: title, model, n, seed, ...
         rows=(),  # A dict per attack
-        verdicts: dict = None,  # Attack -> [N] bool: right or wrong; for random models the share of draws that are right
+        verdicts: dict = None,  # Attack -> [N] bool: right or wrong; for random models the share of right draws
         warnings=(),  # Sentences
         preds: dict = None,  # Attack -> [N] predicted classes; 'label': the right ones; 'position': see `positions`
     ):

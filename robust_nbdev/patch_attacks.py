@@ -148,7 +148,8 @@ def _attends(model):
     m = unwrap(model)
     if not (isinstance(m, (VisionTransformer, Cait)) or getattr(m, 'token_attention', False)):
         raise TypeError(
-            f'{type(m).__name__} has no attention between all patches of an image: use a timm ViT, DeiT or CaiT, plain or inside Normalized. RandomOcclusion(patch=16) takes any model'
+            f'{type(m).__name__} has no attention between all patches of an image: use a timm ViT, DeiT or CaiT, '
+            'plain or inside Normalized. RandomOcclusion(patch=16) takes any model'
         )
     return m
 
@@ -158,7 +159,7 @@ def patch_attention(
     x: Tensor,  # Images [B,C,H,W]
     blocks: list = None,  # Which blocks; None: all that hold patches
     logits: bool = False,  # Return the model's output as well?
-) -> list:  # Per block [B,N,n]: log of the attention, mean over heads, that each of N tokens pays to each of n patches. With `logits`: that list and the model's output
+) -> list:  # Per block [B,N,n]: log of the mean attention of N tokens to n patches; with `logits` the output too
     "How much attention the patches receive: no columns for class, register and extra tokens"
     m = _attends(model)
     maps, z = attn_maps(model, x, pre_softmax=True, logits=True)
@@ -224,7 +225,8 @@ def _vit_cells(model, x):
     size, (h, w) = _cuts(model, x), x.shape[-2:]
     if not pad and (h % size[0] or w % size[1]):
         raise ValueError(
-            f'images of {h}x{w} are not a multiple of the patch, {size[0]}x{size[1]} pixels: resize them to {max(h // size[0], 1) * size[0]}x{max(w // size[1], 1) * size[1]}'
+            f'images of {h}x{w} are not a multiple of the patch, {size[0]}x{size[1]} pixels: '
+            f'resize them to {max(h // size[0], 1) * size[0]}x{max(w // size[1], 1) * size[1]}'
         )
     return patch_cells(x, size)
 
@@ -267,7 +269,8 @@ def grad(
     att = [(o.mean(1) * chosen).sum(1) / self.patches for o in obj.model.log] if self.weight else []
     if not all(o.requires_grad for o in att):
         raise ValueError(
-            'the model hides its attention from the gradient: model.set_grad_checkpointing(False), or PatchFool(weight=0)'
+            'the model hides its attention from the gradient: '
+            'model.set_grad_checkpointing(False), or PatchFool(weight=0)'
         )
     gs = [torch.autograd.grad(o.sum(), d, retain_graph=j < len(att))[0] for j, o in enumerate([v, *att])]
     for g in gs:

@@ -223,7 +223,7 @@ class RVT(VisionTransformer):
         mlp_ratio: float = 4.0,  # Width inside the feed-forward
         drop_rate: float = 0.0,  # Dropout, in tokens, blocks and head
         attn_drop_rate: float = 0.0,  # Dropout of the attention
-        drop_path_rate: float = 0.0,  # Stochastic depth: rises linearly from 0, and would reach this behind the last block
+        drop_path_rate: float = 0.0,  # Stochastic depth: rises linearly from 0, would reach this after the last block
         **kwargs,  # For `VisionTransformer`: `global_pool`, ...
     ):
         def stem(**kw):

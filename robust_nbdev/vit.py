@@ -243,7 +243,7 @@ def _attns(block):
 def attn_maps(
     model: nn.Module,  # A timm transformer, maybe inside `Normalized`
     x: Tensor,  # Images [B,C,H,W]
-    pre_softmax: bool = False,  # Return the input of the softmax (scale, bias and mask included) instead of probabilities
+    pre_softmax: bool = False,  # Return the input of the softmax (with scale, bias, mask), not probabilities
     logits: bool = False,  # Return the model's output as well?
 ) -> list:  # Per block [B,H,N,N], in the graph (other families: the table at the top); with `logits` also the output
     "The attention of each block, fused or not, in one forward that changes neither model nor output"

@@ -1318,7 +1318,7 @@ JOB = '''
 def learner(dls): return Learner(dls, tiny_vit(num_classes=4), loss_func=CrossEntropyLossFlat(), opt_func=SGD, cbs=AFAT(occlude=.25, lam=1., corruption_lr=.1, length=None))
 fits = [lambda l: l.fit(2, 1e-2)]
 def keep(l): return [torch.cat([p.detach().flatten() for p in m.parameters()]) for m in (get_model(l.model),l.afat.corruption)]
-'''
+'''  # noqa: E501
 
 
 def test_two_processes_are_one(tmp_path):

@@ -77,7 +77,8 @@ def test_second_run_gives_the_same_table_and_another_seed_another(run, tmp_path)
     out, _ = run
     r = script(
         tmp_path,
-        "for a in ('--out again', '--seed 7 --eps 8/255 --out other'):\n    try: main(a.split())\n    except SystemExit as e:\n        if e.code: raise",
+        "for a in ('--out again', '--seed 7 --eps 8/255 --out other'):\n    try: main(a.split())\n    except SystemExit"
+        " as e:\n        if e.code: raise",
     )
     assert r.returncode == 0, r.stderr
     assert (tmp_path / 'again' / 'robust_demo.csv').read_text() == (out / 'robust_demo.csv').read_text()
@@ -364,7 +365,10 @@ def test_checkpoints_that_do_not_fit_say_what(tmp_path):
     torch.save(small().state_dict(), f := tmp_path / 'a.pth')
     with pytest.raises(
         ValueError,
-        match=r'a.pth does not fit VisionTransformer: .*missing: .*shaped: .*patch_embed.proj.weight \[48, 1, 7, 7\] where the model has',
+        match=(
+            r'a.pth does not fit VisionTransformer: .*missing: .*shaped: .*patch_embed.proj.weight \[48, 1, 7, 7\]'
+            r' where the model has'
+        ),
     ):
         eval_model('vit_tiny_patch16_224', f, size=28)
     with pytest.raises(ValueError, match='head.weight'):
@@ -639,9 +643,9 @@ BAD_EVAL = {
     '--model resnet18 --crop-pct 2': 'pct',
     '--model resnet18 --norm L7': 'Linf',
     '--model resnet18 --n 0': 'at least 1',
-    '--model resnet18 --n 70001': 'images asked for'
-    if Path('/usr/share/datasets/fashion-mnist').exists()
-    else 'fashion_mnist',
+    '--model resnet18 --n 70001': (
+        'images asked for' if Path('/usr/share/datasets/fashion-mnist').exists() else 'fashion_mnist'
+    ),
     '--model resnet18 --seed -1': 'between 0',
     '--model resnet18 --bs 0': 'at least 1',
     '--model resnet18 --device nope': 'nope',
@@ -746,7 +750,8 @@ def test_a_killed_run_is_continued(tmp_path):
     assert q.returncode == 130 and 'same command continues' in err and 'Traceback' not in err
     r = script(
         d,
-        "a = json.loads(sys.argv[1])\nfor o in ('out','whole'):\n    try: main(a+['--out',o], 'robust-eval')\n    except SystemExit as e:\n        if e.code: raise",
+        "a = json.loads(sys.argv[1])\nfor o in ('out','whole'):\n    try: main(a+['--out',o], 'robust-eval')\n   "
+        " except SystemExit as e:\n        if e.code: raise",
         json.dumps(SLOW),
     )
     assert r.returncode == 0, r.stderr

@@ -208,7 +208,10 @@ def test_docs_keep_scripts_on_the_page_and_out_of_its_markdown():
         docs = pytest.importorskip('docs')
     finally:
         sys.path.pop(0)
-    page = f'text\n\n{static_twin(grey, dict(t=[0.0, 1.0]))}\n\n```python\n_CSS = "<style></style>"; s = f"<script>{{x}}</script>"\n```\n<img src="data:image/png;base64,{"A" * 300}">'
+    page = (
+        f'text\n\n{static_twin(grey, dict(t=[0.0, 1.0]))}\n\n```python\n_CSS = "<style></style>"; s ='
+        f' f"<script>{{x}}</script>"\n```\n<img src="data:image/png;base64,{"A" * 300}">'
+    )
     s = docs.lean(page)
     assert 'const D' not in s
     assert 'A' * 300 not in s
@@ -864,7 +867,9 @@ def in_browser(tmp_path, body, script):
     "What `script`, a function body, returns on a page"
     f = tmp_path / 'page.html'
     f.write_text(
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><body>{body}<script>const got = (() => {{{script}}})(); document.body.innerHTML = ""; const p = document.createElement("pre"); p.id = "result"; p.textContent = JSON.stringify(got); document.body.append(p);</script></body></html>'
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><body>{body}<script>const got = (() => {{{script}}})();'
+        ' document.body.innerHTML = ""; const p = document.createElement("pre"); p.id = "result"; p.textContent ='
+        ' JSON.stringify(got); document.body.append(p);</script></body></html>'
     )
     cmd = [
         CHROME,
@@ -884,7 +889,11 @@ def in_browser(tmp_path, body, script):
     return json.loads(html.unescape(m[1]))
 
 
-SEE = 'const see = r => [...r.querySelectorAll("[data-slot]")].map(e => e.dataset.slot === "src" ? e.src.split(",")[1] : e.dataset.slot === "text" ? e.textContent : parseInt(e.style[e.dataset.slot])); const set = (c, v) => { c.value = v; c.dispatchEvent(new Event("input")); };'
+SEE = (
+    'const see = r => [...r.querySelectorAll("[data-slot]")].map(e => e.dataset.slot === "src" ? e.src.split(",")[1] :'
+    ' e.dataset.slot === "text" ? e.textContent : parseInt(e.style[e.dataset.slot])); const set = (c, v) => { c.value ='
+    ' v; c.dispatchEvent(new Event("input")); };'
+)
 
 
 @browser
@@ -898,7 +907,7 @@ def test_moving_eps_changes_picture_and_numbers_in_the_browser(nets, data, tmp_p
         const root = document.querySelector("[data-twin]"), c = [...root.querySelectorAll("[data-control]")], eps = c[2], before = see(root);
         set(eps, 2); const after = see(root), said = [eps.getAttribute("aria-valuetext"), eps.nextElementSibling.textContent], all = [];
         for (let i = 0; i < 2; i++) for (let a = 0; a < 2; a++) for (let s = 0; s < 3; s++) for (let k = 0; k < 2; k++) { set(c[0], i); set(c[1], a); set(c[2], s); set(c[3], k); all.push(see(root)); }
-        return {type: eps.type, label: eps.closest("label").innerText, before, after, said, all};''',
+        return {type: eps.type, label: eps.closest("label").innerText, before, after, said, all};''',  # noqa: E501
     )
     want = lambda **st: [p[1] for p in e(**st).slots]
     assert got['type'] == 'range' and got['label'].startswith('eps') and got['said'] == ['0.1', '0.1']
@@ -926,7 +935,8 @@ def test_twins_on_one_page_do_not_disturb_each_other(tmp_path):
         tmp_path,
         a + b + a,
         SEE
-        + 'const r = [...document.querySelectorAll("[data-twin]")], c = r.map(o => o.querySelector("[data-control]")); set(c[2], 1); const first = r.map(see); set(c[1], 1); return [first, r.map(see), c[1].tagName];',
+        + 'const r = [...document.querySelectorAll("[data-twin]")], c = r.map(o => o.querySelector("[data-control]"));'
+        ' set(c[2], 1); const first = r.map(see); set(c[1], 1); return [first, r.map(see), c[1].tagName];',
     )
     at = {t: [p[1] for p in grey(t).slots] for t in (0.0, 1.0)}
     assert got == [[at[0.0], ['text 1'], at[1.0]], [at[0.0], ['text 2'], at[1.0]], 'SELECT']
@@ -941,7 +951,8 @@ def test_twin_fits_a_phone(nets, data, tmp_path, width):
     got = in_browser(
         tmp_path,
         f'<div style="width:{width}px">{e.twin()}</div>',
-        'const r = document.querySelector("[data-twin]"); return [r.scrollWidth, r.clientWidth, r.offsetWidth, r.querySelector("img").offsetWidth, getComputedStyle(r.querySelector("img")).imageRendering];',
+        'const r = document.querySelector("[data-twin]"); return [r.scrollWidth, r.clientWidth, r.offsetWidth,'
+        ' r.querySelector("img").offsetWidth, getComputedStyle(r.querySelector("img")).imageRendering];',
     )
     assert got[0] <= got[1] and got[2] <= width and got[3] >= 80 and got[4] == 'pixelated'
 
@@ -1061,7 +1072,7 @@ HANDS = (
     window.state = i => ({seen: see(root(i)), kinds: [...root(i).querySelectorAll("[data-slot]")].map(e => e.dataset.slot), at: [...root(i).querySelectorAll("[data-control]")].map(e => e.value), said: [...root(i).querySelectorAll("input")].map(e => [e.getAttribute("aria-valuetext"), e.nextElementSibling.textContent])});
     window.sliders = i => [...root(i).querySelectorAll("input")].map(e => e.closest("label").firstChild.textContent.trim());
     window.bounds = (i, k) => { const e = root(i).querySelectorAll("input")[k]; e.scrollIntoView({block: "center"}); const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; };
-    window.ring = () => { const s = getComputedStyle(document.activeElement); return [document.activeElement.dataset.control !== undefined, s.outlineStyle, parseFloat(s.outlineWidth)]; };'''
+    window.ring = () => { const s = getComputedStyle(document.activeElement); return [document.activeElement.dataset.control !== undefined, s.outlineStyle, parseFloat(s.outlineWidth)]; };'''  # noqa: E501
 )
 
 

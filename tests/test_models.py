@@ -144,7 +144,11 @@ def test_random_weights_need_no_card():
 
 
 def test_loading_is_quick_and_needs_no_network():
-    code = "import socket,time\ndef no(*a,**k): raise OSError('network')\nfrom robust_nbdev.all import *\nsocket.socket.connect = no; socket.getaddrinfo = no\nsmall_model('xcit', robust=True); t = time.process_time(); small_model('vit', robust=True); print(time.process_time()-t)"
+    code = (
+        "import socket,time\ndef no(*a,**k): raise OSError('network')\nfrom robust_nbdev.all import"
+        " *\nsocket.socket.connect = no; socket.getaddrinfo = no\nsmall_model('xcit', robust=True); t ="
+        " time.process_time(); small_model('vit', robust=True); print(time.process_time()-t)"
+    )
     out = subprocess.run(
         [sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, check=True
     ).stdout

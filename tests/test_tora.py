@@ -277,7 +277,7 @@ def test_copies_pickles_and_bfloat16(tmp_path):
 
 
 # --- size
-# -----------------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
 def test_cost_by_hand_and_of_vit_b():
@@ -715,7 +715,7 @@ JOB = '''
 def learner(dls): return Learner(dls, tora_vit(tiny_vit(num_classes=4), d=2), loss_func=CrossEntropyLossFlat(), opt_func=SGD, cbs=TORA(PGD(.05, steps=1)))
 fits = [lambda l: l.fit_tora(1, 0, lr=.1), lambda l: l.fit_tora(0, 1, lr=.1)]
 def keep(l): return {k:v.detach() for k,v in get_model(l.model).named_parameters()}
-'''
+'''  # noqa: E501
 
 
 def test_two_processes_are_one(tmp_path):
@@ -1298,7 +1298,7 @@ def test_older_files_are_taken_by_their_hash(tmp_path):
 
 
 # --- a second copy
-# --------------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
 @pytest.mark.parametrize(
