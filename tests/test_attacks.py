@@ -1083,6 +1083,97 @@ def test_attacks_are_values():
     assert FGSM(0.1).but(eps=0.2) == FGSM(0.2)
 
 
+# --- losses are values
+# -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_partial_compares_with_what_its_function_compares_with():
+    tokens = partial(feat_cos, axis=-1)
+    assert as_loss(tokens).reference == 'clean' and as_loss(partial(ce, smoothing=0.1)).reference == 'label'
+    m, x = Dense((1, 6, 6)), images(3)
+    assert torch.equal(PGD(0.1, loss=partial(kl))(m, x), PGD(0.1, loss=kl)(m, x))
+
+
+def test_a_plain_function_compares_with_labels():
+    m, x, y = Dense((1, 6, 6)), images(3), labels(3)
+    assert torch.equal(PGD(0.1, loss=lambda z, y: margin(z, y))(m, x, y), PGD(0.1, loss=margin)(m, x, y))
+
+
+def test_a_targeted_attack_lowers_the_targeted_form():
+    m, x, t = Dense((1, 6, 6)), images(3), labels(3)
+    same = Loss(lambda z, y: z.sum(1), targeted=lambda z, y: margin(z, y))
+    assert torch.equal(PGD(0.1, loss=same)(m, x, target=t), PGD(0.1, loss=margin)(m, x, target=t))
+
+
+@pytest.mark.parametrize('reference', ['features', 'both'])
+def test_losses_of_block_features_are_refused(reference):
+    with pytest.raises(ValueError, match='AAS'):
+        PGD(0.1, loss=Loss(_first, reference))(Dense((1, 6, 6)), images(2), labels(2))
+
+
+def test_losses_are_pickled_by_name():
+    import pickle
+
+    assert all(pickle.loads(pickle.dumps(o)) is o for o in (ce, cw, kl, feat_cos))
+    with pytest.raises(ValueError, match='reference must be one of'):
+        Loss(_first, 'labels')
+
+
+# --- one loop
+# ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_attack_that_writes_its_own_run_does_not_go_in_steps():
+    class Own(PGD):
+        def run(self, obj, x, seed):
+            return x
+
+    assert PGD.in_steps and APGD.in_steps and not Own.in_steps
+    x = images(3)
+    assert torch.equal(Own(0.1)(Dense((1, 6, 6)), x, labels(3)), x)
+
+
+class Ends:
+    "Keeps the points where the last rounds end"
+
+    def __init__(self):
+        self.most = 0
+
+    def seen(self, rows, d, v, z):
+        self.most = max(self.most, len(rows))
+
+    def ended(self, rows, over):
+        self.end = rows.img.x + rows.state['d']
+        return over & (rows.img.r + 1 >= rows.rounds)
+
+    def result(self, rows, gone):
+        return rows.img.pos[gone], self.end[gone]
+
+
+def stream(a, m, x, y, bs, portion):
+    """Positions and ends of images that are given to the loop in small portions; the most images that were in it at a
+    time"""
+    todo, keep = list(range(len(x))), Ends()
+
+    def more(n):
+        i = torch.tensor([todo.pop(0) for _ in range(min(n, portion, len(todo)))])
+        return Rows(a, a.objective(m, x[i], y[i]), x[i], image_seed(x[i]), i) if len(i) else None
+
+    pos, ends = map(torch.cat, zip(*drive(more, keep, bs)))
+    return pos, ends, keep.most
+
+
+@pytest.mark.parametrize(
+    'a', [PGD(0.1, steps=3), MIFGSM(0.7, norm='L2', steps=3), PGD(0.1, steps=2, restarts=3)], ids=repr
+)
+def test_images_that_come_and_go_end_where_a_call_ends(a):
+    m, x, y = Pixels(), images(7), labels(7)
+    pos, ends, most = stream(a, m, x, y, bs=4, portion=2)
+    assert sorted(pos.tolist()) == list(range(7)) and most <= 4
+    if a.restarts == 1:
+        assert torch.equal(ends, a(m, x, y)[pos])
+
+
 # --- found by a reviewer
 # ----------------------------------------------------------------------------------------------------------
 
