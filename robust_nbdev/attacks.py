@@ -41,8 +41,8 @@ class Loss:
 
     def __call__(
         self,
-        *args,  # What `value` takes
-        **kwargs,  # What `value` takes
+        *args,  # The model's output, and the reference
+        **kwargs,  # Options of the loss
     ) -> Tensor:  # [B]
         "The loss of each image"
         return self.value(*args, **kwargs)

@@ -234,7 +234,7 @@ def _vit_cells(model, x):
 @patch
 def choose(
     self: PatchFool,
-    obj: Objective,  # What the attack climbs
+    obj: Objective,  # What the attack raises
     x: Tensor,  # Clean images [B,C,H,W] in [0,1]
     seed: Tensor,  # [B] int64, one per image, for every random number
     n: int,  # Patches that the model sees
