@@ -17,8 +17,8 @@ from timm.models import build_model_with_cfg, create_model, generate_default_cfg
 from timm.models.convnext import ConvNeXtStage
 from timm.models.vision_transformer import VisionTransformer
 from timm.models.xcit import LPI, Xcit
-from torch.utils.flop_counter import FlopCounterMode
 from .core import *
+from .vit import multiply_adds
 
 # %% ../nbs/00d_rvt_fan.ipynb #f12e8257
 class RVTStem(nn.Module):
@@ -643,14 +643,9 @@ def model_cost(
     "Number of parameters, and cost of one image, from shapes alone"
     with torch.device('meta'):
         m = create_model(model, in_chans=in_chans, **kwargs) if isinstance(model, str) else model()
-    m.eval()
-    for o in m.modules():
-        if hasattr(o, 'fused_attn'):
-            o.fused_attn = False
     image = torch.empty(1, in_chans, size, size, device='meta')
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        m(image)
-    flops = {str(k): v for k, v in counter.get_flop_counts()['Global'].items()}
-    total = sum(flops.values())
-    products = sum(v for k, v in flops.items() if 'bmm' in k)
-    return dict(params=sum(p.numel() for p in m.parameters()) / 1e6, layers=(total - products) / 2e9, all=total / 2e9)
+    return dict(
+        params=sum(p.numel() for p in m.parameters()) / 1e6,
+        layers=multiply_adds(m, image, attention=False) / 1e9,
+        all=multiply_adds(m, image) / 1e9,
+    )

@@ -14,7 +14,6 @@ from contextlib import contextmanager, ExitStack
 from safetensors import safe_open
 from safetensors.torch import save_file
 from timm.models.vision_transformer import VisionTransformer
-from torch.utils.flop_counter import FlopCounterMode
 from .core import *
 from .vit import *
 from .attacks import *
@@ -539,21 +538,12 @@ def tora_cost(
     x: Tensor,  # One image [1,C,H,W]
 ) -> dict:  # Parameters, and those that train (millions); GFLOPs of one forward, a multiply-add counted once
     "The columns FLOPs and Params of the slides"
-    attns = [(o, o.fused_attn) for o in model.modules() if hasattr(o, 'fused_attn')]
-    try:
-        for o, _ in attns:
-            o.fused_attn = False  # fused kernels are not counted everywhere
-        with attack_mode(model), torch.no_grad(), FlopCounterMode(display=False) as c:
-            outputs(model, x)
-    finally:
-        for o, f in attns:
-            o.fused_attn = f
     ps = list(model.parameters())
     trained = [p for p in ps if p.requires_grad]
     return {
         'params (M)': sum(p.numel() for p in ps) / 1e6,
         'trained (M)': sum(p.numel() for p in trained) / 1e6,
-        'GFLOPs': c.get_total_flops() / 2e9,
+        'GFLOPs': multiply_adds(model, x) / 1e9,
     }
 
 # %% ../nbs/03_tora.ipynb #d785e964

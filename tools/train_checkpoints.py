@@ -201,15 +201,6 @@ def machine(device):
     )
 
 
-def flops(model, x):
-    "Multiply-adds of one forward pass for one image"
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as c, torch.no_grad():
-        model(x)
-    return c.get_total_flops() // 2
-
-
 def measured(key, out, n, n_aa, bs, device):
     "What a finished file can do, on test images; its card"
     data, name, robust = parts(key)
@@ -236,7 +227,7 @@ def measured(key, out, n, n_aa, bs, device):
         aa=aa.get('accuracy'),
         aa_n=aa.get('n'),
         params=sum(p.numel() for p in model.parameters()),
-        flops=flops(model, x.as_subclass(Tensor)),
+        flops=round(multiply_adds(model, x.as_subclass(Tensor))),
     )
 
 
