@@ -10,6 +10,7 @@ from .attacks import *
 from .adv_train import *
 from .evaluate import *
 from .compare import *
+from .experiments import *
 from .corruptions import *
 from .robust_tokens import *
 from .tora import *
