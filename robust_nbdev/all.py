@@ -18,6 +18,7 @@ from .adv_train import (warmup, switch, AdvTrain, TRADES, NearPGD, MART, GAT, Be
 from .evaluate import (Report, robust_report, Run, interval, self_check, predict, show_adv, save_adv, Curve, eps_curve,
     steps_curve, AdvValid, RobustAccuracy, lpips_dist)
 from .compare import *
+from .experiments import *
 from .corruptions import *
 from .robust_tokens import *
 from .tora import *
