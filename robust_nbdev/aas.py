@@ -525,7 +525,7 @@ def base(
 
 # %% ../nbs/06_aas.ipynb #33dd1081
 @patch
-def scales(
+def scales(  # noqa: PLR0913
     self: AAS,
     model: nn.Module,  # A timm transformer, possibly inside `Normalized`
     x: Tensor,  # Images [B,C,H,W] in [0,1]
@@ -654,7 +654,7 @@ def _each(attack, model, x):
     return [replace(attack, attack=o) for o in a.members(_classes(model, x))]
 
 # %% ../nbs/06_aas.ipynb #028870f8
-def two_models(
+def two_models(  # noqa: PLR0913
     model: nn.Module,  # A timm transformer, possibly inside `Normalized`
     x: Tensor,  # Images [B,C,H,W] in [0,1]
     y: Tensor,  # Labels [B]
@@ -688,7 +688,7 @@ def two_models(
     )
 
 # %% ../nbs/06_aas.ipynb #143ddfdd
-def scale_report(
+def scale_report(  # noqa: PLR0913
     model: nn.Module,  # A timm transformer, possibly inside `Normalized`
     data,  # A DataLoader or (images, labels), see `eval_batches`
     attacks,  # `AAS`, `Scaled`, `GapScaled` attacks, or a dict that names them

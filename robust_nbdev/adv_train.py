@@ -1251,7 +1251,7 @@ def has_cb(
 
 @patch
 @delegates(Learner.fit_one_cycle, but=['n_epoch', 'lr_max', 'pct_start', 'moms', 'wd', 'cbs'])
-def fit_adv(
+def fit_adv(  # noqa: PLR0913
     self: Learner,
     n_epoch: int,  # Epochs
     lr_max=None,  # Highest learning rate, one per group or a slice; None: the Learner's

@@ -263,7 +263,7 @@ def corruption_optim(
     return torch.optim.SGD(corruption.parameters(), lr, momentum=mom, nesterov=True, weight_decay=wd, maximize=True)
 
 # %% ../nbs/05_afat.ipynb #8c844468
-def fit_corruption(
+def fit_corruption(  # noqa: PLR0913
     model: nn.Module,  # A timm transformer, maybe inside `Normalized`; frozen, left as it was
     data,  # A DataLoader, or a tuple (images, labels)
     corruption: nn.Module = None,  # Trained further, with noise that it has not seen yet; None: a fresh one
@@ -325,7 +325,7 @@ class AFAT(AdvCallback):
     _stateattrs = ('optim', 'leaf', 'kept', 'outs', 'undo', 'extra', 'clean', 'g')
     optim = leaf = kept = outs = undo = extra = clean = g = None
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         occlude=0.1,  # Share of the patches (rho in the paper), a number or a schedule; 0: plain training, to the bit
         lam=5e-3,  # Weight of the alignment loss (lambda in the paper), a number or a schedule
@@ -791,7 +791,7 @@ class GreedyOcclusion(Occlusion):
 
 # %% ../nbs/05_afat.ipynb #4dbb07aa
 @patch
-def values(
+def values(  # noqa: PLR0913
     self: GreedyOcclusion,
     obj: Objective,  # What the attack raises
     x: Tensor,  # Images [B,C,H,W] in [0,1]

@@ -434,7 +434,7 @@ def check_call(
 
 # %% ../nbs/01_attacks.ipynb #97c3ca75
 @patch
-def __call__(
+def __call__(  # noqa: PLR0913
     self: AttackBase,
     model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
     x: Tensor,  # Images [B,C,H,W] in [0,1]; raises TypeError or ValueError for anything else

@@ -45,7 +45,7 @@ def demo_vit(
     return Normalized(vit, x.mean((0, 2, 3)).cpu(), x.std((0, 2, 3)).cpu())
 
 # %% ../nbs/08_cli.ipynb #6aca0875
-def demo_train(
+def demo_train(  # noqa: PLR0913
     dls: DataLoaders,  # Images in [0,1]
     epochs: int,  # Epochs of one-cycle training
     seed: int,  # Of weights and order
@@ -524,7 +524,7 @@ def learner_model(
     )
 
 
-def eval_model(
+def eval_model(  # noqa: PLR0913
     model: str = None,  # See `timm_model`
     checkpoint=None,  # See `read_checkpoint` and, for .pkl, `learner_model`
     pretrained: bool = False,  # timm's own weights
@@ -733,7 +733,7 @@ def _noted(rep, line, says, out):
     return rep
 
 
-def run_eval(
+def run_eval(  # noqa: PLR0913
     s: RunSettings,  # See `eval_settings`
     attacks,  # Attacks, weak to strong, see `parse_attacks`
     model: str = None,  # See `eval_model`
@@ -797,7 +797,7 @@ def _as_options(error):
 
 
 @call_parse
-def robust_eval(
+def robust_eval(  # noqa: PLR0913
     model: str = None,  # A timm model, maybe with arguments: 'vit_tiny_patch16_224(patch_size=4, depth=3)'
     # Its weights (.pth, .pt, .safetensors), or all of it from learn.export (.pkl: a pickle, open only those that you
     # trust)
@@ -907,7 +907,7 @@ def _bench_attacks(attacks, eps, norm, version):
     return list(attacks)
 
 # %% ../nbs/08_cli.ipynb #03162d38
-def robust_bench(
+def robust_bench(  # noqa: PLR0913
     model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
     dataset: str = 'cifar10',  # A named dataset
     norm: str = 'Linf',  # `'Linf'` or `'L2'`

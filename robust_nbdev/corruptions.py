@@ -1009,7 +1009,7 @@ def class_positions(
     return torch.tensor([o2i[o] for o in names])
 
 # %% ../nbs/01c_corruptions.ipynb #70cfc090
-def wnid_images(
+def wnid_images(  # noqa: PLR0913
     path,  # Holds a folder of images per class, such as imagenet-a, imagenet-r, or gaussian_noise/3 of ImageNet-C
     subset: bool = False,  # Count labels within the folders at hand (0 to 199 for ImageNet-A), not among all classes
     classes=None,  # See `class_positions`
@@ -1530,7 +1530,7 @@ def _todo(corruptions, severities, seed, table):
     return todo
 
 
-def corruption_report(
+def corruption_report(  # noqa: PLR0913
     model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
     data,  # Clean images: a DataLoader or (images, labels); or files: a `CifarC` or `ImageNetC`
     corruptions=CORRUPTIONS,  # Which
@@ -1615,7 +1615,7 @@ class CorruptValid(AdvCallback):
         return f'CorruptValid({self.corruption!r}, {self.severity})'
 
 # %% ../nbs/01c_corruptions.ipynb #2346466b
-def _sequences(data, name, n, seed, bs, table, dev):
+def _sequences(data, name, n, seed, bs, table, dev):  # noqa: PLR0913
     "Sequences [B,T,C,H,W] and the labels of their images [B]; None for labels where they are files"
     if hasattr(data, 'pick'):
         for o in data.pick(name):
@@ -1644,7 +1644,7 @@ def _frame_classes(model, frames, bs, dev):
     return torch.cat([predict(model, check_images(o.to(dev), model)).cpu() for o in batches]).view(frames.shape[:2])
 
 
-def flip_report(
+def flip_report(  # noqa: PLR0913
     model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
     data,  # Clean images: a DataLoader or (images, labels); or files: a `CifarP` or `ImageNetP`
     names=PERTURBATIONS,  # Which

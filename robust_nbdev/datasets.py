@@ -728,7 +728,7 @@ def _fitted(parts, src, mode, size, fit, untouched):
     return fit, parts
 
 
-def image_dls(
+def image_dls(  # noqa: PLR0913
     source,  # An `ImageSource`, or a folder or parquet file for `read_images`
     n_train: int = None,  # Training images, balanced over classes; default: all
     n_valid: int = None,  # Validation images, balanced over classes; default: all
@@ -1197,7 +1197,7 @@ def find_images(
 
 # %% ../nbs/00b_data.ipynb #6cc9c496
 @delegates(image_dls, but='name')
-def fashion_mnist(
+def fashion_mnist(  # noqa: PLR0913
     n_train: int = None,  # Training images; default: all, 6000 embedded or 60000
     n_valid: int = None,  # Validation images; default: all, 1000 embedded or 10000
     bs: int = 64,  # Batch size of both loaders
@@ -1214,7 +1214,7 @@ def fashion_mnist(
 
 # %% ../nbs/00b_data.ipynb #bf18490a
 @delegates(image_dls, but='name')
-def _named(
+def _named(  # noqa: PLR0913
     name: str,  # A named dataset
     n_train: int = None,  # Training images, balanced over classes; default: all
     n_valid: int = None,  # Validation images, balanced over classes; default: all

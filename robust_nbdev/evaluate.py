@@ -443,7 +443,7 @@ def _listed(values):
 
 # %% ../nbs/01b_evaluate.ipynb #389d6e4e
 @no_random(0)
-def eps_curve(
+def eps_curve(  # noqa: PLR0913
     model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
     data,  # A DataLoader or (images, labels), see `eval_batches`
     attack: Attack,  # Its own eps is replaced
@@ -471,7 +471,7 @@ def eps_curve(
 
 # %% ../nbs/01b_evaluate.ipynb #9527a4de
 @no_random(0)
-def steps_curve(
+def steps_curve(  # noqa: PLR0913
     model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
     data,  # A DataLoader or (images, labels), see `eval_batches`
     attack: Attack,  # Its own steps are replaced
@@ -605,7 +605,7 @@ def _warn_of_twins(learn):
         warnings.warn(f'two columns are called {two}: tell them apart with RobustAccuracy(attack, name=...)')
 
 # %% ../nbs/01b_evaluate.ipynb #97af13da
-def show_adv(
+def show_adv(  # noqa: PLR0913
     model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
     x: Tensor,  # Images [B,C,H,W] in [0,1]
     y: Tensor,  # Labels [B]
@@ -808,7 +808,7 @@ def _begun(attack, model, i, x, y, seed):
     return rows
 
 
-def hunt(
+def hunt(  # noqa: PLR0913
     attack: Attack,  # One that goes in steps
     model,  # Is attacked
     feed: Feed,  # Gives the images
@@ -921,7 +921,7 @@ def _judge(model, x, y, draws):
     return (ps == y).float().mean(0).cpu().numpy(), ps[0].cpu().numpy()
 
 
-def run_attack(
+def run_attack(  # noqa: PLR0913
     model,  # Takes images [B,C,H,W] in [0,1]
     attack,  # Any attack without members
     batches,  # Of (positions, images, labels), see `eval_batches`
@@ -952,7 +952,7 @@ def run_attack(
     return t
 
 
-def _results(attack, victim, judged, feed, bs, seed, draws, note, hasty):
+def _results(attack, victim, judged, feed, bs, seed, draws, note, hasty):  # noqa: PLR0913
     if draws == 1 and hasty and _steps(attack):
         yield from hunt(attack, victim, feed, lambda x: predict(judged, x), bs, seed, note)
     else:
@@ -1678,7 +1678,7 @@ def _blind(attack, survived, after):
 
 # %% ../nbs/01b_evaluate.ipynb #75a3c202
 @no_random(0)
-def robust_report(
+def robust_report(  # noqa: PLR0913
     model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
     data,  # A DataLoader or (images, labels), see `eval_batches`
     attacks,  # Attacks, weak to strong; None stands for clean images, which are always measured

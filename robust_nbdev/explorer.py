@@ -646,7 +646,7 @@ def _labelled(attacks):
     return res
 
 
-def explore_attack(
+def explore_attack(  # noqa: PLR0913
     models,  # A model, or a dict of models by name
     x: Tensor,  # A few images [B,C,H,W] in [0,1]
     y: Tensor,  # Labels [B]
@@ -673,7 +673,7 @@ def explore_attack(
     return Explorer(show, controls, _middle(eps=eps), memory)
 
 # %% ../nbs/07_explorer.ipynb #2470454f
-def corruption_view(
+def corruption_view(  # noqa: PLR0913
     models,  # A model, or a dict of models by name
     x: Tensor,  # Images [B,C,H,W] in [0,1]
     y: Tensor,  # Labels [B]
@@ -718,7 +718,7 @@ def _check_corruptions(kinds, severities):
         raise ValueError(f'severities are whole numbers from 0 (none) to 5, got {bad}')
 
 
-def explore_corruption(
+def explore_corruption(  # noqa: PLR0913
     models,  # A model, or a dict of models by name
     x: Tensor,  # Images [B,C,H,W] in [0,1]
     y: Tensor,  # Labels [B]
@@ -743,7 +743,7 @@ def explore_corruption(
     return Explorer(_per_image(view, memory), controls, _middle(severity=severities), memory)
 
 # %% ../nbs/07_explorer.ipynb #fd6ec3be
-def token_view(
+def token_view(  # noqa: PLR0913
     probes,  # Two classifiers, see `LinearProbe`: on features without tokens, and with
     x: Tensor,  # Images [B,C,H,W] in [0,1]
     y: Tensor,  # Labels [B]
@@ -790,7 +790,7 @@ def _check_probes(probes):
     )
 
 
-def explore_tokens(
+def explore_tokens(  # noqa: PLR0913
     probes,  # Two classifiers, see `LinearProbe`: on features without tokens, and with
     x: Tensor,  # Images [B,C,H,W] in [0,1]
     y: Tensor,  # Labels [B]
@@ -826,7 +826,7 @@ def _gates_kept(model):
         set_gates(model, was)
 
 
-def lam_view(
+def lam_view(  # noqa: PLR0913
     dial: GateDial,  # Its model is shown, and has its own gates afterwards
     x: Tensor,  # Images [B,C,H,W] in [0,1]
     y: Tensor,  # Labels [B]
@@ -872,7 +872,7 @@ def _gate_range(dial, x):
         return max(gate_pictures(dial(lam), x)[:, :, 0].abs().max().item() for lam in dial.gates)
 
 
-def explore_lam(
+def explore_lam(  # noqa: PLR0913
     dial: GateDial,  # Gates for a few lam
     x: Tensor,  # Images [B,C,H,W] in [0,1]
     y: Tensor,  # Labels [B]
@@ -909,7 +909,7 @@ def _moved(model, x, x2):
     return align_loss(*zip(*[o.chunk(2) for o in blocks])).item()
 
 
-def mask_view(
+def mask_view(  # noqa: PLR0913
     model: nn.Module,  # A timm transformer, maybe inside `Normalized`
     x: Tensor,  # Images [B,C,H,W] in [0,1]
     y: Tensor,  # Labels [B]
@@ -960,7 +960,7 @@ def _check_masks(corruptions):
         )
 
 
-def explore_masks(
+def explore_masks(  # noqa: PLR0913
     model: nn.Module,  # A timm transformer, maybe inside `Normalized`
     x: Tensor,  # Images [B,C,H,W] in [0,1]
     y: Tensor,  # Labels [B]
@@ -1001,7 +1001,7 @@ _SCALE_ROWS = dict(
 )
 
 
-def scale_view(
+def scale_view(  # noqa: PLR0913
     model: nn.Module,  # A timm transformer, maybe inside `Normalized`
     x: Tensor,  # Images [B,C,H,W] in [0,1]
     y: Tensor,  # Labels [B]

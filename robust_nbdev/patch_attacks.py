@@ -251,7 +251,7 @@ def choose(
 
 # %% ../nbs/01d_patch_attacks.ipynb #a64a00c1
 @patch
-def grad(
+def grad(  # noqa: PLR0913
     self: PatchFool,
     obj: Objective,  # What the attack raises
     x: Tensor,  # Clean images [B,C,H,W] in [0,1]

@@ -145,7 +145,7 @@ class ConvMlp(nn.Module):
 class RVTBlock(nn.Module):
     "Attention and feed-forward, each after a LayerNorm; `pool` brings the tokens to a coarser grid first"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         dim: int,  # Width D
         num_heads: int,  # Heads
@@ -209,7 +209,7 @@ class RVT(VisionTransformer):
 
     fixed_tokens = True  # as many as the grid has: none can be added
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         img_size=224,  # Pixels: one number or (height, width)
         patch_size: int = 16,  # Pixels between patches
@@ -361,7 +361,7 @@ class ChannelAttention(nn.Module):
 class FANBlock(nn.Module):
     "Token attention, then channel attention, each scaled per channel"
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         dim: int,  # Width D
         num_heads: int,  # Heads
@@ -438,7 +438,7 @@ class FAN(Xcit):
 
     token_attention = True  # its blocks attend from token to token, unlike XCiT's
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         img_size=224,  # Pixels: one number or (height, width)
         patch_size: int = 16,  # Pixels between tokens

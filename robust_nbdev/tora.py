@@ -669,7 +669,7 @@ def _begin_phase(learn, cb, phase, go_on):
 
 @patch
 @delegates(Learner.fit_adv, but=['n_epoch', 'lr_max'])
-def fit_tora(
+def fit_tora(  # noqa: PLR0913
     self: Learner,
     adapter_epochs: int = 5,  # Epochs of phase 1, which alternates adversarial and clean batches; 0: skip it
     gate_epochs: int = 2,  # Epochs of phase 2; 0: skip it

@@ -185,7 +185,7 @@ def test_no_address_of_ours_is_named_before_it_is_set():
     urls = re.search(r'^\[project\.urls\]', (ROOT / 'pyproject.toml').read_text(), re.M)
     ours, bad = (
         re.compile(
-            r'https?://[\w.-]*(robust-nbdev|robust_nbdev)|github\.com/[\w-]+/robust[-_]nbdev|pip install [\'"]?robust-nbdev',
+            r'https?://[\w.-]*(robust-nbdev|robust_nbdev)|github\.com/[\w-]+/robust[-_]nbdev|pip install [\'"]?robust-nbdev',  # noqa: E501
             re.I,
         ),
         [],
