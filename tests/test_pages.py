@@ -36,10 +36,16 @@ def cells_of(table):
     ]
 
 
+def columns(header):
+    "Where claim, published, measured, verdict and why stand"
+    names = ('claim',), ('published',), ('measured', 'measured here', 'effect'), ('verdict',), ('why',)
+    return [next(i for i, o in enumerate(header) if o in known) for known in names]
+
+
 def claims_in(cells):
     "Rows (claim, published, measured, verdict, why) of each saved table of claims"
     got = [cells_of(t) for c in cells for t in html(c) if re.search(r'<th[^>]*>verdict</th>', t)]
-    return [[r[-5:] for r in rows[1:]] for rows in got]
+    return [[[r[i] for i in columns(rows[0])] for r in rows[1:]] for rows in got]
 
 
 # --- results
@@ -68,19 +74,16 @@ def saved(name, words):
     return first(r for c in load(name) for t in html(c) for r in [cells_of(t)] if set(words) <= set(r[0]))
 
 
+WORDS_OF_VERDICTS = ['holds', 'does not hold', 'contradicted', 'not decided', 'not testable']
+
+
 def test_verdicts_are_counted():
-    counts = {
-        r[0]: [int(o) for o in r[1:]]
-        for r in saved('results', ['holds', 'does not hold', 'not decided', 'not testable', 'claims'])[1:]
-    }
+    counts = {r[0]: [int(o) for o in r[1:]] for r in saved('results', [*WORDS_OF_VERDICTS, 'claims'])[1:]}
     want = []
     for paper in PAPERS:
         (rows,) = claims_in(load(paper))
-        want.append(
-            [sum(r[3].startswith(k) for r in rows) for k in ('holds', 'does not hold', 'not decided', 'not testable')]
-            + [len(rows)]
-        )
-    assert list(counts.values()) == want + [[sum(o) for o in zip(*want)]] and all(sum(w[:4]) == w[4] for w in want)
+        want.append([sum(r[3].startswith(k) for r in rows) for k in WORDS_OF_VERDICTS] + [len(rows)])
+    assert list(counts.values()) == want + [[sum(o) for o in zip(*want)]] and all(sum(w[:5]) == w[5] for w in want)
 
 
 def test_cards_on_the_page_are_those_in_the_package():
