@@ -1476,6 +1476,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'robust_nbdev.identity._attributes': ('identity.html#_attributes', 'robust_nbdev/identity.py'),
                                        'robust_nbdev.identity._builtin': ('identity.html#_builtin', 'robust_nbdev/identity.py'),
                                        'robust_nbdev.identity._bytes': ('identity.html#_bytes', 'robust_nbdev/identity.py'),
+                                       'robust_nbdev.identity._cases': ('identity.html#_cases', 'robust_nbdev/identity.py'),
                                        'robust_nbdev.identity._constant': ('identity.html#_constant', 'robust_nbdev/identity.py'),
                                        'robust_nbdev.identity._digest': ('identity.html#_digest', 'robust_nbdev/identity.py'),
                                        'robust_nbdev.identity._global': ('identity.html#_global', 'robust_nbdev/identity.py'),

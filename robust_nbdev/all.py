@@ -9,7 +9,7 @@ from .datasets import (settings, image_dls, dataset, profile_dls, fashion_mnist,
     imagenet100, camvid, embedded_fashion, balanced, by_value, class_notice, timm_fit, CropFlip)
 from .models import small_model,small_cards,small_dls
 from .rvt_fan import RVT,FAN,model_cost
-from .attacks import (Loss, ce, margin, cw, scaled_ce, dlr, kl, feat_cos, mse, Attack, PGD, FGSM, FGSM_RS, MIFGSM, CWPGD,
+from .attacks import (Loss, ce, margin, cw, scaled_ce, dlr, kl, feat_cos, Attack, PGD, FGSM, FGSM_RS, MIFGSM, CWPGD,
     GAMAPGD, GAMAFW, APGD, WorstCase, Transfer, choose_target, loss_trace, Counted)
 from .autoattack import *
 from .patch_attacks import PatchAttack,PatchFool,RandomOcclusion,patch_attention

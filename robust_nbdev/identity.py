@@ -198,8 +198,20 @@ def _global(v, attrs, walk):
     return v.__name__, used
 
 
+_generic = singledispatch(noop).__code__  # shared by all functions that singledispatch makes
+
+
+def _cases(o, walk):
+    "A function of singledispatch: what it does for each class, not which classes it has met so far"
+    ours = __name__.split('.')[0] + '.'  # the package registers where it is imported; its version counts already
+    cases = [(c, f) for c, f in o.registry.items() if c is object or not f.__module__.startswith(ours)]
+    return o.__module__, o.__qualname__, sorted((f'{c.__module__}.{c.__qualname__}', walk(f)) for c, f in cases)
+
+
 @_parts.register(types.FunctionType)
 def _(o, walk):
+    if o.__code__ is _generic:
+        return _cases(o, walk)
     cells = [c.cell_contents for c in o.__closure__ or () if c != types.CellType()]
     own = [walk(v) for v in (o.__code__, o.__defaults__, o.__kwdefaults__, cells)], walk.named(vars(o))
     if _library(o.__globals__.get('__name__')):

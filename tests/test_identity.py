@@ -257,3 +257,28 @@ def test_sketches_forgive_rounding_and_fewer_images(outputs_):
     s = sketch(outputs_)
     assert alike(s, sketch(outputs_ * (1 + 1e-5))) and alike(s, sketch(outputs_[:3])) and not alike(s, None)
     assert alike(sketch(0 * outputs_), sketch(0 * outputs_))
+
+
+# --- the process does not matter ---
+
+
+@pytest.mark.parametrize('attack', [FGSM(0.1), PGD(0.1, loss=kl), APGD(0.1, loss=dlr)], ids=repr)
+def test_use_leaves_the_identity_as_it_was(attack):
+    "Also what the library has looked up on the way, such as the form of a loss"
+    before = identity(attack)
+    attack(tiny_vit(), torch.rand(2, 1, 28, 28), torch.tensor([0, 1]))
+    assert identity(attack) == before
+
+
+def test_another_process_that_imports_less_finds_the_same():
+    script = 'from robust_nbdev.attacks import *; from robust_nbdev.identity import identity; print(identity(FGSM(.1)))'
+    script_all = 'from robust_nbdev.all import *\n' + script
+    found = [subprocess.run([sys.executable, '-c', o], capture_output=True, text=True) for o in (script, script_all)]
+    assert [o.stdout.split()[-1] for o in found] == [identity(FGSM(0.1))] * 2
+
+
+def test_a_case_that_a_user_registers_is_part_of_the_code():
+    src = (
+        '@functools.singledispatch\ndef how(x): return 0\n@how.register(int)\ndef _(x): return {}\nA = lambda x: how(x)'
+    )
+    assert identity(made(src.format(1))) != identity(made(src.format(2)))
