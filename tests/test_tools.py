@@ -159,7 +159,7 @@ def test_everything_that_nbdev_has_indexed_is_looked_at(lint):
     assert {
         'robust_nbdev.core.Linf.project',
         'robust_nbdev.evaluate.Learner.robust_report',
-        'robust_nbdev.attacks.WorstCase.__call__',
+        'robust_nbdev.attacks.AttackBase.__call__',
         'robust_nbdev.core.eps_str',
     } <= seen and len(seen) > 500
 
