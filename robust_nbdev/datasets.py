@@ -134,7 +134,8 @@ def settings(
     profile = profile or os.environ.get('ROBUST_PROFILE') or default
     known = list(dict.fromkeys(k for _, s in reversed(inis) for k in s if k != 'DEFAULT'))
     if profile not in known:
-        raise ValueError(f'no profile {profile!r} in settings.ini, there are: {", ".join(known)}')
+        whole = [o for o in known if '.' not in o]  # not `laptop.xcit`, which is a part of `laptop`
+        raise ValueError(f'no profile {profile!r} in settings.ini, there are: {", ".join(whole)}')
     res = {}
     for f, sections in inis:  # the first that has a key decides it
         for name in (profile, 'DEFAULT'):
