@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['interval', 'Report', 'predict', 'self_check', 'Curve', 'eps_curve', 'steps_curve', 'AdvValid', 'RobustAccuracy',
            'show_adv', 'save_adv', 'lpips_dist', 'Verdicts', 'hunt', 'run_attack', 'Run', 'robust_report',
-           'fingerprint', 'identity', 'sketch', 'alike', 'to_8bit', 'hard_labels', 'unfair', 'fair', 'few_classes',
-           'eval_batches', 'Feed', 'packed']
+           'fingerprint', 'identity', 'sketch', 'alike', 'hard_labels', 'unfair', 'fair', 'few_classes', 'eval_batches',
+           'Feed', 'packed']
 
 # %% ../nbs/01b_evaluate.ipynb #3a9f66eb
 import base64, json, os, platform, re, time, warnings, zipfile
@@ -34,7 +34,6 @@ _all_ = [
     'identity',
     'sketch',
     'alike',
-    'to_8bit',
     'hard_labels',
     'unfair',
     'fair',

@@ -22,6 +22,7 @@ from .attacks import *
 from .autoattack import *
 from .adv_train import *
 from .evaluate import *
+from .evaluate import to_8bit
 from fastai.basics import *
 from fastai.callback.core import GatherPredsCallback
 from fastai.callback.mixup import MixHandler
