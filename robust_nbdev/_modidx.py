@@ -520,7 +520,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'robust_nbdev.attacks._Trace.seen': ('attacks.html#_trace.seen', 'robust_nbdev/attacks.py'),
                                       'robust_nbdev.attacks._at': ('attacks.html#_at', 'robust_nbdev/attacks.py'),
                                       'robust_nbdev.attacks._cat': ('attacks.html#_cat', 'robust_nbdev/attacks.py'),
-                                      'robust_nbdev.attacks._classes': ('attacks.html#_classes', 'robust_nbdev/attacks.py'),
                                       'robust_nbdev.attacks._cw_targeted': ('attacks.html#_cw_targeted', 'robust_nbdev/attacks.py'),
                                       'robust_nbdev.attacks._end_rounds': ('attacks.html#_end_rounds', 'robust_nbdev/attacks.py'),
                                       'robust_nbdev.attacks._name_of': ('attacks.html#_name_of', 'robust_nbdev/attacks.py'),

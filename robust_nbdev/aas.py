@@ -18,7 +18,7 @@ from torch.func import functional_call
 from .core import *
 from .vit import *
 from .attacks import *
-from .attacks import _classes, _of_images
+from .attacks import _of_images
 from .autoattack import *
 from .patch_attacks import *
 from .adv_train import *
@@ -179,7 +179,7 @@ class Around(Wraps):
         alone = not hasattr(self, 'members') or self.reference or self.eps == 0
         if alone:
             return self.make_one(model, x, y, seed, **kw)
-        return WorstCase(self.members(_classes(model, x)))(model, x, y, seed=seed, **kw)
+        return WorstCase(self.members(n_classes(model, x)))(model, x, y, seed=seed, **kw)
 
     def make_one(
         self,
@@ -190,7 +190,10 @@ class Around(Wraps):
         **kw,  # For the attack inside: target, targeted
     ) -> Tensor:  # Adversarial images in the type of `x`
         "The adversarial images of one attack; ensembles are taken apart before"
-        raise NotImplementedError
+        raise TypeError(
+            f'{type(self).__name__} does not say how it runs its attack: '
+            'give it make_one(self, model, x, y, seed, **kw)'
+        )
 
 # %% ../nbs/06_aas.ipynb #6188e63e
 @patch
@@ -607,7 +610,7 @@ def universal(
     for i, (_, x, y) in zip(range(n), batches):
         s = self.but(per='batch').scales(model, x, y, seed=seed + i, own=s)
         ys.append(y.cpu())
-    if warning := few_classes(torch.cat(ys), _classes(model, x), _names(data)):
+    if warning := few_classes(torch.cat(ys), n_classes(model, x), _names(data)):
         warnings.warn(warning)
     s = (s / base).tolist()
     if not self.temperature:
@@ -651,7 +654,7 @@ def _each(attack, model, x):
     a = attack.attack
     if not hasattr(a, 'members') or getattr(a, 'reference', False):
         return [attack]
-    return [replace(attack, attack=o) for o in a.members(_classes(model, x))]
+    return [replace(attack, attack=o) for o in a.members(n_classes(model, x))]
 
 # %% ../nbs/06_aas.ipynb #028870f8
 def two_models(  # noqa: PLR0913
@@ -716,7 +719,7 @@ def scale_report(  # noqa: PLR0913
             for c, o in v.items():
                 got[k][c].append(o.cpu())
     unnamed = n is not None and not _names(data)  # for data with class names `eval_batches` has warned
-    if unnamed and (warning := few_classes(torch.cat(ys), _classes(model, x))):
+    if unnamed and (warning := few_classes(torch.cat(ys), n_classes(model, x))):
         warnings.warn(warning)
     return _percent(got, seed)
 

@@ -270,7 +270,7 @@ class PerImage(Wrapper):
         m: Tensor,  # Which images: positions, or a mask [B]
     ) -> 'PerImage':  # Of the same type
         "The model for these images of the batch"
-        raise NotImplementedError(f'{type(self).__name__} has to say what it is for some images of the batch')
+        raise TypeError(f'{type(self).__name__} does not say what it is for some images: give it for_rows(self, m)')
 
 
 def _of_images(model, m):
@@ -1229,7 +1229,7 @@ def make(self: WorstCase, model, x, y, target, seed):
     "For images that no attack fools, the last attempt"
     if y is None and target is None:
         raise ValueError('a worst case needs labels: attack(model, x, y)')
-    return _one_after_another(self.members(_classes(model, x)), model, x, y, target, seed)
+    return _one_after_another(self.members(n_classes(model, x)), model, x, y, target, seed)
 
 
 def _one_after_another(attacks, model, x, y, target, seed):
@@ -1252,11 +1252,6 @@ def _one_after_another(attacks, model, x, y, target, seed):
 
 def _seeds(seed, m):
     return seed[m] if isinstance(seed, Tensor) else int(seed)
-
-# %% ../nbs/01_attacks.ipynb #98b48281
-def _classes(model, x):
-    with attack_mode(model), torch.no_grad():
-        return check_logits(outputs(model, x[:1]), x[:1], torch.zeros(1)).shape[1]
 
 # %% ../nbs/01_attacks.ipynb #3b040e45
 @dataclass(frozen=True, repr=False)

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from .core import *
 from .attacks import *
-from .attacks import _at, _classes, _one_after_another
+from .attacks import _at, _one_after_another
 from fastai.basics import *
 
 # %% ../nbs/01e_ensemble.ipynb #fadaffa9
@@ -304,7 +304,7 @@ def make(self: AutoAttack, model, x, y, target, seed):
         return x
     if self.reference:
         return _reference_aa(self, model, x, y, seed)
-    return _one_after_another(self.members(_classes(model, x)), model, x, y, None, seed)
+    return _one_after_another(self.members(n_classes(model, x)), model, x, y, None, seed)
 
 # %% ../nbs/01e_ensemble.ipynb #22fa5821
 def _few(a, c):
@@ -342,7 +342,7 @@ def _reference_aa(aa, model, x, y, seed):
         a = _package('').AutoAttack(
             _logits(obj), norm=aa.norm, eps=aa.eps, seed=int(seed) % 2**32, device=xf.device, **kw
         )
-        _few(a, _classes(model, x))
+        _few(a, n_classes(model, x))
         x_adv = a.run_standard_evaluation(xf, obj.y, batch_size=len(xf))[0]
     for m in dict.fromkeys(heard):
         warnings.warn(f'{aa}: {m}')

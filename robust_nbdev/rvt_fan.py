@@ -204,8 +204,7 @@ class TokenPool(nn.Module):
 # %% ../nbs/00d_rvt_fan.ipynb #37683421
 class RVT(VisionTransformer):
     """Robust Vision Transformer (Mao et al., 2022), on timm's `VisionTransformer`: no class token, no position
-    embedding,
-    mean of the tokens"""
+    embedding, mean of the tokens"""
 
     fixed_tokens = True  # as many as the grid has: none can be added
 

@@ -1,8 +1,10 @@
 "The wheel: what is in it, and that it works away from the sources."
 
-import json, os, re, shutil, subprocess, sys, zipfile
+import json, os, re, subprocess, sys, zipfile
 from pathlib import Path
 import pytest, robust_nbdev
+
+from checkout import copy_checkout
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -24,25 +26,7 @@ def sh(*args, cwd, **env):
 def wheel(tmp_path_factory):
     pytest.importorskip('build')
     d = tmp_path_factory.mktemp('wheel')
-    shutil.copytree(
-        ROOT,
-        d / 'src',
-        symlinks=True,
-        ignore=shutil.ignore_patterns(
-            '.git',
-            'build',
-            'dist',
-            '*.egg-info',
-            '__pycache__',
-            '_docs',
-            '_proc',
-            '.venv',
-            '.pytest_cache',
-            '.hypothesis',
-            'robust_out',
-            'bench_out',
-        ),
-    )
+    copy_checkout(d / 'src')
     sh(sys.executable, '-m', 'build', '--wheel', '--no-isolation', '--outdir', d / 'dist', cwd=d / 'src')
     (w,) = (d / 'dist').iterdir()
     return w
