@@ -481,12 +481,15 @@ class Attack(AttackBase):
     # which point of each image a call returns: the `'last'`, or the `'first'` that fools (else the best)
     keep = 'last'
     in_steps = True  # does it go in steps, by `start` and `update`? Not if it writes a `run` of its own
+    restartable = True  # does it make `restarts` runs? A `run` of its own has to say so
     fewest = 1  # targets
 
     def __init_subclass__(cls, **kw):
         super().__init_subclass__(**kw)
         if {'run', 'make', '__call__'} & set(vars(cls)):
             cls.in_steps = False
+        if 'run' in vars(cls) and 'restartable' not in vars(cls):
+            cls.restartable = False
 
     def __post_init__(self):
         self._plain()
@@ -570,6 +573,11 @@ def objective(
 # %% ../nbs/01_attacks.ipynb #3c6f5fe0
 @patch
 def make(self: Attack, model, x, y, target, seed):
+    if self.restarts > 1 and not self.restartable:
+        raise ValueError(
+            f'{self} writes a run of its own, which would make one run and not {self.restarts}: loop over '
+            'self.restarts there and declare restartable = True in the class, or leave restarts out'
+        )
     with attack_mode(model):
         obj = self.objective(model, x, y, target)
         if not self.eps:

@@ -133,7 +133,7 @@ class Square(Attack):
     p: float = field(default=0.8, kw_only=True)  # Share of the image that the first squares cover
     loss: Callable = field(default=None, init=False, repr=False)
     draws: int = field(default=1, init=False, repr=False)
-    blackbox = True
+    blackbox, restartable = True, True
 
     def run(self, obj, x, seed):
         self._whole(queries=1)
@@ -189,7 +189,7 @@ class FAB(Attack):
     targets: int = field(default=9, kw_only=True)
     loss: Callable = field(default=None, init=False, repr=False)
     draws: int = field(default=1, init=False, repr=False)
-    fewest = 0
+    fewest, restartable = 0, True
 
     def run(self, obj, x, seed):
         if obj.sign < 0 or obj.y is None or obj.y.ndim > 1:

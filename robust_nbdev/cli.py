@@ -203,7 +203,7 @@ def robust_demo(
     except (ValueError, TypeError, OSError, RuntimeError) as e:
         sys.exit(f'robust-demo: {e}')
     print(
-        f'\nAccuracy in %, each row on what the rows above left standing: Linf, eps={eps_str(s.eps)}, n={t.attrs["n"]},'
+        f'\nAccuracy in %, each row on the images that survived the rows above: Linf, eps={eps_str(s.eps)}, n={t.attrs["n"]},'
         f' seed={s.seed}\n'
     )
     print(t.to_string())

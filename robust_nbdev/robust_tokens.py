@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['FeatCos', 'tokens_of', 'use_tokens', 'WithoutTokens', 'RandomTokens', 'TokenAttack', 'token_attack', 'RobustTokens',
            'save_tokens', 'read_tokens', 'load_tokens', 'Probe', 'LinearProbe', 'SegProbe', 'seg_loss', 'fit_head',
-           'mask_ce', 'iou_counts', 'miou', 'TokenSets', 'token_sets', 'largest_activations', 'feature_cosine']
+           'mask_ce', 'iou_counts', 'miou', 'TokenSets', 'token_sets', 'largest_activations', 'feature_cosine',
+           'fit_tokens', 'attacked_tokens']
 
 # %% ../nbs/02_robust_tokens.ipynb #3d2364ea
 import timm, warnings
@@ -23,6 +24,9 @@ from .autoattack import *
 from .adv_train import *
 from .evaluate import *
 from .evaluate import to_8bit
+from .datasets import *
+from .models import small_model
+from .experiments import *
 from fastai.basics import *
 from fastai.callback.core import GatherPredsCallback
 from fastai.callback.mixup import MixHandler
@@ -786,3 +790,121 @@ def feature_cosine(
     with attack_mode(model), attack_mode(clean), torch.no_grad():
         pairs = (both(a, b) for a, b in zip(x.split(bs), x_adv.split(bs)))
         return torch.cat([1 - feat_cos(a.float(), b.float(), axis) for a, b in pairs])
+
+# %% ../nbs/02_robust_tokens.ipynb #c0ffee21
+def fit_tokens(  # noqa: PLR0913
+    dls: DataLoaders,  # Images in [0,1]; labels are not used
+    model: nn.Module,  # A model after `add_tokens`
+    attack: Attack,  # On features, such as `PGD(2/255, steps=5)`
+    steps: int = 50,  # Optimiser steps
+    lr: float = 1e-3,  # Learning rate of Adam
+    seed: int = 0,  # Of order and attacks
+    axis: int = 1,  # Of the cosine, see `FeatCos`
+    bs: int = 8,  # Images per step
+    **kwargs,  # For `RobustTokens`
+) -> Learner:  # Its model is in evaluation mode
+    "Train the tokens of `model` as the authors do: Adam, no weight decay, no schedule"
+    set_seed(seed)
+    small = DataLoaders(dls.train.new(bs=bs, n=steps * bs), dls.valid.new(bs=bs, n=bs))
+    learn = Learner(
+        small,
+        model,
+        loss_func=FeatCos(axis),
+        splitter=token_splitter,
+        train_bn=False,
+        wd=0.0,
+        opt_func=partial(Adam, decouple_wd=False),
+        cbs=RobustTokens(attack, **kwargs),
+    )
+    learn.freeze()
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1, lr)
+    learn.model.eval()
+    return learn
+
+# %% ../nbs/02_robust_tokens.ipynb #c0ffee22
+def _tokens_images(how):
+    "The images that a run of the experiment trains and is measured on"
+    name = how['dataset']
+    kw = dict(n_train=how['n_train'], n_valid=how['n'], bs=64, batch_tfms=None, path=settings().get(name))
+    if how['side']:
+        kw['size'] = how['side']
+    if name == 'fashion_mnist':
+        return fashion_mnist(full=(how['n_train'] or 60000) > 6000, **kw)
+    return dataset(name, **kw)
+
+
+def _behind(probe, model):
+    "The head of `probe` on the features of `model`"
+    p = LinearProbe(model, probe.head.out_features)
+    p.head = probe.head
+    return p.eval()
+
+
+def _backbone(name, dls, side):
+    "A small model of this package, or `timm NAME` with its pretrained weights"
+    if not name.startswith('timm '):
+        return small_model(name, data=dls)
+    return Normalized(timm.create_model(name.removeprefix('timm '), pretrained=True, img_size=side))
+
+
+def _with_tokens(how, dls, seed):
+    "A backbone and new tokens, trained with this seed"
+    torch.manual_seed(seed)
+    model = add_tokens(_backbone(how['backbone'], dls, how['side']), how['tokens'], 'cls_patch')
+    attack = PGD(how['train_eps'], steps=how['train_attack_steps'])
+    return fit_tokens(dls, model, attack, how['train_steps'], how['lr'], seed).model
+
+
+def attacked_tokens(
+    **how,  # Key of a run
+) -> Outcome:  # Verdicts under four attackers, and whether the features keep a cosine above one half
+    "Tokens and heads are trained, then attacked by those who know more and more"
+    dls, seed = _tokens_images(how), how['seed']
+    x, y = [torch.cat(o) for o in zip(*[[o.as_subclass(Tensor) for o in b] for b in dls.valid])]
+    model, thief = [_with_tokens(how, dls, o) for o in (seed, seed + 100)]
+    plain = WithoutTokens(model)
+    heads = []
+    for net in (plain, model):
+        set_seed(seed)
+        heads.append(fit_head(LinearProbe(net, dls.c), dls))
+    pgd = PGD(how['eps'], steps=how['attack_steps'])
+    without, victim = heads
+    attackers = {
+        'none': (without, pgd),
+        'secret': (victim, Transfer(_behind(victim, plain), pgd)),
+        'own': (victim, Transfer(_behind(victim, thief), pgd)),
+        'white': (victim, pgd),
+    }
+    verdicts, numbers = {}, {}
+    for name, (net, attack) in attackers.items():
+        rep = robust_report(net, (x, y), [attack], bs=100, cascade=False, seed=seed)
+        verdicts[name] = np.asarray(rep.verdicts[repr(attack)], bool)
+        clean = np.asarray(rep.verdicts['clean'], bool)
+        verdicts['clean none' if name == 'none' else 'clean'] = clean
+    on_features = PGD(how['feature_eps'], steps=how['attack_steps'], loss=feat_cos)
+    x_adv = torch.cat([on_features(plain, o, seed=seed) for o in x.split(100)])
+    for name, net in {'features none': plain, 'features': model}.items():
+        cosines = feature_cosine(net, x, x_adv)
+        numbers[f'cosine {name}'] = cosines.mean().item()
+        verdicts[name] = (cosines > 0.5).numpy()
+    numbers |= {k: 100 * v.mean() for k, v in verdicts.items()}
+    return Outcome(numbers, verdicts, f'{how["dataset"]} test, {rep.meta["data"]}')
+
+
+@experiment('tokens.secrecy', 'What the secret is worth, and whether features resist', by='backbone')
+def _secrecy(s):
+    for seed in range(s.seeds):
+        for backbone in s.backbones.split(', '):
+            how = {k: s[k] for k in _KEYS}
+            how |= dict(n=s.n_valid, backbone=backbone, seed=seed, attack_steps=s.steps)
+            yield Trial(how, attacked_tokens, _tokens_cost(how))
+
+
+_KEYS = 'dataset side n_train tokens train_steps lr train_eps train_attack_steps eps feature_eps'.split()
+
+
+def _tokens_cost(how):
+    "Passes of an image through the model: two sets of tokens, two heads, five attacks"
+    training = 2 * how['train_steps'] * 8 * (2 * how['train_attack_steps'] + 5)
+    return training + 2 * (how['n_train'] or 50000) + how['n'] * (5 * 2 * how['attack_steps'] + 12)

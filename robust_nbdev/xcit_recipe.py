@@ -33,6 +33,7 @@ from .vit import *
 from .datasets import *
 from .models import small_model
 from .attacks import *
+from .autoattack import *
 from .adv_train import *
 from .evaluate import *
 from .compare import *

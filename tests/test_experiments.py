@@ -2,7 +2,7 @@
 
 import json, multiprocessing, os, re, signal, time
 from pathlib import Path
-import numpy as np, pandas as pd, pytest
+import numpy as np, pandas as pd, pytest, timm
 import robust_nbdev.all  # registers the experiments of all papers
 from robust_nbdev import experiments as ex
 from robust_nbdev.cli import robust_reproduce
@@ -338,6 +338,8 @@ SHRUNK = dict(
     tune_bs=4,
     tune_epochs=1,
     scratch_epochs=1,
+    train_steps=1,
+    train_attack_steps=1,
 )
 CLASSES = dict(imagenet=1000, imagenet100=100, cifar10=10, cifar100=100, imagenette=10, caltech101=101, flowers102=102)
 
@@ -374,7 +376,7 @@ def kinds(trials):
         k = t.key
         res.setdefault(
             repr(
-                [k.get(o) for o in ('net', 'method', 'start', 'generated', 'maker')] + [k.get('tune', {}).get('method')]
+                [k.get(o) for o in ('net', 'method', 'start', 'generated', 'maker', 'backbone')] + [k.get('tune', {}).get('method')]
             ),
             t,
         )
@@ -385,14 +387,12 @@ def kinds(trials):
 @pytest.mark.parametrize('profile', ['smoke', 'laptop', 'gpu', 'paper'])
 def test_every_experiment_is_run_through(profile, generated, monkeypatch, tmp_path):
     monkeypatch.chdir(generated)
+    make = timm.create_model
+    monkeypatch.setattr(timm, 'create_model', lambda *a, pretrained=False, **kw: make(*a, **kw))
     for e in list(EXPERIMENTS.values()):
         s = RunSettings(profile_for(e.paper, profile) | SHRUNK)
         if s.get('reader', '').startswith('timm'):
             s['reader'] = 'timm convnext_atto'
-        import timm
-
-        make = timm.create_model
-        monkeypatch.setattr(timm, 'create_model', lambda *a, pretrained=False, **kw: make(*a, **kw))
         for t in kinds(trials_of(e.name, s)):
             row = ex._row_of(e, t, t.fn(**t.key), (0, 0), profile)
             assert row['numbers'] and all(np.isfinite(v) for v in row['numbers'].values()), (e.name, t.key)
