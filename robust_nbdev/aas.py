@@ -994,7 +994,10 @@ def _numbers(text):
 
 
 @experiment(
-    'aas.saturated', 'Starts and scales where attention is saturated, at equal cost', by=('data', 'times'), needs=('nets',)
+    'aas.saturated',
+    'Starts and scales where attention is saturated, at equal cost',
+    by=('data', 'times'),
+    needs=('nets',),
 )
 def _saturated(s):
     for seed in range(s.seeds):
