@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['planted_vit', 'planted_images', 'ScaledModel', 'Around', 'Float64', 'Scaled', 'eq3', 'lpips_feats', 'gama', 'AAS',
-           'attn_gaps', 'GapScaled', 'two_models', 'scale_report', 'AASTrain']
+           'attn_gaps', 'GapScaled', 'with_scales', 'choose_scales', 'two_models', 'scale_report', 'AASTrain', 'louder',
+           'saturated_run', 'rounding_run', 'eta_run']
 
 # %% ../nbs/06_aas.ipynb #d1442cf7
 import math, warnings
@@ -24,6 +25,10 @@ from .patch_attacks import *
 from .adv_train import *
 from .evaluate import *
 from .evaluate import _names
+from .datasets import *
+from .models import *
+from .compare import *
+from .experiments import *
 from fastai.basics import *
 
 # %% ../nbs/06_aas.ipynb #391a784e
@@ -648,6 +653,40 @@ class GapScaled(_ByScale):
         scales = [(self.limit / g.amax(1)).clamp(max=1) for g in attn_gaps(model, x)]
         return ScaledModel(model, torch.stack(scales, 1))
 
+# %% ../nbs/06_aas.ipynb #d79e727b
+def with_scales(
+    attack: AttackBase,  # Any attack
+    scales=(0.1, 0.05, 0.01),  # One or more scales, as `Scaled` takes them; see `choose_scales`
+) -> WorstCase:  # Costs up to one run of `attack` more per scale
+    "`attack` on the model itself, then on the model with each of the scales: never weaker than `attack`"
+    scales = list(L(scales))
+    if not scales:
+        raise ValueError('give at least one scale, such as 0.1')
+    return WorstCase([attack, *[Scaled(attack, o) for o in scales]])
+
+
+def choose_scales(  # noqa: PLR0913
+    attack: AttackBase,  # Any attack
+    model: nn.Module,  # A timm transformer, possibly inside `Normalized`
+    x: Tensor,  # Images [B,C,H,W] that are not evaluated later
+    y: Tensor,  # Labels [B]
+    grid=(2.0, 0.5, 0.1, 0.05, 0.01, 0.001),  # Scales to choose from
+    k: int = 3,  # How many to choose
+    seed: int = 0,  # Of the attacks
+) -> tuple:  # Scales, the most useful first; fewer than `k` only if the grid is shorter
+    "Scales that together fool the model on most of the images that `attack` alone leaves; each costs one run to try"
+
+    def left(a):
+        return predict(model, a(model, x, y, seed=seed)) == y
+
+    alive, chosen = left(attack) & (predict(model, x) == y), []
+    survives = {s: left(Scaled(attack, s)) for s in grid}
+    while survives and len(chosen) < k:
+        best = min(survives, key=lambda s: int((alive & survives[s]).sum()))
+        alive &= survives.pop(best)
+        chosen.append(best)
+    return tuple(chosen)
+
 # %% ../nbs/06_aas.ipynb #92239b12
 def _each(attack, model, x):
     "The attack once for each member of an ensemble inside it, so that fooling the scaled model does not end the search"
@@ -850,3 +889,137 @@ def after_epoch(self: AASTrain):
 def df(self: AASTrain):
     "The scales after each ascent, over all fits of the Learner"
     return pd.DataFrame(self.rows)
+
+# %% ../nbs/06_aas.ipynb #d8489977
+def louder(
+    model: nn.Module,  # A timm ViT, possibly inside `Normalized`
+    c: float,  # Factor of the weights and biases of all queries
+) -> nn.Module:  # A copy, whose gaps are those of `model` in its first block, times `c`
+    "A model whose attention is more, or less, saturated"
+    model = deepcopy(model)
+    net = unwrap(model)
+    with torch.no_grad():
+        for b in net.blocks:
+            b.attn.qkv.weight[: net.embed_dim] *= c
+            b.attn.qkv.bias[: net.embed_dim] *= c
+    return model
+
+
+def _small(data, n, held):
+    "The robust ViT of a dataset, `n` test images and `held` training images with labels"
+    dls = dict(fashion_mnist=fashion_mnist, cifar10=cifar10)[data](n_train=max(held, 10), n_valid=n, bs=64)
+
+    def images(dl):
+        xs, ys = zip(*[b[1:] for b in eval_batches(dl, device=default_device())])
+        return torch.cat(xs), torch.cat(ys)
+
+    model = small_model('vit', robust=True, data=data).to(default_device())
+    return model, images(dls.valid), images(dls.valid.new(dls.train_ds))
+
+
+def _fools_less(attack, model, x, y, alive, seed):
+    "Which of the images that are `alive` [B] survive an attack on these images, too"
+    alive = alive.clone()
+    for i in alive.nonzero()[:, 0].split(250):
+        alive[i] = predict(model, attack(model, x[i], y[i], seed=seed)) == y[i]
+    return alive
+
+
+def _union(attacks, model, x, y, alive):
+    "Which images survive all of some attacks, given as pairs (attack, seed)"
+    for a, seed in attacks:
+        alive = _fools_less(a, model, x, y, alive, seed)
+    return alive
+
+
+def _gap(model, x):
+    "The largest gap before a softmax over images and blocks"
+    return max(o.max().item() for i in x.split(100) for o in attn_gaps(model, i))
+
+
+def _found(numbers, right, about):
+    "The outcome of a run: accuracies in percent beside other numbers"
+    right = {k: v.cpu().numpy() for k, v in right.items()}
+    return Outcome(numbers | {k: 100 * v.mean() for k, v in right.items()}, right, about)
+
+
+def saturated_run(data, times, n, held, steps, seed):  # noqa: PLR0913
+    """Accuracy of a model with queries `times` as long, under PGD and what may be added to it: more starts, scales,
+    `AAS` and `GapScaled`"""
+    model, (x, y), (xh, yh) = _small(data, n, held)
+    eps, model = model.card.eps, louder(model, times)
+    pgd, first = PGD(eps, steps=steps), 10 * seed
+    scales = choose_scales(pgd, model, xh, yh, seed=first)
+    clean = predict(model, x) == y
+    plain = _fools_less(pgd, model, x, y, clean, first)
+    two = _fools_less(pgd, model, x, y, plain, first + 1)
+    three = _fools_less(pgd, model, x, y, two, first + 2)
+    right = dict(
+        clean=clean,
+        plain=plain,
+        starts_2=two,
+        starts_3=three,
+        starts_4=_fools_less(pgd, model, x, y, three, first + 3),
+        scales=_union([(Scaled(pgd, o), first) for o in scales], model, x, y, plain),
+        gap=_fools_less(GapScaled(pgd), model, x, y, plain, first),
+        aas=_fools_less(AAS(pgd), model, x, y, plain, first),
+    )
+    numbers = {'largest gap': _gap(model, x), **{f'scale {i + 1}': o for i, o in enumerate(scales)}}
+    return _found(numbers, right, f'{data} test, {n} images')
+
+
+def rounding_run(data, times, n, steps, seed):
+    "Accuracy of a model with queries `times` as long, under PGD in float32 and in float64 from the same starts"
+    model, (x, y), _ = _small(data, n, 10)
+    eps, model = model.card.eps, louder(model, times)
+    pgd, clean = PGD(eps, steps=steps), predict(model, x) == y
+    right = dict(
+        clean=clean,
+        plain=_fools_less(pgd, model, x, y, clean, 10 * seed),
+        float64=_fools_less(Float64(pgd), model, x, y, clean, 10 * seed),
+    )
+    return _found({'largest gap': _gap(model, x)}, right, f'{data} test, {n} images')
+
+
+def eta_run(data, eta, n, steps, seed):
+    "The columns of `two_models` for `AAS` with a step length"
+    model, (x, y), _ = _small(data, n, 10)
+    attack = AAS(PGD(model.card.eps, steps=steps), eta=eta)
+    found = [two_models(model, a, b, attack, seed) for a, b in zip(x.split(250), y.split(250))]
+    return _found({}, {k: torch.cat([o[k] for o in found]) for k in found[0]}, f'{data} test, {n} images')
+
+# %% ../nbs/06_aas.ipynb #d77f85db
+def _numbers(text):
+    return [float(o) for o in str(text).split()]
+
+
+@experiment(
+    'aas.saturated',
+    'Starts and scales where attention is saturated, at equal cost',
+    by=('data', 'times'),
+    needs=('nets',),
+)
+def _saturated(s):
+    for seed in range(s.seeds):
+        for data in s.nets.split():
+            for times in _numbers(s.times):
+                key = dict(data=data, times=times, n=s.n_valid, held=s.held, steps=s.steps, seed=seed)
+                yield Trial(key, saturated_run, 2 * s.steps * (10 * s.n_valid + 7 * s.held))
+
+
+@experiment('aas.rounding', 'PGD in float32 and in float64', by=('data', 'times'), needs=('nets',))
+def _rounding(s):
+    for seed in range(s.seeds):
+        for data in s.nets.split():
+            for times in _numbers(s.times):
+                key = dict(data=data, times=times, n=s.n_double, steps=s.steps, seed=seed)
+                yield Trial(key, rounding_run, 4 * s.steps * s.n_double)
+
+
+@experiment('aas.eta', 'The step length of the ascent, on two models', by=('data', 'eta'), needs=('nets',))
+def _eta(s):
+    for seed in range(s.seeds):
+        for data in s.nets.split():
+            for eta in _numbers(s.etas):
+                key = dict(data=data, eta=eta, n=s.n_valid, steps=s.steps, seed=seed)
+                yield Trial(key, eta_run, (4 * s.steps + 21) * s.n_valid)

@@ -30,6 +30,7 @@ from robust_nbdev.aas import *
 from robust_nbdev.afat import mask_accuracy
 from robust_nbdev.datasets import fashion_mnist
 from robust_nbdev.evaluate import *
+from robust_nbdev.experiments import trials_of
 from robust_nbdev.test_utils import *
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=2, num_classes=4)
@@ -1629,3 +1630,58 @@ class Sorted(torch.utils.data.Dataset):
 def test_images_of_few_of_the_classes_are_named(measure):
     with pytest.warns(UserWarning, match='the 40 images are of 2 of '):
         measure(build('vit'), torch.utils.data.DataLoader(Sorted(), batch_size=20))
+
+
+# --- experiments
+# --------------------------------------------------------------------------------------------------------------------
+
+EXPERIMENTS_OF_THE_PAPER = ['aas.saturated', 'aas.rounding', 'aas.eta']
+
+
+@pytest.mark.parametrize('name', EXPERIMENTS_OF_THE_PAPER)
+def test_the_first_run_of_each_experiment(name, tmp_path):
+    "Verdicts per image, and no attack that contains another leaves more than it"
+    trial = trials_of(name, 'smoke')[0]
+    right = trial.fn(**trial.key).verdicts
+    assert {len(o) for o in right.values()} == {trial.key['n']}
+    inside = dict(plain='clean', starts_2='plain', starts_4='starts_3', scales='plain', aas='plain', gap='plain')
+    for k, base in inside.items():
+        if k in right and base in right:
+            assert not (right[k] & ~right[base]).any(), k
+
+
+def test_scales_are_chosen_on_other_images_than_those_that_are_judged():
+    _, (x, _), (held, _) = aas_mod._small('fashion_mnist', 200, 50)
+    assert len(x) == 200 and len(held) == 50
+    assert not any((o == x).flatten(1).all(1).any() for o in held)
+
+
+@pytest.mark.parametrize('profile', ['laptop', 'gpu', 'paper'])
+def test_each_profile_plans_a_thousand_images_and_three_seeds(profile):
+    keys = [o.key for o in trials_of('aas.saturated', profile)]
+    assert {o['n'] for o in keys} == {1000} and {o['seed'] for o in keys} == {0, 1, 2}
+
+
+def test_with_scales_is_never_weaker_than_the_attack():
+    m, pgd = planted_vit(8), PGD(0.1, steps=5)
+    x, y = planted_images(24)
+    assert right(m, pgd(m, x, y), y) == 1
+    assert right(m, with_scales(pgd, 0.1)(m, x, y), y) == 0
+    mild = planted_vit(1)
+    assert right(mild, with_scales(pgd, 1e-7)(mild, x, y), y) <= right(mild, pgd(mild, x, y), y)
+    with pytest.raises(ValueError, match='at least one scale'):
+        with_scales(pgd, ())
+
+
+def test_chosen_scales_are_those_that_help():
+    m, pgd = planted_vit(8), PGD(0.1, steps=5)
+    x, y = planted_images(24, seed=1)
+    assert choose_scales(pgd, m, x, y, grid=(2.0, 1.0, 0.1), k=1) == (0.1,)
+    assert len(choose_scales(pgd, m, x, y, grid=(2.0, 0.1), k=5)) == 2
+
+
+def test_longer_queries_multiply_the_gaps_of_the_first_block():
+    m, x = timm.create_model('vit_tiny_patch16_224', **SMALL).eval(), torch.rand(2, 3, 32, 32)
+    before = state_of(m)
+    torch.testing.assert_close(attn_gaps(louder(m, 10), x)[0], 10 * attn_gaps(m, x)[0], rtol=1e-3, atol=1e-4)
+    assert state_of(m) == before
