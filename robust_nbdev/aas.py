@@ -954,12 +954,14 @@ def saturated_run(data, times, n, held, steps, seed):  # noqa: PLR0913
     plain = _fools_less(pgd, model, x, y, clean, first)
     two = _fools_less(pgd, model, x, y, plain, first + 1)
     three = _fools_less(pgd, model, x, y, two, first + 2)
+    four = _fools_less(pgd, model, x, y, three, first + 3)
     right = dict(
         clean=clean,
         plain=plain,
         starts_2=two,
         starts_3=three,
-        starts_4=_fools_less(pgd, model, x, y, three, first + 3),
+        starts_4=four,
+        starts_5=_fools_less(pgd, model, x, y, four, first + 4),
         scales=_union([(Scaled(pgd, o), first) for o in scales], model, x, y, plain),
         gap=_fools_less(GapScaled(pgd), model, x, y, plain, first),
         aas=_fools_less(AAS(pgd), model, x, y, plain, first),
@@ -1004,7 +1006,7 @@ def _saturated(s):
         for data in s.nets.split():
             for times in _numbers(s.times):
                 key = dict(data=data, times=times, n=s.n_valid, held=s.held, steps=s.steps, seed=seed)
-                yield Trial(key, saturated_run, 2 * s.steps * (10 * s.n_valid + 7 * s.held))
+                yield Trial(key, saturated_run, 2 * s.steps * (11 * s.n_valid + 7 * s.held))
 
 
 @experiment('aas.rounding', 'PGD in float32 and in float64', by=('data', 'times'), needs=('nets',))

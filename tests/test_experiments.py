@@ -376,7 +376,8 @@ def kinds(trials):
         k = t.key
         res.setdefault(
             repr(
-                [k.get(o) for o in ('net', 'method', 'start', 'generated', 'maker', 'backbone')] + [k.get('tune', {}).get('method')]
+                [k.get(o) for o in ('net', 'method', 'start', 'generated', 'maker', 'backbone')]
+                + [k.get('tune', {}).get('method')]
             ),
             t,
         )
