@@ -203,8 +203,8 @@ def robust_demo(
     except (ValueError, TypeError, OSError, RuntimeError) as e:
         sys.exit(f'robust-demo: {e}')
     print(
-        f'\nAccuracy in %, each row on the images that survived the rows above: Linf, eps={eps_str(s.eps)}, n={t.attrs["n"]},'
-        f' seed={s.seed}\n'
+        f'\nAccuracy in %, each row on the images that survived the rows above: Linf, eps={eps_str(s.eps)},'
+        f' n={t.attrs["n"]}, seed={s.seed}\n'
     )
     print(t.to_string())
     for w in t.attrs['warnings']:
