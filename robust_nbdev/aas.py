@@ -4,8 +4,7 @@
 
 # %% auto #0
 __all__ = ['planted_vit', 'planted_images', 'ScaledModel', 'Around', 'Float64', 'Scaled', 'eq3', 'lpips_feats', 'gama', 'AAS',
-           'attn_gaps', 'GapScaled', 'with_scales', 'choose_scales', 'two_models', 'scale_report', 'AASTrain', 'louder',
-           'saturated_run', 'rounding_run', 'eta_run']
+           'attn_gaps', 'GapScaled', 'with_scales', 'choose_scales', 'two_models', 'scale_report', 'AASTrain', 'louder']
 
 # %% ../nbs/06_aas.ipynb #d1442cf7
 import math, warnings
@@ -904,7 +903,7 @@ def louder(
             b.attn.qkv.bias[: net.embed_dim] *= c
     return model
 
-
+# %% ../nbs/06_aas.ipynb #d8489978
 def _small(data, n, held):
     "The robust ViT of a dataset, `n` test images and `held` training images with labels"
     dls = dict(fashion_mnist=fashion_mnist, cifar10=cifar10)[data](n_train=max(held, 10), n_valid=n, bs=64)
@@ -943,7 +942,14 @@ def _found(numbers, right, about):
     return Outcome(numbers | {k: 100 * v.mean() for k, v in right.items()}, right, about)
 
 
-def saturated_run(data, times, n, held, steps, seed):  # noqa: PLR0913
+def saturated_run(  # noqa: PLR0913
+    data,  # Dataset of the robust ViT: `'fashion_mnist'` or `'cifar10'`
+    times,  # Factor of the queries
+    n,  # Test images
+    held,  # Other images, on which the scales are chosen
+    steps,  # Of PGD
+    seed,  # Of the starts
+):  # Verdicts of each attack on the unscaled model
     """Accuracy of a model with queries `times` as long, under PGD and what may be added to it: more starts, scales,
     `AAS` and `GapScaled`"""
     model, (x, y), (xh, yh) = _small(data, n, held)
@@ -970,7 +976,13 @@ def saturated_run(data, times, n, held, steps, seed):  # noqa: PLR0913
     return _found(numbers, right, f'{data} test, {n} images')
 
 
-def rounding_run(data, times, n, steps, seed):
+def rounding_run(
+    data,  # Dataset of the robust ViT: `'fashion_mnist'` or `'cifar10'`
+    times,  # Factor of the queries
+    n,  # Test images
+    steps,  # Of PGD
+    seed,  # Of the starts
+):  # Verdicts of each attack on the unscaled model
     "Accuracy of a model with queries `times` as long, under PGD in float32 and in float64 from the same starts"
     model, (x, y), _ = _small(data, n, 10)
     eps, model = model.card.eps, louder(model, times)
@@ -983,7 +995,13 @@ def rounding_run(data, times, n, steps, seed):
     return _found({'largest gap': _gap(model, x)}, right, f'{data} test, {n} images')
 
 
-def eta_run(data, eta, n, steps, seed):
+def eta_run(
+    data,  # Dataset of the robust ViT: `'fashion_mnist'` or `'cifar10'`
+    eta,  # Step length of the ascent
+    n,  # Test images
+    steps,  # Of PGD
+    seed,  # Of the starts
+):  # Verdicts of two attackers on two models
     "The columns of `two_models` for `AAS` with a step length"
     model, (x, y), _ = _small(data, n, 10)
     attack = AAS(PGD(model.card.eps, steps=steps), eta=eta)
