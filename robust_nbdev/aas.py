@@ -26,7 +26,6 @@ from .evaluate import *
 from .evaluate import _names
 from .datasets import *
 from .models import *
-from .compare import *
 from .experiments import *
 from fastai.basics import *
 
@@ -916,18 +915,11 @@ def _small(data, n, held):
     return model, images(dls.valid), images(dls.valid.new(dls.train_ds))
 
 
-def _fools_less(attack, model, x, y, alive, seed):
+def _survivors(attack, model, x, y, alive, seed):
     "Which of the images that are `alive` [B] survive an attack on these images, too"
     alive = alive.clone()
     for i in alive.nonzero()[:, 0].split(250):
         alive[i] = predict(model, attack(model, x[i], y[i], seed=seed)) == y[i]
-    return alive
-
-
-def _union(attacks, model, x, y, alive):
-    "Which images survive all of some attacks, given as pairs (attack, seed)"
-    for a, seed in attacks:
-        alive = _fools_less(a, model, x, y, alive, seed)
     return alive
 
 
@@ -949,7 +941,7 @@ def saturated_run(  # noqa: PLR0913
     held,  # Other images, on which the scales are chosen
     steps,  # Of PGD
     seed,  # Of the starts
-):  # Verdicts of each attack on the unscaled model
+) -> Outcome:  # Verdicts of each attack on the unscaled model
     """Accuracy of a model with queries `times` as long, under PGD and what may be added to it: more starts, scales,
     `AAS` and `GapScaled`"""
     model, (x, y), (xh, yh) = _small(data, n, held)
@@ -957,20 +949,19 @@ def saturated_run(  # noqa: PLR0913
     pgd, first = PGD(eps, steps=steps), 10 * seed
     scales = choose_scales(pgd, model, xh, yh, seed=first)
     clean = predict(model, x) == y
-    plain = _fools_less(pgd, model, x, y, clean, first)
-    two = _fools_less(pgd, model, x, y, plain, first + 1)
-    three = _fools_less(pgd, model, x, y, two, first + 2)
-    four = _fools_less(pgd, model, x, y, three, first + 3)
+    starts = [_survivors(pgd, model, x, y, clean, first)]
+    for i in range(1, 5):
+        starts.append(_survivors(pgd, model, x, y, starts[-1], first + i))
+    plain = scaled = starts[0]
+    for o in scales:
+        scaled = _survivors(Scaled(pgd, o), model, x, y, scaled, first)
     right = dict(
         clean=clean,
         plain=plain,
-        starts_2=two,
-        starts_3=three,
-        starts_4=four,
-        starts_5=_fools_less(pgd, model, x, y, four, first + 4),
-        scales=_union([(Scaled(pgd, o), first) for o in scales], model, x, y, plain),
-        gap=_fools_less(GapScaled(pgd), model, x, y, plain, first),
-        aas=_fools_less(AAS(pgd), model, x, y, plain, first),
+        **{f'starts_{i}': o for i, o in enumerate(starts[1:], 2)},
+        scales=scaled,
+        gap=_survivors(GapScaled(pgd), model, x, y, plain, first),
+        aas=_survivors(AAS(pgd), model, x, y, plain, first),
     )
     numbers = {'largest gap': _gap(model, x), **{f'scale {i + 1}': o for i, o in enumerate(scales)}}
     return _found(numbers, right, f'{data} test, {n} images')
@@ -982,15 +973,15 @@ def rounding_run(
     n,  # Test images
     steps,  # Of PGD
     seed,  # Of the starts
-):  # Verdicts of each attack on the unscaled model
+) -> Outcome:  # Verdicts of each attack on the unscaled model
     "Accuracy of a model with queries `times` as long, under PGD in float32 and in float64 from the same starts"
     model, (x, y), _ = _small(data, n, 10)
     eps, model = model.card.eps, louder(model, times)
     pgd, clean = PGD(eps, steps=steps), predict(model, x) == y
     right = dict(
         clean=clean,
-        plain=_fools_less(pgd, model, x, y, clean, 10 * seed),
-        float64=_fools_less(Float64(pgd), model, x, y, clean, 10 * seed),
+        plain=_survivors(pgd, model, x, y, clean, 10 * seed),
+        float64=_survivors(Float64(pgd), model, x, y, clean, 10 * seed),
     )
     return _found({'largest gap': _gap(model, x)}, right, f'{data} test, {n} images')
 
@@ -1001,7 +992,7 @@ def eta_run(
     n,  # Test images
     steps,  # Of PGD
     seed,  # Of the starts
-):  # Verdicts of two attackers on two models
+) -> Outcome:  # Verdicts of two attackers on two models
     "The columns of `two_models` for `AAS` with a step length"
     model, (x, y), _ = _small(data, n, 10)
     attack = AAS(PGD(model.card.eps, steps=steps), eta=eta)
@@ -1009,8 +1000,12 @@ def eta_run(
     return _found({}, {k: torch.cat([o[k] for o in found]) for k in found[0]}, f'{data} test, {n} images')
 
 # %% ../nbs/06_aas.ipynb #d77f85db
-def _numbers(text):
-    return [float(o) for o in str(text).split()]
+def _keys(s, name, values):
+    "A key for each seed, model and value of what is varied"
+    for seed in range(s.seeds):
+        for data in s.nets.split():
+            for v in str(values).split():
+                yield {'data': data, name: float(v), 'steps': s.steps, 'seed': seed}
 
 
 @experiment(
@@ -1020,26 +1015,17 @@ def _numbers(text):
     needs=('nets',),
 )
 def _saturated(s):
-    for seed in range(s.seeds):
-        for data in s.nets.split():
-            for times in _numbers(s.times):
-                key = dict(data=data, times=times, n=s.n_valid, held=s.held, steps=s.steps, seed=seed)
-                yield Trial(key, saturated_run, 2 * s.steps * (11 * s.n_valid + 7 * s.held))
+    cost = 2 * s.steps * (11 * s.n_valid + 7 * s.held)
+    return (Trial(k | dict(n=s.n_valid, held=s.held), saturated_run, cost) for k in _keys(s, 'times', s.times))
 
 
 @experiment('aas.rounding', 'PGD in float32 and in float64', by=('data', 'times'), needs=('nets',))
 def _rounding(s):
-    for seed in range(s.seeds):
-        for data in s.nets.split():
-            for times in _numbers(s.times):
-                key = dict(data=data, times=times, n=s.n_double, steps=s.steps, seed=seed)
-                yield Trial(key, rounding_run, 4 * s.steps * s.n_double)
+    cost = 4 * s.steps * s.n_double
+    return (Trial(k | dict(n=s.n_double), rounding_run, cost) for k in _keys(s, 'times', s.times))
 
 
 @experiment('aas.eta', 'The step length of the ascent, on two models', by=('data', 'eta'), needs=('nets',))
 def _eta(s):
-    for seed in range(s.seeds):
-        for data in s.nets.split():
-            for eta in _numbers(s.etas):
-                key = dict(data=data, eta=eta, n=s.n_valid, steps=s.steps, seed=seed)
-                yield Trial(key, eta_run, (4 * s.steps + 21) * s.n_valid)
+    cost = (4 * s.steps + 21) * s.n_valid
+    return (Trial(k | dict(n=s.n_valid), eta_run, cost) for k in _keys(s, 'eta', s.etas))

@@ -481,15 +481,14 @@ class Attack(AttackBase):
     # which point of each image a call returns: the `'last'`, or the `'first'` that fools (else the best)
     keep = 'last'
     in_steps = True  # does it go in steps, by `start` and `update`? Not if it writes a `run` of its own
-    restartable = True  # does it make `restarts` runs? A `run` of its own has to say so
+    restartable = True  # does it make `restarts` runs? A `run` or `make` of its own has to say so
     fewest = 1  # targets
 
     def __init_subclass__(cls, **kw):
         super().__init_subclass__(**kw)
         if {'run', 'make', '__call__'} & set(vars(cls)):
             cls.in_steps = False
-        if 'run' in vars(cls) and 'restartable' not in vars(cls):
-            cls.restartable = False
+            cls.restartable = vars(cls).get('restartable', False)
 
     def __post_init__(self):
         self._plain()
@@ -497,6 +496,11 @@ class Attack(AttackBase):
             self._set(norm=type(self.eps).__name__, eps=self.eps.eps)
         self._set(eps=threat_model(self.eps, self.norm).eps)
         self._whole(restarts=1, draws=1, steps=0, targets=self.fewest)
+        if self.restarts > 1 and not self.restartable:
+            raise ValueError(
+                f'{type(self).__name__} is run in a way of its own, which would make one run and not {self.restarts}: '
+                'loop over self.restarts there and declare restartable = True in the class, or leave restarts out'
+            )
         if not (self.loss is None or callable(self.loss)):
             raise TypeError(f'loss must be a function loss(z, y) -> [B], such as ce or dlr, got {self.loss!r}')
         if not 0 <= (self.alpha or 0) <= self.ball.largest:
@@ -573,11 +577,6 @@ def objective(
 # %% ../nbs/01_attacks.ipynb #3c6f5fe0
 @patch
 def make(self: Attack, model, x, y, target, seed):
-    if self.restarts > 1 and not self.restartable:
-        raise ValueError(
-            f'{self} writes a run of its own, which would make one run and not {self.restarts}: loop over '
-            'self.restarts there and declare restartable = True in the class, or leave restarts out'
-        )
     with attack_mode(model):
         obj = self.objective(model, x, y, target)
         if not self.eps:

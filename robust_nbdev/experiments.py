@@ -65,6 +65,10 @@ class Experiment:
 EXPERIMENTS = {}
 
 
+def _in_a_file(fn):
+    return Path(fn.__code__.co_filename).is_file()
+
+
 def experiment(
     name: str,  # `'paper.table'`
     shows: str,  # What it is in the paper, such as `'Table 3: augmentation'`
@@ -72,9 +76,11 @@ def experiment(
     needs=('dataset',),  # Settings whose values are names of datasets
     published=(),  # The paper's rows, dicts of `by` and numbers
 ) -> Callable:  # A decorator; the generator stays as it is
-    "Register a generator of `Trial`s as an experiment"
+    "Register a generator of `Trial`s as an experiment; a notebook's cell does not replace that of its module"
 
     def _inner(trials):
+        if name in EXPERIMENTS and _in_a_file(EXPERIMENTS[name].trials) and not _in_a_file(trials):
+            return trials
         EXPERIMENTS[name] = Experiment(name, shows, trials, tuple(L(by)), tuple(L(needs)), tuple(published))
         return trials
 

@@ -822,6 +822,13 @@ def fit_tokens(  # noqa: PLR0913
     learn.model.eval()
     return learn
 
+# %% ../nbs/02_robust_tokens.ipynb #c0ffee2b
+def _behind(probe, model):
+    "The head of `probe` on the features of `model`"
+    p = LinearProbe(model, probe.head.out_features)
+    p.head = probe.head
+    return p.eval()
+
 # %% ../nbs/02_robust_tokens.ipynb #c0ffee22
 def _tokens_images(how):
     "The images that a run of the experiment trains and is measured on"
@@ -832,13 +839,6 @@ def _tokens_images(how):
     if name == 'fashion_mnist':
         return fashion_mnist(full=(how['n_train'] or 60000) > 6000, **kw)
     return dataset(name, **kw)
-
-
-def _behind(probe, model):
-    "The head of `probe` on the features of `model`"
-    p = LinearProbe(model, probe.head.out_features)
-    p.head = probe.head
-    return p.eval()
 
 
 def _backbone(name, dls, side):

@@ -114,6 +114,13 @@ def test_two_processes_make_the_same_rows_as_one_each_once(register, tmp_path):
     assert made(tmp_path / 'one') == made(tmp_path / 'two') and len(made(tmp_path / 'two')) == 20
 
 
+def test_a_cell_of_a_notebook_does_not_replace_the_experiment_of_its_module(monkeypatch):
+    monkeypatch.setattr(ex, 'EXPERIMENTS', dict(EXPERIMENTS))
+    cell = {'experiment': experiment}
+    exec("@experiment('aas.eta', 'mine')\ndef a(s): yield\n@experiment('toy.cell', 'mine')\ndef b(s): yield", cell)
+    assert ex.EXPERIMENTS['aas.eta'].shows != 'mine' and ex.EXPERIMENTS['toy.cell'].trials is cell['b']
+
+
 def test_two_experiments_of_a_paper_share_a_run(register, tmp_path):
     register('toy.a', shares)
     register('toy.b', shares)

@@ -110,8 +110,7 @@ def symbols():
                 continue
             o = getattr(m, top)
             if not meth:
-                if top in m.__all__:  # what `#| exporti` keeps inside is not public
-                    yield s, o, ()
+                yield s, o, ()
             elif len(meth) == 1 and meth[0] in vars(o):
                 yield s, vars(o)[meth[0]], [vars(b)[meth[0]] for b in o.__mro__[1:] if meth[0] in vars(b)]
 
