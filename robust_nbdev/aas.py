@@ -270,6 +270,11 @@ class Float64(Around):
 class _ByScale(Around):
     "Runs the inner attack on a `ScaledModel`; the model itself stays the victim"
 
+    @property
+    def beside(self):
+        "The inner attack: on the model itself it may be the stronger one"
+        return (self.attack,)
+
     def make_one(self, model, x, y, seed, target=None, targeted=False):
         kw = {} if target is None else dict(target=target, targeted=True)
         if self.eps == 0:
@@ -654,13 +659,17 @@ class GapScaled(_ByScale):
 # %% ../nbs/06_aas.ipynb #d79e727b
 def with_scales(
     attack: AttackBase,  # Any attack
-    scales=(0.1, 0.05, 0.01),  # One or more scales, as `Scaled` takes them; see `choose_scales`
-) -> WorstCase:  # Costs up to one run of `attack` more per scale
-    "`attack` on the model itself, then on the model with each of the scales: never weaker than `attack`"
-    scales = list(L(scales))
-    if not scales:
-        raise ValueError('give at least one scale, such as 0.1')
-    return WorstCase([attack, *[Scaled(attack, o) for o in scales]])
+    scales=None,  # One or more scales, as `Scaled` takes them; None: for each image and block, those of `limits`
+    limits=(50.0, 15.0, 5.0),  # Without `scales`: the largest gaps of `GapScaled`, one run of `attack` for each
+) -> WorstCase:  # Costs up to one run of `attack` more per scale or limit
+    "`attack` on the model itself, then on the model with other scales: never weaker than `attack`"
+    if scales is None:
+        others = [GapScaled(attack, limit=o) for o in L(limits)]
+    else:
+        others = [Scaled(attack, o) for o in L(scales)]
+    if not others:
+        raise ValueError('give at least one scale, such as 0.1, or one limit, such as 15')
+    return WorstCase([attack, *others])
 
 
 def choose_scales(  # noqa: PLR0913
@@ -813,6 +822,8 @@ class AASTrain(AdvCallback):
         aas: AAS = AAS(FGSM(), per='batch'),  # The ascent; its inner attack is not run
         batches: int = 1,  # Mini-batches at the start of such an epoch that change the scales; None: all
         hold: bool = False,  # True: do not train the weights on these batches (the paper's either/or)
+        reset: bool = False,  # True: each ascent starts from scales of 1; False: from those of the ascent before
+        floor: float = 0.0,  # No scale goes below it
     ):
         if not isinstance(aas, AAS) or aas.temperature:
             raise TypeError(
@@ -821,10 +832,14 @@ class AASTrain(AdvCallback):
         for k, v in dict(period=period, batches=1 if batches is None else batches).items():
             if v != int(v) or v < 1:
                 raise ValueError(f'{k} must be a whole number >= 1, got {v}')
+        if not 0 <= floor <= 1:
+            raise ValueError(f'floor is the least scale, from 0 to 1, got {floor!r}')
         self.period = int(period)
         self.aas = aas.but(per='batch')
         self.batches = batches
         self.hold = hold
+        self.reset = reset
+        self.floor = floor
         self.rows = []
 
     def after_create(self):
@@ -847,9 +862,12 @@ class AASTrain(AdvCallback):
         self.held = self.trained = 0
 
     def __repr__(self):
-        hold = ', hold=True' if self.hold else ''
-        aas = f', {self.aas!r}' if self.aas != AAS(FGSM(), per='batch') else ''
-        return f'AASTrain(period={self.period}, batches={self.batches}{hold}{aas})'
+        shown = [f'{k}=True' for k in ('hold', 'reset') if getattr(self, k)]
+        if self.floor:
+            shown.append(f'floor={self.floor}')
+        if self.aas != AAS(FGSM(), per='batch'):
+            shown.append(repr(self.aas))
+        return f'AASTrain({", ".join([f"period={self.period}", f"batches={self.batches}", *shown])})'
 
 # %% ../nbs/06_aas.ipynb #b05bdfe7
 @patch
@@ -860,11 +878,29 @@ def before_batch(self: AASTrain):
         return
     self.left -= 1
     y = self.yb[0] if len(self.yb) == 1 else None
-    add_scales(self.victim, self.aas.scales(self.victim, self.x, y, seed=self.epoch_seed))
+    own = torch.ones_like(scales_of(self.victim)) if self.reset else None
+    found = self.aas.scales(self.victim, self.x, y, seed=self.epoch_seed, own=own)
+    add_scales(self.victim, found.clamp(min=self.floor))
     scales = {f's{i}': v for i, v in enumerate(scales_of(self.victim).tolist())}
+    self.warn_of_uniform(scales)
     self.rows.append(dict(epoch=self.epochs.now + 1, **scales))
     if self.hold:
         self.keep_out()
+
+
+@patch
+def warn_of_uniform(
+    self: AASTrain,
+    scales: dict,  # Name -> scale
+):
+    "Warn, once for each block, of a scale below .05: its attention is nearly uniform and its queries hardly learn"
+    seen = {k for r in self.rows for k, v in r.items() if k in scales and v < 0.05}
+    low = [k for k, v in scales.items() if v < 0.05 and k not in seen]
+    if low:
+        warnings.warn(
+            f'attention scales have gone below 0.05 ({", ".join(low)}): the attention of these blocks is nearly '
+            'uniform. Ascents from the scales of the one before can only lower them: try AASTrain(reset=True) or floor='
+        )
 
 
 @patch
@@ -963,6 +999,11 @@ def saturated_run(  # noqa: PLR0913
         gap=_survivors(GapScaled(pgd), model, x, y, plain, first),
         aas=_survivors(AAS(pgd), model, x, y, plain, first),
     )
+    right['limits'] = plain
+    for a in with_scales(pgd).attacks[1:]:
+        right['limits'] = _survivors(a, model, x, y, right['limits'], first)
+    for k, a in dict(aas_alone=AAS(pgd), gap_alone=GapScaled(pgd)).items():
+        right[k] = _survivors(a, model, x, y, clean, first)
     numbers = {'largest gap': _gap(model, x), **{f'scale {i + 1}': o for i, o in enumerate(scales)}}
     return _found(numbers, right, f'{data} test, {n} images')
 
@@ -1015,7 +1056,7 @@ def _keys(s, name, values):
     needs=('nets',),
 )
 def _saturated(s):
-    cost = 2 * s.steps * (11 * s.n_valid + 7 * s.held)
+    cost = 2 * s.steps * (16 * s.n_valid + 7 * s.held)
     return (Trial(k | dict(n=s.n_valid, held=s.held), saturated_run, cost) for k in _keys(s, 'times', s.times))
 
 

@@ -418,6 +418,11 @@ class AttackBase(Value):
             'give it make(self, model, x, y, target, seed)'
         )
 
+    @property
+    def beside(self) -> tuple:
+        "Attacks without which a report of this one may overstate robustness: it asks for them"
+        return ()
+
 # %% ../nbs/01_attacks.ipynb #b187694c
 def check_call(
     model,  # What was given as the model
@@ -1226,6 +1231,11 @@ class WorstCase(Wraps):
     ) -> list:  # Of attacks, in order
         "The attacks, each of which sees the images that survived the ones before"
         return list(self.attacks)
+
+    @property
+    def beside(self):
+        needed = [b for a in self.attacks for b in getattr(a, 'beside', ())]
+        return tuple(b for b in needed if b not in self.attacks)
 
     def __repr__(self):
         return f'WorstCase({list(self.attacks)})'

@@ -1609,6 +1609,7 @@ def report(self: Run) -> Report:  # Clean images, a row per attack, the worst ca
         says += [f'{r["attack"]}: {o}' for o in r.get('warnings', [])]
     for same in groupby([a for a, _ in self.attacks.values()], threat).values():
         says += self._order_doubts(same)
+    says += _lonely([a for a, _ in self.attacks.values()])
     rep = Report(self.meta, rows + self._worst_cases(rows[1:]), dict(self.verdicts), says, dict(self.preds))
     if self.folder is not None:
         rep.save(self.folder)
@@ -1661,6 +1662,20 @@ def _weaker_below(self: Run, names):
             says.append(
                 f'{a} ({u:.1%}) is stronger than {b} ({v:.1%}), which is listed below it: attacks are '
                 'listed weak to strong, so the second one may be failing'
+            )
+    return says
+
+
+def _lonely(attacks):
+    "A sentence for each attack that is listed without those that belong beside it"
+    run = [*attacks, *(m for a in attacks if isinstance(a, WorstCase) for m in a.attacks)]
+    says = []
+    for a in attacks:
+        missing = [b for b in getattr(a, 'beside', ()) if b not in run]
+        if missing:
+            says.append(
+                f'{a!r} alone may overstate robustness: its images are made on another function than the model. '
+                f'Run {", ".join(map(repr, missing))} as well'
             )
     return says
 

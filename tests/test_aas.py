@@ -571,6 +571,8 @@ def test_but_reaches_both():
         (lambda: Scaled(PGD2, [1.0, math.inf]), ValueError, 'finite'),
         (lambda: AASTrain(0), ValueError, 'period'),
         (lambda: AASTrain(batches=0.5), ValueError, 'batches'),
+        (lambda: AASTrain(floor=1.5), ValueError, 'floor'),
+        (lambda: with_scales(PGD2, scales=[]), ValueError, 'at least one'),
         (lambda: AASTrain(aas=PGD2), TypeError, 'aas='),
         (lambda: AASTrain(aas=AAS(PGD2, temperature=True)), TypeError, 'temperature'),
     ],
@@ -1055,6 +1057,37 @@ def test_scales_are_found_on_the_images_as_they_are(monkeypatch):
     l.fit(1, 1e-3)
     own = [o.as_subclass(torch.Tensor) for o, _ in l.dls.train_ds]
     assert len(seen) == 1 and all(any(torch.equal(a, b) for b in own) for a in seen[0])
+
+
+STEEP = AAS(FGSM(), eta=0.5)
+
+
+def test_repeated_ascents_lower_the_scales_and_warn_once_for_each_block():
+    l = learner([AASTrain(period=1, aas=STEEP)])
+    with pytest.warns(UserWarning, match='below 0.05') as heard:
+        l.fit(6, 1e-3)
+    assert scales_of(l.model).max() < 0.05
+    assert len([o for o in heard if 'below 0.05' in str(o.message)]) <= len(scales_of(l.model))
+
+
+@pytest.mark.parametrize('kw, least', [(dict(reset=True, aas=AAS(FGSM())), 0.5), (dict(floor=0.3, aas=STEEP), 0.3)])
+def test_reset_and_floor_keep_the_scales_up(kw, least):
+    l = learner([AASTrain(period=1, **kw)])
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        l.fit(6, 1e-3)
+    assert scales_of(l.model).min() >= least - 1e-6
+
+
+@pytest.mark.parametrize('attack', [AAS(PGD2, ascent=1), Scaled(PGD2, 0.1), GapScaled(PGD2)])
+def test_a_report_of_an_attack_on_a_scaled_model_asks_for_its_base(attack):
+    m, data = tiny_vit(), (torch.rand(8, 1, 28, 28), torch.randint(0, 10, (8,)))
+
+    def warned(attacks):
+        return any('alone may overstate' in o for o in robust_report(m, data, attacks).warnings)
+
+    assert warned([attack]) and warned([WorstCase([attack, FGSM(PGD2.eps)])])
+    assert not warned([PGD2, attack]) and not warned([WorstCase([PGD2, attack])])
 
 
 def test_when_and_how_long():
