@@ -14,6 +14,7 @@ from functools import lru_cache
 from .core import *
 from .vit import *
 from .attacks import *
+from .eval_data import few_classes
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import *
@@ -522,6 +523,11 @@ class NFGSM(PGD):
         return super().name.replace('nfgsm1', 'nfgsm')
 
     @property
+    def slack(self):
+        "How far noise and step go beyond the ball"
+        return self.k * self.ball.eps + self.step_size
+
+    @property
     def step_size(self):
         return self.eps if self.alpha is None else self.alpha
 
@@ -592,6 +598,8 @@ class CatchOverfit(AdvCallback):
         "Attack them twice, note both accuracies, and act if they are far apart"
         if self.batch is None:
             return
+        if not self.rows:
+            self.say_few()
         weak = self.watched.scheduled()
         strong = like(self.strong, weak)
         before = self.right(self.batch[0])
@@ -600,6 +608,13 @@ class CatchOverfit(AdvCallback):
         self.batch = None
         if weak.eps > 0 and row['weak'] - row['strong'] > self.gap:
             self.caught(weak, row)
+
+    def say_few(self):
+        "Warn where the kept images are of few classes, as in training data that comes class by class"
+        x, y = self.batch
+        says = few_classes((y if y.ndim == 1 else y.argmax(1)).cpu(), n_classes(self.victim, x))
+        if says and not rank_distrib():
+            warnings.warn(f'CatchOverfit: {says}')
 
 
 def _labelled(x, y):

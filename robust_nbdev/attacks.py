@@ -404,6 +404,8 @@ class Value:
 class AttackBase(Value):
     "Base of everything that is called as `attack(model, x, y) -> x_adv`: a subclass writes `make`"
 
+    slack = 0.0  # by how much it may leave its ball, pixel units; a report says so
+
     def make(
         self,
         model,  # Takes images [B,C,H,W] in [0,1]
@@ -453,7 +455,7 @@ def __call__(  # noqa: PLR0913
     check_call(model, target, targeted)
     x0 = check_images(x, model)
     with checked():
-        x_adv = self.make(model, x0, y, target, seed)
+        x_adv = check_result(self.make(model, x0, y, target, seed), x0, self)
     return x_adv.as_subclass(type(x) if type(x) is not nn.Parameter else Tensor)
 
 # %% ../nbs/01_attacks.ipynb #7e77ebe4

@@ -5,11 +5,12 @@
 # %% auto #0
 __all__ = ['eps_str', 'number', 'check_whole', 'check_range', 'check_share', 'check_option', 'mix64', 'image_seed', 'uniform',
            'per_image', 'Ball', 'Linf', 'L2', 'threat_model', 'Wrapper', 'unwrap', 'in_chans', 'Normalized', 'Logits',
-           'attack_mode', 'outputs', 'own', 'checked', 'check_images', 'check_labels', 'check_logits', 'n_classes',
-           'weights_hash', 'check_dls', 'Epochs', 'refuse_second', 'AdvCallback']
+           'attack_mode', 'checked', 'outputs', 'own', 'check_images', 'check_result', 'check_labels', 'check_logits',
+           'n_classes', 'weights_hash', 'check_dls', 'Epochs', 'refuse_second', 'AdvCallback']
 
 # %% ../nbs/00_core.ipynb #d29588c3
 import hashlib, operator
+from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from fractions import Fraction
@@ -442,12 +443,82 @@ def attack_mode(
         for p, was in grads:
             p.requires_grad_(was)
 
+# %% ../nbs/00_core.ipynb #46173a85
+_known = ContextVar('what a caller has looked at: the images, the model', default=())
+
+
+@contextmanager
+def checked(
+    *what,  # `'images'`, `'model'`; default: both
+):
+    "Inside, nobody warns a second time of these images, or of this model"
+    was = _known.set((*_known.get(), *(what or ('images', 'model'))))
+    try:
+        yield
+    finally:
+        _known.reset(was)
+
+
+def _raw(model):
+    "A sentence where a timm model sees images in [0,1], although its configuration names statistics"
+    net = unwrap(model) if isinstance(model, nn.Module) else None
+    cfg = _cfg(net)
+    if not isinstance(cfg, Mapping):
+        return []
+    stats = {k: tuple(cfg[k]) for k in ('mean', 'std') if cfg.get(k)}
+    unusual = [k for k, usual in (('mean', 0), ('std', 1)) if k in stats and set(stats[k]) != {usual}]
+    if not unusual or _normalises(model):
+        return []
+    named = ' and '.join(f'{k}={v}' for k, v in stats.items())
+    return [
+        f'{type(net).__name__} is a timm model whose configuration names {named}, and nothing here applies them: '
+        'wrap it, Normalized(model), unless its forward normalises or it was trained on images in [0,1]'
+    ]
+
+
+def _normalises(model):
+    return isinstance(model, nn.Module) and any(isinstance(m, Normalized) for m in model.modules())
+
+
+def _notice(model):
+    "Warn of a timm model that nothing normalises for, unless a caller has noticed it"
+    for o in [] if 'model' in _known.get() else _raw(model):
+        warnings.warn(o, stacklevel=4)
+
+
+def _span(x):
+    "The smallest and the largest pixel; None where nothing can be read, as inside `vmap` or on the device `meta`"
+    try:
+        return torch.stack(x.detach().aminmax()).tolist()
+    except RuntimeError:
+        return None
+
+
+def _look_at(model, x):
+    "Refuse images that count to 255; warn of images that this model was not made for"
+    span = _span(x)
+    if span is None:
+        return
+    lo, hi = span
+    if max(-lo, hi) > 10:
+        raise ValueError(f'images must lie in [0,1], got values from {lo:g} to {hi:g}: divide by 255')
+    if lo >= -1e-3 and hi <= 1 + 1e-3:
+        _notice(model)
+    elif _normalises(model):
+        warnings.warn(
+            f'images must lie in [0,1], got values from {lo:g} to {hi:g}, and the model normalises them again',
+            stacklevel=3,
+        )
+
 # %% ../nbs/00_core.ipynb #2448d329
 def outputs(
     model,  # Takes images [B,C,H,W]
     x: Tensor,  # Images [B,C,H,W]; not changed, whatever the model does to its input
 ) -> object:  # Whatever the model returns
-    "The model's output for a copy of `x`; `own` it to keep it beyond the next call"
+    """The model's output for a copy of `x`; `own` it to keep it beyond the next call. Raises ValueError for images that
+    count to 255; warns where [0,1] is not what the model was made for"""
+    if 'images' not in _known.get() and x.is_floating_point():
+        _look_at(model, x)
     return model(x.clone())
 
 
@@ -460,19 +531,6 @@ def own(
     return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, o)
 
 # %% ../nbs/00_core.ipynb #8b8ef42e
-_quiet = ContextVar('the images were checked, and warned about, by a caller', default=False)
-
-
-@contextmanager
-def checked():
-    "Inside, `check_images` does not warn a second time"
-    was = _quiet.set(True)
-    try:
-        yield
-    finally:
-        _quiet.reset(was)
-
-
 def check_images(
     x: Tensor,  # Images [B,C,H,W]
     model=None,  # If given, its number of input channels is checked too
@@ -497,13 +555,37 @@ def check_images(
     c = in_chans(model) if isinstance(model, nn.Module) else None
     if x.ndim == 4 and c not in (None, x.shape[1]):
         raise ValueError(f'the model takes {c} channel(s), the images have {x.shape[1]}: shape {list(x.shape)}')
-    if 0 < hi <= 1.001 / 255 and not _quiet.get():
+    if 0 < hi <= 1.001 / 255 and 'images' not in _known.get():
         warnings.warn(
             f'all pixels lie between {lo:.2g} and {hi:.2g}, below one grey level: were the images '
             'divided by 255 twice? (ToTensor and IntToFloatTensor have done it already)',
             stacklevel=2,
         )
     return x.clamp(0, 1)
+
+# %% ../nbs/00_core.ipynb #502c08f8
+def check_result(
+    x_adv,  # What an attack returned
+    x: Tensor,  # For these images [B,C,H,W]
+    attack,  # Any attack; one with `norm` and `eps` stays in that ball, or leaves it by its `slack`
+) -> Tensor:  # `x_adv`
+    "Adversarial images, if they are what the attack promises; raises ValueError and states what was found"
+    shape = list(x_adv.shape) if isinstance(x_adv, Tensor) else type(x_adv).__name__
+    if shape != list(x.shape):
+        raise ValueError(f'{attack!r} returned {shape} for images of shape {list(x.shape)}')
+    if not len(x):
+        return x_adv
+    lo, hi = _span(x_adv) or (0, 1)
+    if not (lo >= -1e-4 and hi <= 1 + 1e-4):
+        raise ValueError(f'{attack!r} returned pixels from {lo:g} to {hi:g}: adversarial images must lie in [0,1]')
+    norm = getattr(attack, 'norm', None)
+    if norm is None:
+        return x_adv
+    promised = threat_model(attack.eps, norm)
+    size = promised.size(x_adv.detach().float() - x.detach().float()).max().item()
+    if size <= promised.eps * 1.001 + getattr(attack, 'slack', 0) + 1e-5:
+        return x_adv
+    raise ValueError(f'{attack!r} moved an image by {size:.4g}, out of its ball {promised!r}: project(x, delta) first')
 
 # %% ../nbs/00_core.ipynb #5101ce15
 def check_labels(
@@ -663,7 +745,8 @@ class AdvCallback(Callback):
         if is_training:
             self.epochs.begin(self.epoch)
         try:
-            return super().__call__(event_name)
+            with checked('model'):  # which learns from the images that it is given
+                return super().__call__(event_name)
         finally:
             if event_name == 'after_train':
                 self.epochs.end()
@@ -712,5 +795,5 @@ class AdvCallback(Callback):
             raise ValueError(f'attacks need a model with one input tensor, this batch has {len(self.xb)}')
         y = self.yb[0] if labels and len(self.yb) == 1 else None
         with self.amp():
-            x = attack(self.victim, self.x, y, seed=seed)
+            x = check_result(attack(self.victim, self.x, y, seed=seed), self.x, attack)
         self.learn.xb = (x,)

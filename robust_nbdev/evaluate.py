@@ -11,12 +11,13 @@ __all__ = ['interval', 'Report', 'predict', 'self_check', 'Curve', 'eps_curve', 
 # %% ../nbs/01b_evaluate.ipynb #3a9f66eb
 import base64, json, os, platform, re, time, warnings, zipfile
 import torch.distributed as dist
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from html import escape
 from PIL import Image
 from .core import *
+from .core import _notice, _raw
 from .attacks import *
 from .autoattack import *
 from .datasets import class_notice
@@ -291,6 +292,11 @@ def _classes(z):
     return z.argmax(1).masked_fill(z.isnan().any(1), -1)
 
 
+def _adversarial(attack, model, x, y, seed):
+    "What an attack makes of a copy of the images, checked"
+    return check_result(attack(model, x.clone(), y, seed=seed), x, attack)
+
+
 def _predicted(model, x):
     "The predicted classes, and whether the model changed the tensor that it was given"
     given = x.clone()
@@ -301,9 +307,13 @@ def _predicted(model, x):
 
 def predict(
     model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
-    x: Tensor,  # Images [B,C,H,W]
+    x: Tensor,  # Images [B,C,H,W] in [0,1]; raises TypeError or ValueError for anything else
 ) -> Tensor:  # Class numbers [B]; -1 where the output is not a number
-    "The predicted classes, in evaluation mode whatever mode the model is in, which is restored"
+    """The predicted classes, in evaluation mode whatever mode the model is in, which is restored; warns of a timm model
+    that nothing normalises for"""
+    if len(x):
+        x = check_images(x, model)
+        _notice(model)
     return _predicted(model, x)[0]
 
 # %% ../nbs/01b_evaluate.ipynb #2db85d2f
@@ -325,7 +335,7 @@ def _look(model, x, y):
         g, _, z = by_margin.grad(x)
         _, _, z2 = by_ce.grad(x)
     random = not torch.allclose(z, z2, rtol=1e-3, atol=1e-4, equal_nan=True)
-    doubts = _gradient_doubts(by_margin, by_ce) + _output_doubts(z, random) + _raw(model)
+    doubts = _gradient_doubts(by_margin, by_ce) + _output_doubts(z, random) + _raw(model) + _of_batch(model)
     return _First(z, g, doubts, random)
 
 
@@ -347,6 +357,18 @@ def _gradient_doubts(by_margin, by_ce):
     return says
 
 
+def _of_batch(model):
+    "A sentence where BatchNorm takes its statistics from the images at hand, in evaluation mode too"
+    layers = model.named_modules() if isinstance(model, nn.Module) else ()
+    names = [k for k, o in layers if isinstance(o, nn.modules.batchnorm._BatchNorm) and o.running_mean is None]
+    if not names:
+        return []
+    return [
+        f'{len(names)} BatchNorm layers keep no running statistics ({names[0]}): an image\'s answer depends on the '
+        'other images of its batch, and so do all numbers here'
+    ]
+
+
 def _output_doubts(z, random):
     nan, says = z.isnan().any(1).float().mean().item(), []
     if nan > 0:
@@ -361,23 +383,6 @@ def _output_doubts(z, random):
     return says
 
 # %% ../nbs/01b_evaluate.ipynb #16081e99
-def _raw(model):
-    "A sentence where a timm model sees images in [0,1], although its configuration names statistics"
-    net = unwrap(model) if isinstance(model, nn.Module) else None
-    cfg = getattr(net, 'pretrained_cfg', None) or getattr(net, 'default_cfg', None)
-    if not isinstance(cfg, Mapping):
-        return []
-    stats = {k: tuple(cfg[k]) for k in ('mean', 'std') if cfg.get(k)}
-    unusual = [k for k, usual in (('mean', 0), ('std', 1)) if k in stats and set(stats[k]) != {usual}]
-    if not unusual or any(isinstance(m, Normalized) for m in model.modules()):
-        return []
-    named = ' and '.join(f'{k}={v}' for k, v in stats.items())
-    return [
-        f'{type(net).__name__} is a timm model whose configuration names {named}, and nothing here applies them: '
-        'wrap it, Normalized(model), unless its forward normalises or it was trained on images in [0,1]'
-    ]
-
-
 def self_check(
     model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
     x: Tensor,  # One batch of images [B,C,H,W]
@@ -559,7 +564,7 @@ class RobustAccuracy(Metric):
         x = learn.x if adv is None else adv.clean_x
         y = hard_labels(learn.y, x)
         was_attacked = adv is not None and adv.attack is not None
-        before = predict(model, x) if was_attacked else _last_predicted(learn, x)
+        before = _predicted(model, x)[0] if was_attacked else _last_predicted(learn, x)
         after = self._after(model, x, y, adv is None)
         ok = learn.to_detach((before == y) & (after == y))
         self.ok, self.count = self.ok + ok.sum().item(), self.count + len(ok)
@@ -567,7 +572,7 @@ class RobustAccuracy(Metric):
     def _after(self, model, x, y, handed_on):
         "The classes under attack; raises ValueError if the model has changed the batch that fastai handed on"
         try:
-            p, moved = _predicted(model, self.attack(model, x, y, seed=0))
+            p, moved = _predicted(model, _adversarial(self.attack, model, x, y, 0))
         except ValueError:
             if not handed_on or not _predicted(model, x)[1]:
                 raise
@@ -594,7 +599,7 @@ def _last_predicted(learn, x):
     "The classes that the Learner's model has just predicted for `x`; predicted anew where that is not known"
     z = learn.pred
     known = isinstance(z, Tensor) and z.ndim == 2 and len(z) == len(x) and not learn.model.training
-    return _classes(z.as_subclass(Tensor)) if known else predict(get_model(learn.model), x)
+    return _classes(z.as_subclass(Tensor)) if known else _predicted(get_model(learn.model), x)[0]
 
 
 def _warn_of_twins(learn):
@@ -615,7 +620,7 @@ def show_adv(  # noqa: PLR0913
 ):
     """A figure with a row per image: clean | delta, magnified | adversarial, with the predicted class, green if right,
     and the label where a clean image is wrong"""
-    x_adv = attack(model, x, y, seed=seed)
+    x_adv = _adversarial(attack, model, x, y, seed)
     delta = x_adv - x
     largest = max(delta.abs().max().item(), 1e-12)
     columns = [x, delta / (2 * largest) + 0.5, x_adv]
@@ -698,7 +703,7 @@ def save_adv(
     x, y = check_images(x, model), check_labels(y, x)
     if x.shape[1] not in (1, 3):
         raise ValueError(f'PNG files hold 1 or 3 channels, the images have {x.shape[1]}')
-    x_adv = attack(model, x, y, seed=seed).as_subclass(Tensor)
+    x_adv = _adversarial(attack, model, x, y, seed).as_subclass(Tensor)
     _npz(out / 'adv.npz', dict(x_adv=x_adv.cpu().float().numpy(), y=y.cpu().numpy()))
     _write_pngs(to_8bit(x_adv, x), out)
     saved = dict(clean=x, exact=torch.from_numpy(_read_npz(out / 'adv.npz')['x_adv']), png=_read_pngs(out, x))
@@ -782,7 +787,8 @@ class Verdicts:
     def _ask(self, rows, which, d):
         m, img = which.nonzero()[:, 0], rows.img
         if len(m):
-            self.pred[m] = self.judge(land(img.x0[m], img.x[m] + d[m]))
+            x_adv = check_result(land(img.x0[m], img.x[m] + d[m]), img.x0[m], rows.attack)
+            self.pred[m] = self.judge(x_adv)
         return self.pred != img.y
 
     def result(
@@ -916,7 +922,7 @@ def save(self: _Progress):
 # %% ../nbs/01b_evaluate.ipynb #e389e568
 def _judge(model, x, y, draws):
     "Share of draws that are right [B], and the first draw's classes [B]"
-    ps = torch.stack([predict(model, x) for _ in range(draws)])
+    ps = torch.stack([_predicted(model, x)[0] for _ in range(draws)])
     return (ps == y).float().mean(0).cpu().numpy(), ps[0].cpu().numpy()
 
 
@@ -953,10 +959,10 @@ def run_attack(  # noqa: PLR0913
 
 def _results(attack, victim, judged, feed, bs, seed, draws, note, hasty):  # noqa: PLR0913
     if draws == 1 and hasty and _steps(attack):
-        yield from hunt(attack, victim, feed, lambda x: predict(judged, x), bs, seed, note)
+        yield from hunt(attack, victim, feed, lambda x: _predicted(judged, x)[0], bs, seed, note)
     else:
         while (b := feed(bs)) is not None:
-            yield b[0], *_judge(judged, attack(victim, b[1], b[2], seed=seed), b[2], draws)
+            yield b[0], *_judge(judged, _adversarial(attack, victim, *b[1:], seed), b[2], draws)
 
 # %% ../nbs/01b_evaluate.ipynb #9658619e
 @dataclass(repr=False)
@@ -990,7 +996,8 @@ class Run:
         self.attacks, self.saved = {}, {}
         self.notes, self.left_out = [], []
         before = beside_weights(self.model)
-        self._clean_pass()
+        with checked('model'):
+            self._clean_pass()
         self.meta = self._meta(steady(before, beside_weights(self.model)))
         self._resume()
         self._as_first_process()
@@ -1261,7 +1268,8 @@ def measure(
     self.attacks[name] = (attack, who)
     if self._take_saved(name, who, left):
         return self.rows[name]
-    self._measure(attack, who, left, above)
+    with checked('model'):
+        self._measure(attack, who, left, above)
     if self.folder is not None:
         self._so_far().save(self.folder, page=False)
         _tidy(self.folder)
@@ -1328,6 +1336,12 @@ class _Found:
         return self.left if self.best is None else self.best
 
 
+def _wider(attack):
+    "A sentence where an attack may leave its ball"
+    slack = getattr(attack, 'slack', 0)
+    return [f'it may leave its ball by {eps_str(slack)}, so this is not accuracy within eps'] if slack else []
+
+
 def _members(attack, model, x):
     "An ensemble's members for this model, and theirs; any other attack is its own only one"
     if not hasattr(attack, 'members') or getattr(attack, 'reference', False):
@@ -1351,6 +1365,7 @@ def _measure(self: Run, attack, who, left, above):
         found.says += says + _stuck(got, attacked.sum()) + self._probe(member)
         if self.fast:
             found.says += self._precision(member, got)
+    found.says += _wider(attack)
     name, ok = repr(attack), found.ok
     if self.draws > 1:
         ok = ok * (self.verdicts['clean'] > 0)  # what is never right cannot be right under attack
@@ -1372,19 +1387,9 @@ def attack(
 ) -> _Progress:  # `got['share']` [N]: share of draws that are right under attack; `got['pred']`: classes
     "Run one attack on some of the images, without a row for it"
     begun = begun or _Progress(repr(attack), left)
-    return run_attack(
-        self.model,
-        attack,
-        self.batches(),
-        begun.left,
-        self.bs,
-        self.seed,
-        self.draws,
-        self.fast,
-        begun,
-        tell,
-        not self.looked.random,
-    )
+    how = (self.bs, self.seed, self.draws, self.fast)
+    with checked('model'):
+        return run_attack(self.model, attack, self.batches(), begun.left, *how, begun, tell, not self.looked.random)
 
 
 @patch

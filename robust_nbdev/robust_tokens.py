@@ -176,6 +176,11 @@ class TokenAttack(PGD):
             raise ValueError(f'std are the positive numbers that the model divides its channels by, got {self.std}')
 
     @property
+    def slack(self):
+        "How far rounding goes beyond the ball"
+        return 1 / 255 if self.bits == 'floor' else 0.0
+
+    @property
     def name(self):
         named = self.loss not in (feat_cos, None) and hasattr(self.loss, '__name__')
         return f'token_attack{self.steps}' + (f'_{self.loss.__name__}' if named else '')
@@ -594,6 +599,22 @@ class Probe(Wrapper):
     ) -> Tensor:  # Logits
         "The head on the features of the frozen model"
         return self.finish(self.head(self.features(x)), x)
+
+# %% ../nbs/02_robust_tokens.ipynb #ad77fac5
+@patch
+def __call__(
+    self: Probe,
+    *args,  # For `forward`
+    **kwargs,  # For `forward`
+) -> Tensor:  # What `forward` returns
+    "Run the probe; warns where its backbone is about to be trained too"
+    if self.training and torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters()):
+        warnings.warn(
+            f'the backbone of this {type(self).__name__} trains too, so its numbers are not those of a probe: '
+            'freeze it before the Learner is made, probe.model.requires_grad_(False), or use fit_head(probe, dls)',
+            stacklevel=2,
+        )
+    return Wrapper.__call__(self, *args, **kwargs)
 
 # %% ../nbs/02_robust_tokens.ipynb #ed11250a
 class LinearProbe(Probe):

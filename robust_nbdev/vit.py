@@ -10,7 +10,7 @@ __all__ = ['vit_blocks', 'patch_grid', 'is_compiled', 'uncompiled', 'prefix_toke
            'token_splitter', 'no_decay_names', 'no_decay_split', 'NoDecay']
 
 # %% ../nbs/00a_vit.ipynb #568da060
-import fnmatch
+import fnmatch, sys
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext, ExitStack
@@ -96,10 +96,12 @@ def is_compiled(
 
 
 def uncompiled(
-    model: nn.Module,  # Any module
+    model: nn.Module = None,  # What runs inside; all others run eagerly too
 ) -> Any:  # A context; it does nothing where nothing was compiled
-    "A context in which a compiled model runs eagerly, because compiled code ignores new hooks"
-    return torch.compiler.set_stance('force_eager') if is_compiled(model) else nullcontext()
+    """A context in which all models run eagerly, because compiled code ignores new hooks and weights; the model at hand
+    may not know that compiled code was made around it"""
+    nothing = 'torch._dynamo' not in sys.modules or torch.compiler.is_compiling()
+    return nullcontext() if nothing else torch.compiler.set_stance('force_eager')
 
 # %% ../nbs/00a_vit.ipynb #dabd67d0
 def prefix_tokens(
@@ -891,10 +893,16 @@ def _trains(m):
     return any(p.requires_grad for p in m.parameters())
 
 
+def _owner(m, before, after):
+    "The module with weights that `m`, which has none, belongs to, of those before and after it; None: nobody's"
+    follows = isinstance(m, DropPath) or next(m.buffers(), None) is not None
+    return first([*before[::-1], *after] if follows else [*after, *before[::-1]], _has_weights)
+
+
 def still(
     model: nn.Module,  # Any model; changed in place
 ) -> nn.Module:  # `model`
-    "Evaluation mode for all that is frozen: modules none of whose parameters train, and their dropout"
+    "Evaluation mode for all that is frozen: modules none of whose parameters train, and their dropout and statistics"
     if _has_weights(model) and not _trains(model):
         return model.eval()
     children = list(model.children())
@@ -902,9 +910,8 @@ def still(
         if _has_weights(m):
             still(m)
             continue
-        neighbours = children[:i][::-1] if isinstance(m, DropPath) else children[i + 1 :]
-        near = first(neighbours, _has_weights)
-        if near is not None and not _trains(near):
+        owner = _owner(m, children[:i], children[i + 1 :])
+        if owner is not None and not _trains(owner):
             m.eval()
     return model
 
@@ -1038,7 +1045,7 @@ def multiply_adds(
 ) -> float:  # Of one image
     "The cost of one forward in multiply-adds, which papers call FLOPs: all convolutions and matrix products"
     count = FlopCounterMode(display=False)
-    with _unfused(model), attack_mode(model), torch.no_grad(), count:
+    with _unfused(model), attack_mode(model), checked(), torch.no_grad(), count:
         outputs(model, x)
     ops = count.get_flop_counts()['Global']
     counted = [n for op, n in ops.items() if attention or 'bmm' not in str(op)]

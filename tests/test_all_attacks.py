@@ -9,7 +9,7 @@ import pytest, torch, warnings
 from torch import nn
 import robust_nbdev.all as everything
 from robust_nbdev.aas import AAS, Around, Float64, GapScaled, Scaled
-from robust_nbdev.adv_train import NFGSM
+from robust_nbdev.adv_train import AdvTrain, NFGSM
 from robust_nbdev.afat import GreedyOcclusion
 from robust_nbdev.attacks import *
 from robust_nbdev.autoattack import *
@@ -17,7 +17,8 @@ from robust_nbdev.patch_attacks import *
 from robust_nbdev.core import Wrapper
 from robust_nbdev.vit import attn_maps, block_outputs
 from robust_nbdev.robust_tokens import TokenAttack
-from robust_nbdev.test_utils import state_of, tiny_vit
+from robust_nbdev.evaluate import AdvValid, RobustAccuracy, predict, robust_report, save_adv
+from robust_nbdev.test_utils import state_of, synth_learner, tiny_vit
 
 E = 0.1
 X, Y = torch.rand(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2])
@@ -207,3 +208,68 @@ def test_passes_of_a_model_that_writes():
     for c in (pure, bad):
         APGD(E, steps=3)(c, X, Y)
     assert (pure.forwards, pure.backwards) == (bad.forwards, bad.backwards) == (12, 9)
+
+
+# --- attacks that do not keep what they promise
+
+
+class Leaves(Attack):
+    "Forgets to project"
+
+    def run(self, obj, x, seed):
+        return (x + 0.3).clamp(0, 1)
+
+
+class Strides(PGD):
+    "Goes in steps, out of the ball"
+
+    def update(self, x, s, g, v, i):
+        return {**s, 'd': torch.full_like(x, 0.3)}
+
+
+def out_of_range(model, x, y, seed=0):
+    return x + 1
+
+
+def not_a_number(model, x, y, seed=0):
+    return x * float('nan')
+
+
+def another_batch(model, x, y, seed=0):
+    return x[:1]
+
+
+BROKEN = dict(
+    leaves=Leaves(0.1), strides=Strides(0.1, steps=2), range=out_of_range, nan=not_a_number, one=another_batch
+)
+
+
+def report(attack):
+    x = torch.rand(8, 1, 28, 28) / 2
+    net = tiny_vit(num_classes=4).eval()
+    return robust_report(net, (x, predict(net, x)), [attack])
+
+
+def saved(attack, tmp_path):
+    save_adv(tiny_vit(num_classes=4), torch.rand(2, 1, 28, 28) / 2, torch.tensor([0, 1]), attack, tmp_path)
+
+
+def in_training(attack):
+    synth_learner([AdvTrain(attack)]).fit(1)
+
+
+def in_validation(attack):
+    synth_learner([AdvValid(attack)]).validate()
+
+
+def as_metric(attack):
+    l = synth_learner()
+    l.metrics = [RobustAccuracy(attack)]
+    l.validate()
+
+
+@pytest.mark.parametrize('use', [report, saved, in_training, in_validation, as_metric])
+@pytest.mark.parametrize('kind', BROKEN)
+def test_an_attack_that_breaks_its_rules_is_refused(use, kind, tmp_path):
+    with pytest.raises(ValueError, match='out of its ball|must lie in|for images of shape'):
+        use(BROKEN[kind], *([tmp_path] if use is saved else []))

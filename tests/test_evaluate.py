@@ -226,6 +226,13 @@ def test_outputs_that_are_no_numbers_count_as_wrong():
     assert any('not a number for 100%' in o for o in self_check(net, x, torch.zeros(16).long()))
 
 
+def test_self_check_names_batchnorm_without_statistics_of_its_own():
+    x, y = torch.rand(16, 1, 28, 28), torch.arange(16) % 4
+    norms = [nn.BatchNorm2d(1, track_running_stats=o) for o in (False, True)]
+    said = [self_check(nn.Sequential(o, nn.Flatten(), nn.Linear(784, 4)), x, y) for o in norms]
+    assert 'other images of its batch' in said[0][0] and said[1] == []
+
+
 def test_few_zero_gradients_are_no_fault_and_many_are():
     g = torch.Generator().manual_seed(0)
     x = torch.rand(100, 1, 28, 28, generator=g) * 0.5

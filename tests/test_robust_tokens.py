@@ -1502,6 +1502,17 @@ def test_a_probe_that_trains_all_of_itself_is_in_training_mode():
     assert all(o.training for o in p.train().modules()) and not any(o.training for o in p.eval().modules())
 
 
+def test_a_probe_whose_backbone_trains_too_says_so():
+    p = LinearProbe(with_tokens(), 4)
+    with pytest.warns(UserWarning, match='backbone of this LinearProbe trains too.*requires_grad_'):
+        synth_learner(model=p).fit(1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings('error', message='.*trains too')
+        p.eval()(images())
+        p.model.requires_grad_(False)
+        synth_learner(model=p).fit(1)
+
+
 # --- a second copy, none at all, and the wrong ones
 # ---------------------------------------------------------------------------------
 

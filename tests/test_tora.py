@@ -1127,7 +1127,11 @@ STILL = dict(
     head=(lambda: net(frozen(net(nn.Linear(2, 2), nn.Dropout())), nn.Dropout(), nn.Linear(2, 2)), {'', '1', '2'}),
     all=(lambda: frozen(net(nn.Linear(2, 2), nn.BatchNorm1d(2))), set()),
     none=(lambda: net(nn.Linear(2, 2), nn.Dropout()), {'', '0', '1'}),
-    probe=(lambda: net(frozen(nn.Linear(2, 2)), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2)), {'', '1', '2'}),
+    norm=(lambda: net(frozen(nn.Linear(2, 2)), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2)), {'', '2'}),
+    own=(
+        lambda: net(frozen(nn.Linear(2, 2)), net(nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2))),
+        {'', '1', '1.0', '1.1'},
+    ),
     inner=(lambda: net(frozen(net(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))), nn.Linear(2, 2)), {'', '1'}),
 )
 
@@ -1145,6 +1149,15 @@ def test_a_frozen_body_stands_still_under_every_method(method):
     before = state(l.model)
     l.fit(1, 0.1)
     assert all(o.startswith('1.') for o in changed(l.model, before)) and changed(l.model, before)
+
+
+def test_statistics_without_weights_stand_still_behind_a_frozen_layer():
+    "The body of a network whose layers are not in one container: its features are the same to the bit after the fit"
+    conv, norm = frozen(nn.Conv2d(1, 4, 3)), nn.BatchNorm2d(4, affine=False)
+    l = synth_learner([AdvTrain(PGD1)], net(conv, norm, nn.Flatten(), nn.Linear(4 * 26 * 26, 4)))
+    before = state(l.model)
+    l.fit(1, 0.1)
+    assert changed(l.model, before) == ['3.weight', '3.bias']
 
 
 # --- the epochs of the Learner's life

@@ -24,6 +24,8 @@ from fastai.basics import (
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import *
 from timm.optim import param_groups_weight_decay
+from robust_nbdev.robust_tokens import use_tokens
+from robust_nbdev.test_utils import tiny_vit
 from robust_nbdev.core import Normalized, attack_mode, unwrap
 from robust_nbdev.vit import *
 
@@ -1187,3 +1189,32 @@ def test_outputs_of_blocks_that_write_into_their_input(mode):
     for o, p in zip(a, b):
         assert torch.allclose(o, p, atol=1e-5)
     assert torch.equal(x, x0)
+
+
+# --- compiled code made around the model
+
+
+class Sees(nn.Module):
+    "Compiled code around a model, made before what follows"
+
+    def __init__(self, model):
+        super().__init__()
+        self.code = torch.compile(model, backend='eager')
+
+    def forward(self, x):
+        return self.code(x)
+
+
+@pytest.mark.parametrize('how', ['tokens', 'no_tokens', 'scale'])
+def test_code_compiled_around_a_model_sees_what_is_in_use(how):
+    m = add_tokens(tiny_vit(num_classes=4), 2, 'logits')
+    x, w = torch.rand(3, 1, 28, 28), torch.randn(1, 2, 32)
+    use = dict(tokens=lambda: use_tokens(m, w), no_tokens=lambda: no_tokens(m), scale=lambda: attn_scale(m, 5.0))[how]
+    around = Sees(m)
+    with torch.no_grad():
+        before = around(x)
+        with use():
+            inside, plain = around(x), m(x)
+        after = around(x)
+    assert torch.allclose(inside, plain, atol=1e-6) and torch.allclose(after, before, atol=1e-6)
+    assert not torch.allclose(inside, before, atol=1e-4)
