@@ -2231,7 +2231,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'robust_nbdev/xcit_recipe.py'),
                                           'robust_nbdev.xcit_recipe.gaussian_images': ( 'xcit_recipe.html#gaussian_images',
                                                                                         'robust_nbdev/xcit_recipe.py'),
-                                          'robust_nbdev.xcit_recipe.gflops': ('xcit_recipe.html#gflops', 'robust_nbdev/xcit_recipe.py'),
                                           'robust_nbdev.xcit_recipe.hold_out': ('xcit_recipe.html#hold_out', 'robust_nbdev/xcit_recipe.py'),
                                           'robust_nbdev.xcit_recipe.images_for': ( 'xcit_recipe.html#images_for',
                                                                                    'robust_nbdev/xcit_recipe.py'),

@@ -713,6 +713,7 @@ def two_models(  # noqa: PLR0913
     victim: nn.Module = None,  # The scaled model, if it is known already
 ) -> dict:  # Name -> [B] bool: classified correctly
     "Correctness of the model and the scaled model, on clean images and on adversarial images made with either"
+    y = hard_labels(y, x)
     if victim is None:
         victim = attack.scaled(model, x, y, seed=seed)
     if x_plain is None:

@@ -66,7 +66,7 @@ REPORTS = {
 }
 # What looks at shapes alone, or is a picture of attacks which has the attack's own check
 OTHER = set(
-    """multiply_adds gflops tora_cost patch_grid patch_size occlusion_for patch_cover explore_masks
+    """multiply_adds tora_cost patch_grid patch_size occlusion_for patch_cover explore_masks
     mask_view scale_view class_images
     hunt run_attack check_images Objective""".split()
 )
