@@ -14,6 +14,7 @@ import hashlib, io, importlib.util, re, time, warnings
 from functools import lru_cache
 from PIL import Image
 from scipy import ndimage
+from scipy.fft import next_fast_len
 from scipy.stats import poisson
 from timm.data import ImageNetInfo
 from timm.utils.misc import natural_key
@@ -40,11 +41,12 @@ EXTRA_CORRUPTIONS = ('speckle_noise', 'gaussian_blur', 'spatter', 'saturate')
 _KINDS = {}
 
 
-def _kind(c32, c64, c224):
-    "Register a corruption under its name, with the settings of each severity at 32, 64 and 224 pixels"
+def _kind(c32, c64, c224, random=True):
+    """Register a corruption under its name, with the settings of each severity at 32, 64 and 224 pixels;
+    `random=False`: it needs no seeds"""
 
     def _register(f):
-        _KINDS[f.__name__[1:]] = SimpleNamespace(f=f, levels={32: c32, 64: c64, 224: c224})
+        _KINDS[f.__name__[1:]] = SimpleNamespace(f=f, levels={32: c32, 64: c64, 224: c224}, random=random)
         return f
 
     return _register
@@ -77,8 +79,13 @@ def _bits(x):
     return (x * 255).round() / 255
 
 
+def _cut(x):
+    "On 256 levels by cutting off; a level that float32 misses by less than 1/10000 stays what it is"
+    return (x * 255 + 1e-4).floor() / 255
+
+
 def _normal(seed, like, stream=0):
-    return torch.special.ndtri(uniform(seed, like, stream))
+    return 2**0.5 * torch.erfinv(2 * uniform(seed, like, stream) - 1)
 
 # %% ../nbs/01c_corruptions.ipynb #bacf5ec2
 @_kind([0.04, 0.06, 0.08, 0.09, 0.1], [0.04, 0.08, 0.12, 0.15, 0.18], [0.08, 0.12, 0.18, 0.26, 0.38])
@@ -93,9 +100,9 @@ def _speckle_noise(x, c, seed):
 
 @_kind([0.01, 0.02, 0.03, 0.05, 0.07], [0.01, 0.02, 0.05, 0.08, 0.14], [0.03, 0.06, 0.09, 0.17, 0.27])
 def _impulse_noise(x, c, seed):
-    hit = uniform(seed, x) < c
-    black_or_white = (uniform(seed, x, 1) < 0.5).to(x)
-    return torch.where(hit, black_or_white, x)
+    u = uniform(seed, x)
+    black_or_white = (2**22 * u).frac().round()  # u = (k + 1/2) / 2^23 with a whole k: white where k is odd
+    return torch.where(u < c, black_or_white, x)
 
 
 @lru_cache
@@ -130,7 +137,7 @@ def _smooth(x, sigma, mode='nearest', truncate=4.0):
     return h @ x @ w.T
 
 
-@_kind([0.4, 0.6, 0.7, 0.8, 1], [0.5, 0.75, 1, 1.25, 1.5], [1, 2, 3, 4, 6])
+@_kind([0.4, 0.6, 0.7, 0.8, 1], [0.5, 0.75, 1, 1.25, 1.5], [1, 2, 3, 4, 6], random=False)
 def _gaussian_blur(x, c, seed):
     return _smooth(x, c)
 
@@ -155,11 +162,17 @@ def _disk(radius, alias):
     [(0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1)],
     [(0.5, 0.6), (1, 0.1), (1.5, 0.1), (2.5, 0.01), (3, 0.1)],
     [(3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)],
+    random=False,
 )
 def _defocus_blur(x, c, seed):
     disk = _disk(*c).to(x)
-    padded = F.pad(x, [len(disk) // 2] * 4, mode='reflect').flatten(0, 1)[:, None]
-    return F.conv2d(padded, disk[None, None]).view(x.shape)
+    n, (h, w) = len(disk), x.shape[-2:]
+    padded = F.pad(x, [n // 2] * 4, mode='reflect')
+    if n < 7:
+        return F.conv2d(padded.flatten(0, 1)[:, None], disk[None, None]).view(x.shape)
+    size = [next_fast_len(o + n - 1, real=True) for o in (h, w)]
+    product = torch.fft.rfft2(padded, size) * torch.fft.rfft2(disk, size)
+    return torch.fft.irfft2(product, size)[..., n - 1 : n - 1 + h, n - 1 : n - 1 + w]
 
 # %% ../nbs/01c_corruptions.ipynb #57dc79db
 def _jumble(steps, h, w, d):
@@ -182,7 +195,7 @@ def _jumble(steps, h, w, d):
 def _glass_blur(x, c, seed):
     sigma, d, times = c
     b, ch, h, w = x.shape
-    x = _bits(_smooth(x, sigma))
+    x = _cut(_smooth(x, sigma))
     steps = (uniform(seed, x.new_empty(b, times, 2, h, w)) * 2 * d).long() - d
     sources = torch.tensor([_jumble(o, h, w, d) for o in steps.cpu().numpy()], device=x.device)
     moved = x.flatten(2).gather(2, sources[:, None].expand(-1, ch, -1)).view(x.shape)
@@ -238,7 +251,7 @@ _large_zooms = [
 ]
 
 
-@_kind(_small_zooms, _small_zooms, _large_zooms)
+@_kind(_small_zooms, _small_zooms, _large_zooms, random=False)
 def _zoom_blur(x, c, seed):
     return (x + sum(_zoom(x, f) for f in c)) / (len(c) + 1)
 
@@ -313,8 +326,8 @@ def _snow(x, c, seed, angle=None):
     if angle is None:
         angle = _angle(seed, -135, -45)
     flakes = _zoom(mean + std * _normal(seed, x[:, :1]), zoom)
-    flakes = _bits(torch.where(flakes < least, 0, flakes).clamp(0, 1))
-    flakes = _streak(flakes, angle, radius, sigma)
+    flakes = _cut(torch.where(flakes < least, 0, flakes).clamp(0, 1))
+    flakes = _cut(_streak(flakes, angle, radius, sigma))
     whitened = torch.maximum(x, 1.5 * _grey(x) + 0.5)
     return keep * x + (1 - keep) * whitened + flakes + flakes.rot90(2, (2, 3))
 
@@ -353,18 +366,19 @@ def _photos():
 
 
 @lru_cache(maxsize=10)  # of all photographs at two scales; one at full size takes 10 MB
-def _photo(i, h, w):
-    return _bits(F.interpolate(_photos()[i][None] / 255, size=(h, w), mode='bilinear'))[0]
+def _photo(i, scale):
+    "A photograph at a scale: its size is rounded, the scale is not"
+    photo = _photos()[i][None] / 255
+    h, w = [round(scale * n) for n in photo.shape[-2:]]
+    photo = F.pad(photo, [0, 9, 0, 9], mode='replicate')  # so that there are pixels where the size is rounded up
+    photo = F.interpolate(photo, scale_factor=scale, mode='bilinear', recompute_scale_factor=False)
+    return _bits(photo[0, :, :h, :w])
 
 
 def _ice(scale, h, w):
     "The photographs at `scale`, or larger where an image of h times w pixels would not fit in"
-    out = []
-    for i, photo in enumerate(_photos()):
-        ph, pw = photo.shape[1:]
-        t = max(scale, h / ph, w / pw)
-        out.append(_photo(i, max(h, round(t * ph)), max(w, round(t * pw))))
-    return out
+    sizes = [photo.shape[1:] for photo in _photos()]
+    return [_photo(i, max(scale, h / ph, w / pw)) for i, (ph, pw) in enumerate(sizes)]
 
 # %% ../nbs/01c_corruptions.ipynb #a7b82813
 def _crop(photo, h, w, u, v):
@@ -389,25 +403,66 @@ def _frost(x, c, seed):
     return keep * x + strength * ice
 
 # %% ../nbs/01c_corruptions.ipynb #c35419d7
+_KNIGHT, _DIAGONAL, _STRAIGHT = 143976, 91750, 65536  # lengths of moves, in units of 1/65536 pixel: 2.1969, 1.4, 1
+_MOVES_5X5 = {
+    (r, c): {1: _STRAIGHT, 2: _DIAGONAL, 5: _KNIGHT}[r * r + c * c]
+    for r in range(-2, 3)
+    for c in range(-2, 3)
+    if r * r + c * c in (1, 2, 5)
+}
+
+
+def _shifted(a, r, c, fill):
+    "An array [H,W] whose pixel [i,j] is a[i+r,j+c], at most two pixels away, and `fill` outside"
+    h, w = a.shape
+    return np.pad(a, 2, constant_values=fill)[2 + r : 2 + r + h, 2 + c : 2 + c + w]
+
+
+def _canny(levels):
+    "Canny's edges of uint8 levels [H,W] with thresholds 50 and 150, as OpenCV draws them"
+    dx, dy = [ndimage.sobel(levels.astype(np.int64), axis, mode='nearest') for axis in (1, 0)]
+    x, y = abs(dx), abs(dy)
+    size = x + y
+
+    def peak(r, c):
+        return (size > _shifted(size, -r, -c, 0)) & (size >= _shifted(size, r, c, 0) + (r * c != 0))
+
+    across = 13573 * x  # 2^15 tan(22.5 degrees)
+    directions = [(y << 15) < across, (y << 15) > across + (x << 16), (dx ^ dy) < 0]
+    thin = np.select(directions, [peak(0, 1), peak(1, 0), peak(1, -1)], peak(1, 1)) & (size > 50)
+    regions, _ = ndimage.label(thin, np.ones((3, 3)))
+    return thin & np.isin(regions, regions[thin & (size > 150)])
+
+
+def _distance(edges, most=20):
+    "Distance [H,W] to the nearest edge in moves of a 5x5 mask, in 1/65536 pixel, at most `most` pixels"
+    h, w = edges.shape
+    wide = np.full((h + 4, w + 4), most << 16, np.int32)
+    d, total = wide[2:-2, 2:-2], 0
+    d[edges] = 0
+    while total != (total := int(d.sum(dtype=np.int64))):
+        for (r, c), cost in _MOVES_5X5.items():
+            np.minimum(d, wide[2 + r : 2 + r + h, 2 + c : 2 + c + w] + cost, out=d)
+    return d
+
+# %% ../nbs/01c_corruptions.ipynb #c0a10011
 def _equalised(levels):
     "Histogram equalisation of uint8 levels, as numbers from 0 to 255"
     seen = np.cumsum(np.bincount(levels.ravel(), minlength=256))
     low = seen[seen > 0][0]
-    return (255 * (seen[levels] - low) / max(levels.size - low, 1)).round()
+    if low == levels.size:
+        return levels.astype(float)
+    return (255 * (seen[levels] - low) / (levels.size - low)).round()
 
 
 def _drops(liquid):
-    "How much water lies where, between 0 and 1, shaded at the rims of the drops [H,W]"
-    wet = liquid > 0
-    rim = wet & ~ndimage.binary_erosion(wet)
-    if not rim.any():
-        return np.zeros_like(liquid)
-    distance = np.minimum(ndimage.distance_transform_edt(~rim), 20)
-    levels = _equalised(ndimage.uniform_filter(distance, 3).astype(np.uint8))
-    emboss = np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]])
-    shaded = ndimage.correlate(levels, emboss, mode='mirror').clip(0, 255)
-    water = liquid * ndimage.uniform_filter(shaded, 3)
-    return water / max(water.max(), 1e-9)
+    "How much water lies where, between 0 and 1, shaded at the edges of the drops [H,W]"
+    levels = (255 * liquid).astype(int) % 256
+    box, emboss = np.ones((3, 3), int), np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]])
+    distance = ndimage.correlate(_distance(_canny(levels)), box, mode='mirror') // (9 << 16)
+    shaded = ndimage.correlate(_equalised(distance), emboss, mode='mirror').clip(0, 255)
+    water = levels * (ndimage.correlate(shaded, box, mode='mirror') / 9).round()
+    return water / max(water.max(), 1)
 
 
 @_kind(
@@ -447,14 +502,14 @@ def _spatter(x, c, seed):
     return x + much * colour * torch.from_numpy(np.stack(water)).to(x)[:, None]
 
 # %% ../nbs/01c_corruptions.ipynb #40d10384
-@_kind([0.05, 0.1, 0.15, 0.2, 0.3], *[[0.1, 0.2, 0.3, 0.4, 0.5]] * 2)
+@_kind([0.05, 0.1, 0.15, 0.2, 0.3], *[[0.1, 0.2, 0.3, 0.4, 0.5]] * 2, random=False)
 def _brightness(x, c, seed):
     v = x.amax(1, keepdim=True)
     new = (v + c).clamp(0, 1)
     return torch.where(v > 0, x * new / v.clamp(min=1e-9), new)
 
 
-@_kind([0.75, 0.5, 0.4, 0.3, 0.15], *[[0.4, 0.3, 0.2, 0.1, 0.05]] * 2)
+@_kind([0.75, 0.5, 0.4, 0.3, 0.15], *[[0.4, 0.3, 0.2, 0.1, 0.05]] * 2, random=False)
 def _contrast(x, c, seed):
     mean = x.mean((2, 3), keepdim=True)
     return (x - mean) * c + mean
@@ -464,6 +519,7 @@ def _contrast(x, c, seed):
     [(0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)],
     [(0.3, 0), (0.1, 0), (2, 0), (5, 0.1), (30, 0.2)],
     [(0.3, 0), (0.1, 0), (2, 0), (5, 0.1), (20, 0.2)],
+    random=False,
 )
 def _saturate(x, c, seed):
     factor, more = c
@@ -531,7 +587,7 @@ def _coarse(image, share):
     return small.resize(image.size, Image.BOX)
 
 
-@_kind([0.95, 0.9, 0.85, 0.75, 0.65], [0.9, 0.8, 0.7, 0.6, 0.5], [0.6, 0.5, 0.4, 0.3, 0.25])
+@_kind([0.95, 0.9, 0.85, 0.75, 0.65], [0.9, 0.8, 0.7, 0.6, 0.5], [0.6, 0.5, 0.4, 0.3, 0.25], random=False)
 def _pixelate(x, c, seed):
     return _each(x, lambda o: _coarse(o, c))
 
@@ -542,7 +598,7 @@ def _jpeg(image, quality):
     return Image.open(file)
 
 
-@_kind([80, 65, 58, 50, 40], [65, 58, 50, 40, 25], [25, 18, 15, 10, 7])
+@_kind([80, 65, 58, 50, 40], [65, 58, 50, 40, 25], [25, 18, 15, 10, 7], random=False)
 def _jpeg_compression(x, c, seed):
     return _each(x, lambda o: _jpeg(o, c))
 
@@ -574,6 +630,19 @@ def _check_kind(x, name, severity, table):
     return x
 
 
+def _few_at_once(x):
+    "Images in pieces that stay in a CPU's cache; as they are on a GPU"
+    return x.split(max(2**17 // max(x[:1].numel(), 1), 1) if x.device.type == 'cpu' else max(len(x), 1))
+
+
+def _seeds(x, name, seed, random):
+    "Seeds of the pieces of a batch; None for each where the corruption is not random"
+    if not random and not isinstance(seed, Tensor):
+        return [None] * len(x)
+    seeds = mix64(image_seed(x, seed) + 1 + sorted(_KINDS).index(name))
+    return seeds.split(len(_few_at_once(x)[0]))
+
+
 @torch.no_grad()
 def corrupt(
     x: Tensor,  # Images [B,C,H,W] in [0,1], grey or colour, any size from 16 pixels
@@ -581,19 +650,18 @@ def corrupt(
     severity: int,  # 1 to 5
     seed=0,  # An int, mixed with each image's pixels; or an int64 tensor [B], one seed per image
     table: int = None,  # Severities of which size: 32, 64 or 224; None: `size_table(x)`
-    floor: bool = False,  # Cut off to whole levels, as in the published files; False: round
+    floor: bool = True,  # Cut off to whole levels, as in the published files; False: round
 ) -> Tensor:  # Same shape and type, in [0,1], on the 256 levels of an 8-bit file
     "Images under a corruption; the same image and seed give the same pixels whatever the batch"
     given = _check_kind(x, name, severity, table)
     _check_seed(seed)
     x, kind = _bits(given.float()).contiguous(), _KINDS[name]
-    seeds = mix64(image_seed(x, seed) + 1 + sorted(_KINDS).index(name))
     level = kind.levels[ifnone(table, size_table(x))][severity - 1]
+    seeds = _seeds(x, name, seed, kind.random)
     with torch.autocast(x.device.type, enabled=False):
-        x = kind.f(x, level, seeds)
+        x = torch.cat([kind.f(images, level, some) for images, some in zip(_few_at_once(x), seeds)])
     x = x.clamp(0, 1)
-    x = (x * 255 + 1e-3).floor() / 255 if floor else _bits(x)  # 1e-3: whole levels in float32 stay what they are
-    return x.to(given)
+    return (_cut(x) if floor else _bits(x)).to(given)
 
 # %% ../nbs/01c_corruptions.ipynb #208cdd40
 def show_corruptions(

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['default_cfgs', 'RVTStem', 'ScaledAttention', 'ConvMlp', 'RVTBlock', 'TokenPool', 'RVT', 'FANMlp', 'ChannelAttention',
-           'FANBlock', 'FANStem', 'FAN', 'rvt_tiny', 'rvt_tiny_plus', 'rvt_small', 'rvt_small_plus', 'rvt_base',
-           'rvt_base_plus', 'fan_tiny_8_p4_hybrid', 'fan_small_12_p4_hybrid', 'fan_base_16_p4_hybrid', 'rvt_nano',
-           'rvt_nano_plus', 'fan_nano_p4_hybrid', 'model_cost']
+           'FANBlock', 'StageNorm', 'FANStem', 'FAN', 'rvt_tiny', 'rvt_tiny_plus', 'rvt_small', 'rvt_small_plus',
+           'rvt_base', 'rvt_base_plus', 'fan_tiny_8_p4_hybrid', 'fan_small_12_p4_hybrid', 'fan_base_16_p4_hybrid',
+           'rvt_nano', 'rvt_nano_plus', 'fan_nano_p4_hybrid', 'model_cost']
 
 # %% ../nbs/00d_rvt_fan.ipynb #470720a3
 from functools import partial
@@ -388,6 +388,19 @@ class FANBlock(nn.Module):
         x = x + self.drop_path(self.gamma1 * self.attn(self.norm1(x)))
         return x + self.drop_path(self.gamma2 * self.mlp(self.norm2(x), H, W))
 
+# %% ../nbs/00d_rvt_fan.ipynb #00da0007
+class StageNorm(LayerNorm2d):
+    "LayerNorm over channels as in the authors' ConvNeXt stages: the variance divides by one less than the channels"
+
+    def forward(
+        self,
+        x: Tensor,  # [B,C,H,W]
+    ) -> Tensor:  # [B,C,H,W], as its input in type
+        "Normalise each place over its channels, in float32"
+        var, mean = torch.var_mean(x.float(), dim=1, keepdim=True)
+        y = (x - mean) * torch.rsqrt(var + self.eps)
+        return (y * self.weight[:, None, None] + self.bias[:, None, None]).to(x)
+
 # %% ../nbs/00d_rvt_fan.ipynb #e21c5508
 class FANStem(nn.Module):
     "Two stages of ConvNeXt, then patches of 2x2: tokens `patch_size` pixels apart"
@@ -408,10 +421,10 @@ class FANStem(nn.Module):
                 f'images of {self.img_size} need a patch_size that is a multiple of 4 and divides them, '
                 f'got {patch_size}'
             )
-        norm, cut = partial(LayerNorm2d, eps=1e-6), patch_size // 4
-        kw = dict(ls_init_value=1e-6, conv_mlp=True, norm_layer=norm)
+        cut = patch_size // 4
+        kw = dict(ls_init_value=1e-6, conv_mlp=True, norm_layer=StageNorm)
         self.num_patches = math.prod(s // patch_size for s in self.img_size)
-        self.stem = nn.Sequential(nn.Conv2d(in_chans, dims[0], cut, cut), norm(dims[0]))
+        self.stem = nn.Sequential(nn.Conv2d(in_chans, dims[0], cut, cut), LayerNorm2d(dims[0]))
         self.stages = nn.Sequential(
             ConvNeXtStage(dims[0], dims[0], stride=1, depth=depths[0], **kw),
             ConvNeXtStage(dims[0], dims[1], stride=2, depth=depths[1], **kw),

@@ -59,7 +59,7 @@ def test_large_and_oblong_images(name):
 @pytest.mark.parametrize('name', ['contrast', 'fog', 'gaussian_noise'])
 def test_levels_are_cut_off_as_in_the_published_files(name):
     x = images(2)
-    rounded, cut = [corrupt(x, name, 2, floor=o) * 255 for o in (False, True)]
+    rounded, cut = [corrupt(x, name, 2, **o) * 255 for o in (dict(floor=False), {})]
     down = (rounded - cut).round()
     assert set(down.unique().tolist()) == {0.0, 1.0}
     assert 0.3 < down.mean() < 0.6
@@ -69,7 +69,7 @@ def test_levels_are_cut_off_as_in_the_published_files(name):
 @pytest.mark.parametrize('name', ['pixelate', 'jpeg_compression'])
 def test_eight_bit_images_lose_nothing_by_cutting_off(name):
     x = images(2)
-    assert torch.equal(corrupt(x, name, 2, floor=True), corrupt(x, name, 2))
+    assert torch.equal(corrupt(x, name, 2, floor=False), corrupt(x, name, 2))
 
 
 def test_frost_where_the_photographs_are_too_small():
@@ -393,7 +393,7 @@ def test_fog_by_its_formula(table):
     for s, (a, decay) in enumerate(C._KINDS['fog'].levels[table], 1):
         m, top = C._plasma(seeds_of(x, 'fog'), 32, decay)[:, None], x.amax((1, 2, 3), keepdim=True)
         assert (
-            corrupt(x, 'fog', s, table=table) - ((x + a * m) * top / (top + a)).clamp(0, 1)
+            corrupt(x, 'fog', s, table=table, floor=False) - ((x + a * m) * top / (top + a)).clamp(0, 1)
         ).abs().max() <= 0.51 / 255
 
 
@@ -408,14 +408,14 @@ def test_frost_is_a_piece_of_a_photograph():
             at = photo.unfold(1, 32, 1).unfold(2, 32, 1)  # every place
             best = min(best, (at[:, :, :, 0, :4] - o[:, None, None, 0, :4]).abs().amax((0, 3)).min().item())
         assert best < 1e-3
-    assert (corrupt(x, 'frost', 4) - y.clamp(0, 1)).abs().max() <= 0.51 / 255
+    assert (corrupt(x, 'frost', 4, floor=False) - y.clamp(0, 1)).abs().max() <= 0.51 / 255
 
 
 def test_motion_blur_by_its_formula():
     x = images(3)
     sd = seeds_of(x, 'motion_blur')
     want = C._streak(C._bits(x), -45 + 90 * uniform(sd, sd[:, None], 9)[:, 0], *C._KINDS['motion_blur'].levels[32][3])
-    assert (corrupt(x, 'motion_blur', 4) - want.clamp(0, 1)).abs().max() <= 0.51 / 255
+    assert (corrupt(x, 'motion_blur', 4, floor=False) - want.clamp(0, 1)).abs().max() <= 0.51 / 255
 
 
 def test_mud_by_its_formula():
@@ -432,7 +432,7 @@ def test_mud_by_its_formula():
     m[m < 0.8] = 0
     want = x * (1 - m) + m * torch.tensor([63, 42, 20.0]).view(3, 1, 1) / 255
     assert (m > 0).any()
-    off = (corrupt(x, 'spatter', 4) - want.clamp(0, 1)).abs()
+    off = (corrupt(x, 'spatter', 4, floor=False) - want.clamp(0, 1)).abs()
     assert (off > 0.51 / 255).float().mean() < 0.01  # but for pixels at a threshold
 
 
@@ -460,10 +460,11 @@ def test_snow_by_its_formula():
     for s, (mean, std, zoom, least, radius, sigma, keep) in enumerate(C._KINDS['snow'].levels[32], 1):
         f = C._zoom(mean + std * C._normal(sd, x[:, :1]), zoom)
         f[f < least] = 0
-        f = C._streak((f.clamp(0, 1) * 255).round() / 255, -135 + 90 * uniform(sd, sd[:, None], 9)[:, 0], radius, sigma)
+        angle = -135 + 90 * uniform(sd, sd[:, None], 9)[:, 0]
+        f = C._cut(C._streak(C._cut(f.clamp(0, 1)), angle, radius, sigma))
         grey = 0.299 * x[:, :1] + 0.587 * x[:, 1:2] + 0.114 * x[:, 2:]
         want = keep * x + (1 - keep) * torch.maximum(x, grey * 1.5 + 0.5) + f + torch.rot90(f, 2, (2, 3))
-        assert (corrupt(x, 'snow', s) - want.clamp(0, 1)).abs().max() <= 0.51 / 255
+        assert (corrupt(x, 'snow', s, floor=False) - want.clamp(0, 1)).abs().max() <= 0.51 / 255
 
 
 def test_zoom_is_scipys():
@@ -512,8 +513,65 @@ def test_library_parity():
     ):
         for s in (1, 3, 5):
             want = np.asarray(tta.corrupt(a.copy(), s, name)).astype(float)
-            got = corrupt(x, name, s)[0].permute(1, 2, 0).numpy() * 255
+            got = corrupt(x, name, s, floor=False)[0].permute(1, 2, 0).numpy() * 255
             assert np.abs(got - want).max() <= 0.51, (name, s)
+
+
+@pytest.fixture
+def drops():
+    "Drops of water as uint8 levels"
+    liquid = C._smooth(0.65 + 0.3 * C._normal(torch.tensor([3]), torch.zeros(1, 1, 90, 70)), 2.0)[0, 0].numpy()
+    return (255 * np.where(liquid < 0.68, 0, liquid)).astype(np.uint8)
+
+
+def test_edges_of_drops_are_opencvs(drops):
+    cv2 = pytest.importorskip('cv2', exc_type=ImportError)
+    edges = C._canny(drops)
+    assert edges.any()
+    assert (edges == (cv2.Canny(drops, 50, 150) > 0)).all()
+
+
+def test_distance_to_an_edge_is_opencvs(drops):
+    cv2 = pytest.importorskip('cv2', exc_type=ImportError)
+    edges = C._canny(drops)
+    want = cv2.distanceTransform(255 - 255 * edges.astype(np.uint8), cv2.DIST_L2, 5)
+    assert np.abs(C._distance(edges) / 65536 - want.clip(max=20)).max() < 1e-3
+
+
+def test_distance_by_hand():
+    edges = np.zeros((3, 30), bool)
+    edges[0, 0] = True
+    d = C._distance(edges) / 65536
+    assert d[0, [0, 1, 2, 19, 25]].tolist() == [0, 1, 2, 19, 20]
+    assert d[1, [1, 2]] == pytest.approx([1.4, 2.1969], abs=1e-4)
+
+
+def test_equalised_levels_by_hand():
+    assert C._equalised(np.array([[0, 1], [2, 2]])).tolist() == [[0, 85], [255, 255]]
+    assert C._equalised(np.full((2, 2), 20)).tolist() == [[20, 20], [20, 20]]
+
+
+def test_frost_shrinks_its_photographs_as_opencv_does():
+    cv2 = pytest.importorskip('cv2', exc_type=ImportError)
+    for i, photo in enumerate(C._photos()):
+        want = cv2.resize(photo.permute(1, 2, 0).numpy(), (0, 0), fx=0.2, fy=0.2)
+        assert np.array_equal((C._photo(i, 0.2) * 255).round().permute(1, 2, 0).numpy(), want)
+
+
+def test_a_large_disc_is_the_same_by_fourier():
+    x = images(2, 3, 40, 32)
+    disk = C._disk(6, 0.5)
+    padded = torch.nn.functional.pad(x, [len(disk) // 2] * 4, mode='reflect').flatten(0, 1)[:, None]
+    want = torch.nn.functional.conv2d(padded, disk[None, None]).view(x.shape)
+    assert (C._defocus_blur(x, (6, 0.5), None) - want).abs().max() < 1e-5
+
+
+def test_salt_and_pepper_are_equally_frequent_and_stay():
+    x = torch.full((1, 1, 200, 200), 128 / 255)
+    low, high = [corrupt(x, 'impulse_noise', s, table=224) for s in (2, 5)]
+    hit = low != x
+    assert torch.equal(high[hit], low[hit])
+    assert high[high != x].mean() == pytest.approx(0.5, abs=0.03)
 
 
 def test_sizes_choose_their_table():

@@ -191,6 +191,24 @@ def test_fan_block_by_hand():
     assert torch.allclose(b(x, *hw), y + b.gamma2 * out, atol=1e-3, rtol=1e-3)
 
 
+@torch.no_grad()
+def test_layer_norm_of_the_stages_has_the_variance_of_a_sample():
+    m, x = shaken(StageNorm(4)), images(2, 5, 4)
+    want = (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)
+    want = want * m.weight[:, None, None] + m.bias[:, None, None]
+    assert torch.allclose(m(x), want, atol=1e-4)
+    assert torch.allclose(m(x.to(memory_format=torch.channels_last)), m(x), atol=1e-5)
+    assert m(x.half()).dtype == torch.float16
+
+
+def test_only_the_stages_have_it():
+    stem = net('fan_nano_p4_hybrid').patch_embed
+    norms = [o for o in stem.stages.modules() if isinstance(o, nn.LayerNorm)]
+    assert len(norms) == 3
+    assert all(isinstance(o, StageNorm) for o in norms)
+    assert not isinstance(stem.stem[1], StageNorm)
+
+
 def test_class_attention_norms_all_tokens_and_depth_drops_as_published():
     m = net('fan_nano_p4_hybrid', drop_path_rate=0.3)
     assert all(o.tokens_norm for o in m.cls_attn_blocks)
