@@ -975,12 +975,12 @@ def eval_settings(
     return s
 
 # %% ../nbs/08_cli.ipynb #6c3be9f1
-def _noted(rep, line, says, out):
+def _noted(rep, line, says, out, images=False):
     "The report, with what only the caller knows in its title and warnings"
     rep.meta['title'] += f'. {line}'
     rep.warnings += [o for o in says if o not in rep.warnings]
     if out is not None:
-        rep.save(out)
+        rep.save(out, images=images)
     return rep
 
 
@@ -1020,11 +1020,11 @@ def run_eval(  # noqa: PLR0913
     out=None,  # Folder to save to, and to continue from; None: keep nothing
     overwrite: bool = False,  # Start anew although `out` holds a report
     bar: bool = False,  # Show a progress bar
-    **kw,  # For `find_model`: pretrained, mean, std; for `eval_images`: valid, pct, interp, crop_mode
+    **kw,  # For `find_model`: pretrained, mean, std; for `eval_images`: valid, pct, interp, crop_mode; pictures, images
 ) -> Report:  # A row per attack
     "The report of a model on images, all given by name; continued if `out` holds its beginning"
     cut = {k: kw.pop(k, None) for k in ('pct', 'interp', 'crop_mode')}
-    valid = kw.pop('valid', 'only')
+    valid, pictures, images = kw.pop('valid', 'only'), kw.pop('pictures', 0), kw.pop('images', False)
     src, name, usual = find_source(s.data, s.n)
     if src.lut is not None:
         raise ValueError(f'{s.data} has masks: accuracy needs one class per image')
@@ -1053,7 +1053,9 @@ def run_eval(  # noqa: PLR0913
     if 'random weights' in what:
         says.append('the weights are random: give --checkpoint or --pretrained')
     rep = robust_report(net, dl, attacks, seed=s.seed, bs=s.bs, out=out, overwrite=overwrite, progress=bar)
-    return _noted(rep, f'Model: {what}. Images: {line}{part}', says, out)
+    if out is not None and pictures:
+        rep.add_hardest(net, dl, attacks, pictures)
+    return _noted(rep, f'Model: {what}. Images: {line}{part}', says, out, images)
 
 # %% ../nbs/08_cli.ipynb #88bb825a
 def numbers(
@@ -1104,6 +1106,7 @@ def robust_eval(  # noqa: PLR0913
     # `out` of settings.ini)
     out: str = None,
     overwrite: store_true = False,  # Start anew although the folder holds a report
+    per_image: store_true = False,  # Write images.csv too: file, class, and what is predicted, for each image
     size: int = None,  # Pixels (default: the dataset's, else the model's)
     # Share of the shorter side that is kept when images are cut to size (default: timm's for the model, else 0.875
     # above 64 pixels)
@@ -1142,6 +1145,8 @@ def robust_eval(  # noqa: PLR0913
             interp=interpolation,
             crop_mode=crop_mode,
             valid=valid,
+            pictures=3,
+            images=per_image,
         )
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as e:
         sys.exit(f'robust-eval: {" ".join(_as_options(e).split())}')
@@ -1150,7 +1155,7 @@ def robust_eval(  # noqa: PLR0913
         sys.exit(130)
     print(
         f'{rep}\n\n{time.time() - t0:.0f} seconds. In {out}/: report.html, report.png, report.json, report.csv,'
-        ' verdicts.npz, predictions.npz'
+        f' verdicts.npz, predictions.npz{", images.csv" if per_image else ""}'
     )
 
 # %% ../nbs/08_cli.ipynb #dadbb706
@@ -1243,7 +1248,7 @@ def robust_bench(  # noqa: PLR0913
         says,
         out,
     )
-    stand = np.minimum.reduce([rep.verdicts[k] for k in ('clean', *map(repr, attacks))])
+    stand = np.minimum.reduce([rep.verdicts[k] for k in ('clean', *map(row_name, attacks))])
     return BenchResult(float(rep.verdicts['clean'].mean()), float(stand.mean()), rep)
 
 # %% ../nbs/08_cli.ipynb #c11d0002
