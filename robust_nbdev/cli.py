@@ -1000,15 +1000,15 @@ def _seen_in_training(found, src, data, split, valid, checkpoint):
     "Sentences where the model may have been trained on the images"
     if valid == 'holdout' or split != 'train':
         return []
-    better = 'a model that was trained on them looks better than it is'
+    better = 'on images that it was trained on a model looks better than it is'
     if _trained_on(data, split):
         return [f'these are the images in the folder train: {better}']
     same = found.folder and found.folder == folder_digest(src)
     if same:
-        return [f'the model was trained on this folder: {better}. --valid holdout takes those that were held out']
+        return [f'the model was trained in this folder: {better}. --valid holdout takes the images that were held out']
     if checkpoint is None or found.folder or isinstance(src.splits[split][0], np.ndarray):
         return []
-    return ['all images of the folder are used. If the model was trained in it: --valid holdout takes those held out']
+    return ['all images of the folder are used: if the model was trained in it, take those held out, --valid holdout']
 
 
 def run_eval(  # noqa: PLR0913
@@ -1080,9 +1080,7 @@ def _as_options(error):
 
 @call_parse
 def robust_eval(  # noqa: PLR0913
-    # A timm model, maybe with arguments: 'vit_tiny_patch16_224(patch_size=4, depth=3)'; a small model of the package,
-    # such as cifar10_vit_robust; or a Hugging Face folder (config.json and weights, of timm or of transformers)
-    model: str = None,
+    model: str = None,  # timm's 'vit_tiny_patch16_224(depth=3)', our cifar10_vit_robust, or a Hugging Face folder
     # Its weights (.pth, .pt, .safetensors), or all of it from learn.export (.pkl: a pickle, open only those that you
     # trust)
     checkpoint: str = None,
@@ -1090,9 +1088,9 @@ def robust_eval(  # noqa: PLR0913
     # fashion_mnist, cifar10, ..., or a folder of class folders, of val/ or test/, or a parquet file (default: the
     # profile's dataset, with its size, n and eps)
     data: str = None,
-    # holdout: of a folder without test images those that image_dls holds out in training, a tenth or n (default: its
+    # holdout: of a folder without test images those that image_dls holds out in training, a tenth or --n (default: its
     # test images, or all)
-    valid: str = 'only',
+    valid: str = None,
     # Weak to strong: 'fgsm,pgd20_l2,PGD(8/255, steps=20, loss=dlr)'; one of your own: 'my.module:Attack(.1)'
     attacks: str = 'fgsm,pgd20,apgd',
     # Radius where an attack gives none, pixel units of [0,1]: 0.1 or 8/255 (default: 8/255 for Linf, 0.5 for L2)
@@ -1144,7 +1142,7 @@ def robust_eval(  # noqa: PLR0913
             pct=crop_pct,
             interp=interpolation,
             crop_mode=crop_mode,
-            valid=valid,
+            valid=valid or 'only',
             pictures=3,
             images=per_image,
         )

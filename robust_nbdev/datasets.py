@@ -920,7 +920,7 @@ def _readable(found):
     if not heic or _reads_heic():
         return found
     warnings.warn(
-        f'{len(heic)} HEIC files, {heic[0].name} and so on, are left out: to read them, pip install pillow-heif'
+        f'HEIC files are left out, {len(heic)} of them ({heic[0].name}, ...): to read them, pip install pillow-heif'
     )
     return {k: kept for k, v in found.items() if (kept := [f for f in v if f not in {*heic}])}
 

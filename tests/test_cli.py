@@ -678,7 +678,7 @@ def test_the_folder_of_the_training_is_recognised(tmp_path):
     d = photos(tmp_path / 'train', SIX)
     learn = exported(d, tmp_path)
     rep = evaluate(None, d, None, checkpoint=tmp_path / 'few.pkl')
-    assert any('was trained on this folder' in w and '--valid holdout' in w for w in rep.warnings)
+    assert any('was trained in this folder' in w and '--valid holdout' in w for w in rep.warnings)
     rep = evaluate(None, d, None, checkpoint=tmp_path / 'few.pkl', valid='holdout')
     x, y = learn.dls.valid.one_batch()
     assert rep.meta['n'] == len(learn.dls.valid_ds) == 3 and not any('trained' in w for w in rep.warnings)
@@ -954,6 +954,8 @@ def test_eval_leaves_no_folder_after_an_error_and_has_help(eval_failures):
     res, d = eval_failures
     assert sorted(p.name for p in d.iterdir()) == ['afile', 'empty']
     assert res['--help'][0] in (0, None) and all(f'--{o}' in res['--help'][2] for o in OPTIONS.split())
+    text = ' '.join(res['--help'][2].split())
+    assert 'Hugging Face folder' in text and 'my.module:Attack' in text and 'noqa' not in text
 
 
 SLOW = [
