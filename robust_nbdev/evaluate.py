@@ -127,7 +127,7 @@ class Report:
         """One row per attack; accuracies between 0 and 1; `passes`: how often each of the `n` images went through the
         model, forwards and backwards, on average"""
         res = pd.DataFrame(self.rows, columns=[*self.columns, *self.own])
-        return res.assign(passes=res.passes / res.n)
+        return res.assign(passes=res.passes / res.n) if 'passes' in res else res
 
     def _lines(self):
         "The rows, and below an ensemble how many images survived each member"
