@@ -20,7 +20,7 @@ from PIL import Image
 from .core import *
 from .attacks import *
 from .autoattack import *
-from .datasets import class_notice
+from .datasets import ImageDatasets, class_notice
 from .identity import *
 from .identity import _NOT_CODE, _digest, _imported, _library, _uses, _version
 from .eval_data import *
@@ -1863,7 +1863,8 @@ def _files_in(data):
         found = _files_in(SimpleNamespace(dataset=ds.dataset))
         return found and [found[i] for i in ds.indices]
     if isinstance(ds, Datasets):
-        found = getattr(ds, 'files', None) or [str(o) for o in ds.items if isinstance(o, Path)]
+        named = ds.files if isinstance(ds, ImageDatasets) else None
+        found = named or [str(o) for o in ds.items if isinstance(o, Path)]
     else:
         found = [str(o[0]) for o in getattr(ds, 'samples', ()) if isinstance(o, (tuple, list))]
     return list(found) if ds is not None and len(found) == len(ds) and len(found) else None
