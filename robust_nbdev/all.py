@@ -27,3 +27,5 @@ from .afat import *
 from .aas import *
 from .explorer import *
 from .cli import robust_bench
+from . import docstrings as _docstrings
+_docstrings.document(globals())  # `help(f)` shows what each parameter means

@@ -5,21 +5,30 @@
 # %% auto #0
 __all__ = ['demo_vit', 'demo_train', 'demo_table', 'both_right', 'demo_figure', 'number', 'demo_settings', 'run_demo',
            'robust_demo', 'attack_types', 'attack_losses', 'parse_attacks', 'read_checkpoint', 'load_weights',
-           'timm_model', 'learner_model', 'eval_model', 'eval_images', 'SomeOutputs', 'of_imagenet', 'eval_settings',
-           'run_eval', 'numbers', 'robust_eval', 'BenchResult', 'robust_bench', 'reproduce_all', 'robust_reproduce']
+           'fixed_size', 'timm_model', 'Found', 'folder_model', 'learner_model', 'find_model', 'eval_model',
+           'eval_images', 'SomeOutputs', 'of_imagenet', 'by_name', 'eval_settings', 'run_eval', 'numbers',
+           'robust_eval', 'BenchResult', 'robust_bench', 'reproduce_all', 'robust_reproduce']
 
 # %% ../nbs/08_cli.ipynb #6beff8b5
 import argparse, ast, difflib, inspect, operator, re, sys, time, warnings
 import timm
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib import import_module
 from collections.abc import Mapping
 from typing import NamedTuple
 from .core import *
 from .vit import *
 from .datasets import *
+from .datasets import _few, _online
 from .attacks import *
 from .autoattack import *
 from .patch_attacks import *
 from .adv_train import *
+from .models import *
+from .robust_tokens import TokenAttack
+from .afat import Occlusion
+from .aas import AAS, Around
 from .evaluate import *
 from fastai.vision.all import *
 from fastcore.script import call_parse, store_true
@@ -216,19 +225,20 @@ def robust_demo(
 
 # %% ../nbs/08_cli.ipynb #9d9a5382
 def attack_types() -> dict:  # Name -> class
-    "Every class of attacks in `robust_nbdev.attacks`: what is called as `attack(model, x, y, seed=)`"
-    bases = (AttackBase, Attack, PatchAttack, Wraps, Transfer)
+    "Every class of attacks in the package: what is called as `attack(model, x, y, seed=)`"
+    bases = (AttackBase, Attack, PatchAttack, Wraps, Transfer, Around)
     return {k: c for k, c in _of_attacks() if isinstance(c, type) and issubclass(c, AttackBase) and c not in bases}
 
 
 def attack_losses() -> dict:  # Name -> function
-    "Every loss in `robust_nbdev.attacks`: a function whose first argument is the logits `z`"
+    "Every loss in the package: a function whose first argument is the logits `z`"
     return {k: f for k, f in _of_attacks() if isinstance(f, Loss) and f is not feat_cos}
 
 
 def _of_attacks():
     "(name, value) of what the modules of attacks export"
-    mods = [sys.modules[c.__module__] for c in (Attack, AutoAttack, PatchAttack)]
+    where = Attack, AutoAttack, PatchAttack, AdvTrain, TokenAttack, Occlusion, AAS
+    mods = [sys.modules[c.__module__] for c in where]
     return [(k, vars(m)[k]) for m in mods for k in m.__all__]
 
 # %% ../nbs/08_cli.ipynb #e1c529ba
@@ -273,6 +283,10 @@ def _short(s, eps, norm):
         )
     kw = dict(norm=m[2] and m[2].capitalize(), loss=losses.get(m[3]))
     kw = {k: v for k, v in kw.items() if v}
+    if issubclass(cls, Around):
+        if m[1]:
+            kw['steps'] = int(m[1])
+        return _make(cls, [_make(PGD, [], kw, eps, norm)], {}, eps, norm)
     if m[1]:
         kw[first(o for o in ('steps', 'queries', 'n_queries') if o in inspect.signature(cls).parameters) or 'steps'] = (
             int(m[1])
@@ -283,9 +297,52 @@ def _short(s, eps, norm):
 _OPS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
+def _is_path(o):
+    "Is this a name in a module, such as `my.module.Scale`?"
+    while isinstance(o, ast.Attribute):
+        o = o.value
+        if isinstance(o, ast.Name):
+            return True
+    return False
+
+
+def _own(o):
+    "An attack, a class of attacks or a loss in a module of the user's, which is imported, from the working folder too"
+    where, _, name = ast.unparse(o).rpartition('.')
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        found = import_module(where)
+    except ImportError as e:
+        raise ValueError(
+            f'{where}:{name}: the module cannot be imported ({e}); it is looked for in this folder, and installed'
+        ) from None
+    if name not in vars(found):
+        raise ValueError(f'{where} has no {name!r}')
+    return vars(found)[name]
+
+
+def _class(o):
+    "The class of attacks that a call names"
+    if _is_path(o):
+        cls = _own(o)
+        if isinstance(cls, type) and issubclass(cls, AttackBase):
+            return cls
+        raise ValueError(
+            f'{ast.unparse(o)} is no class of attacks, so it is not called here: derive it from Attack or AttackBase; '
+            'an attack that is a function is named without ()'
+        )
+    cls = {_bare(k): c for k, c in attack_types().items()}.get(_bare(o.id))
+    if cls is None:
+        raise ValueError(
+            f'no attack {o.id!r}, there are: {", ".join(attack_types())}; one of your own is my.module:{o.id}(...)'
+        )
+    return cls
+
+
 def _expr(o, eps, norm):
-    """The value of a syntax tree made of numbers, strings, lists, losses and attacks; raises ValueError for anything
-    else"""
+    """The value of a syntax tree made of numbers, strings, lists, losses, attacks and names in modules; raises
+    ValueError for anything else"""
     val = lambda o: _expr(o, eps, norm)
     if isinstance(o, ast.Constant):
         return o.value
@@ -304,10 +361,14 @@ def _expr(o, eps, norm):
         return _OPS[type(o.op)](a, b)
     if isinstance(o, ast.Name):
         return attack_losses()[o.id] if o.id in attack_losses() else _short(o.id, eps, norm)
-    if isinstance(o, ast.Call) and isinstance(o.func, ast.Name) and all(k.arg for k in o.keywords):
-        cls = {_bare(k): c for k, c in attack_types().items()}.get(_bare(o.func.id))
-        if cls is None:
-            raise ValueError(f'no attack {o.func.id!r}, there are: {", ".join(attack_types())}')
+    if _is_path(o):
+        return _own(o)
+    if (
+        isinstance(o, ast.Call)
+        and (isinstance(o.func, ast.Name) or _is_path(o.func))
+        and all(k.arg for k in o.keywords)
+    ):
+        cls = _class(o.func)
         return _make(cls, [val(a) for a in o.args], {k.arg: val(k.value) for k in o.keywords}, eps, norm)
     raise ValueError(
         f'{ast.unparse(o)!r} is neither a number, a text, a list, a loss ({", ".join(attack_losses())}) nor an attack'
@@ -326,8 +387,10 @@ def parse_attacks(
     eps: float = None,  # Radius of attacks with norm `norm` that give none; default: 8/255 for Linf, 0.5 for L2
     norm: str = 'Linf',  # Norm of attacks that give none
 ) -> list:  # Attacks; None for clean
-    "A list of attacks from text, read as data and never run; raises ValueError with a list of what exists"
+    """A list of attacks from text, which is read as data; only a module that is named, `my.module:Scale(.1)`, is
+    imported. Raises ValueError with a list of what exists"""
     res, src = [], '[' + re.sub(r'\b([A-Za-z]\w*)-(?=\w)', r'\1_', text) + ']'
+    src = re.sub(r'([A-Za-z_][\w.]*):([A-Za-z_]\w*)', r'\1.\2', src)
     tree = _tree(src, f'the list of attacks {text!r}')
     if not isinstance(tree, ast.List) or not tree.elts:
         raise ValueError(f'a list of attacks is expected, such as fgsm,pgd20, got {text!r}')
@@ -380,6 +443,24 @@ def _weights(o):
     return {k: v for k, v in o.items() if isinstance(v, Tensor)} if isinstance(o, Mapping) else {}
 
 
+def _harmless():
+    "What stands beside the weights in files of training scripts, and of fastai's `learn.save`, and runs nothing"
+    numbers = [getattr(np.dtypes, o) for o in np.dtypes.__all__]
+    return [argparse.Namespace, L, np.core.multiarray.scalar, np.dtype, *numbers]
+
+
+def _why_unread(e, path):
+    "In a line, why a file cannot be read"
+    found = re.search(r'GLOBAL (\S+)', str(e))
+    if found is None:
+        return str(e).splitlines()[0] if str(e) else type(e).__name__
+    return (
+        f'it holds pickled objects ({found[1]}), and opening them can run code, so it is not opened. If you trust it, '
+        f'save its weights alone: m = torch.load({path.name!r}, weights_only=False), then '
+        "torch.save(m.state_dict(), 'weights.pth')"
+    )
+
+
 def read_checkpoint(
     path,  # .safetensors, or what `torch.save` or `learn.save` wrote (.pth, .pt, ...)
 ) -> tuple:  # (state dict, mean or None, std or None)
@@ -392,7 +473,7 @@ def read_checkpoint(
     if not path.is_file():
         raise FileNotFoundError(f'no checkpoint {path}')
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals(_harmless()):
             o = (
                 load_file(path)
                 if path.suffix == '.safetensors'
@@ -408,9 +489,7 @@ def read_checkpoint(
         OSError,
         AttributeError,
     ) as e:
-        raise ValueError(
-            f'{path} is not a file of weights: {str(e).splitlines()[0] if str(e) else type(e).__name__}'
-        ) from None
+        raise ValueError(f'{path} is not a file of weights: {_why_unread(e, path)}') from None
     sd = _weights(o)
     if not sd:
         raise ValueError(f'{path} holds no state dict: save model.state_dict()')
@@ -438,10 +517,25 @@ def _dims(cfg, sd):
     return dict(num_classes=row(getattr(cfg, 'classifier', None), 0), in_chans=row(getattr(cfg, 'first_conv', None), 1))
 
 
+@contextmanager
+def _short_wait(pretrained):
+    "Where the server of the weights does not answer within 3 seconds only the cache is asked, without retries"
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    if pretrained and not before and not _online(constants.ENDPOINT):
+        constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
 def _create(name, pretrained, own, kw):
     "`timm.create_model`, without `img_size` where the model takes any; its errors in words"
     try:
-        return timm.create_model(name, pretrained=pretrained, **kw)
+        with _short_wait(pretrained):
+            return timm.create_model(name, pretrained=pretrained, **kw)
     except Exception as e:
         if 'img_size' in str(e) and isinstance(e, TypeError) and 'img_size' in kw and 'img_size' not in own:
             return _create(name, pretrained, own, {k: v for k, v in kw.items() if k != 'img_size'})
@@ -477,6 +571,27 @@ def load_weights(
     net.load_state_dict(sd)
 
 # %% ../nbs/08_cli.ipynb #6075d585
+def fixed_size(
+    net: nn.Module,  # Any network, in wrappers or not
+) -> int:  # Pixels; None where it takes images of any size
+    "The size of the images that a model's position embedding is made for"
+    net = unwrap(net)
+    if getattr(net, 'pos_embed', None) is None or not hasattr(net, 'set_input_size'):
+        return None
+    size = net.patch_embed.img_size
+    return size[0] if size and len({*size}) == 1 else size
+
+
+def _size_in(sd, net):
+    "The size of the images that the position embedding of a checkpoint is made for, where it is not the network's"
+    new = sd.get('pos_embed')
+    if new is None or not fixed_size(net) or new.shape == net.pos_embed.shape:
+        return None
+    prefix = 0 if getattr(net, 'no_embed_class', False) else net.num_prefix_tokens
+    side = math.isqrt(new.shape[1] - prefix)
+    return side * net.patch_embed.patch_size[0] if side * side == new.shape[1] - prefix else None
+
+
 def timm_model(
     spec: str,  # A name that timm knows, maybe with arguments: `'vit_tiny_patch16_224(patch_size=4, depth=3)'`
     sd: dict = None,  # Weights; default: random, or timm's own
@@ -486,7 +601,8 @@ def timm_model(
     # For `timm.create_model`: num_classes, in_chans; those in `spec` win. None: as the checkpoint, or timm's default
     **kw,
 ) -> nn.Module:  # Takes normalised images
-    "A timm model by its name; raises ValueError for what timm does not know, OSError where weights cannot be had"
+    """A timm model by its name, for images of the size of its weights; raises ValueError for what timm does not know,
+    OSError where weights cannot be had"""
     m = re.fullmatch(r'\s*([^\s()]+?)\s*(?:\((.*)\))?\s*', spec, re.S)
     if not m:
         raise ValueError(f'a model is a name, or name(argument=value), got {spec!r}')
@@ -495,16 +611,74 @@ def timm_model(
     kw.update({k: v for k, v in _dims(cfg, sd).items() if v is not None and (k == 'in_chans' or kw.get(k) is None)})
     if size and cfg and size != cfg.input_size[-1]:
         kw['img_size'] = size
-    net = _create(m[1], pretrained, own, {k: v for k, v in {**kw, **own}.items() if v is not None})
-    if sd is not None:
-        load_weights(net, sd, path)
+    kw = {k: v for k, v in {**kw, **own}.items() if v is not None}
+    net = _create(m[1], pretrained, own, kw)
+    if sd is None:
+        return net
+    trained_at = _size_in(sd, net)
+    if trained_at and 'img_size' not in own:
+        net = _create(m[1], False, own, {**kw, 'img_size': trained_at})
+    load_weights(net, sd, path)
     return net
 
 # %% ../nbs/08_cli.ipynb #00dae36a
+class Found(NamedTuple):
+    "A model to attack, with what is known about it"
+
+    net: nn.Module  # For images in [0,1]
+    what: str  # A line about it
+    vocab: list = None  # Its class names, if they are known
+    folder: str = ''  # The `folder_digest` of what it was trained on, if that is known
+
+
+def _named(names):
+    "Class names, unless they are only numbers that stand for names"
+    names = [str(o) for o in names or ()]
+    return None if not names or all(o == f'LABEL_{i}' for i, o in enumerate(names)) else names
+
+
+def folder_model(
+    path,  # Holds config.json and weights, as `save_pretrained` and the Hugging Face Hub have them
+) -> tuple:  # (model for images in [0,1], class names or None)
+    "A model in a Hugging Face folder, of timm or of transformers; raises ValueError for anything else"
+    path, name = Path(path), Path(path).name
+    if not (path / 'config.json').is_file():
+        raise ValueError(f'{path} is no folder of a Hugging Face model: it has no config.json')
+    cfg = json.loads((path / 'config.json').read_text())
+    try:
+        if 'architecture' in cfg:
+            net = timm.create_model(f'local-dir:{path.absolute()}', pretrained=True)
+            return Normalized(net), _named(cfg.get('label_names') or cfg.get('pretrained_cfg', {}).get('label_names'))
+        return _of_transformers(path, cfg)
+    except (OSError, RuntimeError, ValueError, KeyError) as e:
+        raise ValueError(f'the model in {name} cannot be read: {str(e).splitlines()[0]}') from None
+
+
+def _of_transformers(path, cfg):
+    "A classifier of transformers with the statistics of its image processor, and its class names"
+    try:
+        from transformers import AutoModelForImageClassification
+    except ImportError:
+        raise ImportError(f'{path} holds a model of transformers: pip install transformers') from None
+    net = Logits(AutoModelForImageClassification.from_pretrained(path, local_files_only=True))
+    net.num_classes = net.model.config.num_labels
+    f = path / 'preprocessor_config.json'
+    cut = json.loads(f.read_text()) if f.is_file() else {}
+    if cut.get('do_normalize', True):
+        net = Normalized(net, cut.get('image_mean', [0.5] * 3), cut.get('image_std', [0.5] * 3))
+    names = cfg.get('id2label') or {}
+    return net, _named([names[k] for k in by_value(names)])
+
+
 def learner_model(
     path,  # What `learn.export` wrote; a pickle: open only files that you trust
 ) -> tuple:  # (model for images in [0,1], class names or None)
     "The model of a fastai Learner, with the statistics of its `Normalize` where it has one"
+    return _of_learner(_opened(path))
+
+
+def _opened(path):
+    "The Learner in a file"
     if not Path(path).is_file():
         raise FileNotFoundError(f'no checkpoint {path}')
     try:
@@ -517,6 +691,17 @@ def learner_model(
         raise ValueError(
             f'{path} holds a {type(learn).__name__}, not a Learner: save model.state_dict() as .pth, or learn.export()'
         )
+    return learn
+
+
+def _trained_in(learn):
+    "The `folder_digest` of the images that a Learner was trained on, where `image_dls` made them"
+    tls = getattr(learn.dls.valid.dataset, 'tls', [])
+    numbers = [f for tl in tls for f in getattr(tl.tfms, 'fs', []) if isinstance(f, ClassNumber)]
+    return vars(numbers[0]).get('folder', '') if numbers else ''
+
+
+def _of_learner(learn):
     norm = first(o for o in getattr(learn.dls.valid.after_batch, 'fs', []) if isinstance(o, Normalize))
     net = get_model(learn.model)
     return (net if norm is None else Normalized(net, norm.mean.flatten().cpu(), norm.std.flatten().cpu())), getattr(
@@ -524,8 +709,8 @@ def learner_model(
     )
 
 
-def eval_model(  # noqa: PLR0913
-    model: str = None,  # See `timm_model`
+def find_model(  # noqa: PLR0913
+    model: str = None,  # See `timm_model`; or the name of a small model of the package, or a Hugging Face folder
     checkpoint=None,  # See `read_checkpoint` and, for .pkl, `learner_model`
     pretrained: bool = False,  # timm's own weights
     n_classes: int = None,  # Outputs; default: those of the weights
@@ -533,22 +718,30 @@ def eval_model(  # noqa: PLR0913
     std=None,  # As `mean`
     seed: int = 0,  # Of random weights
     **kw,  # For `timm_model`: size; and what random weights need, `classes` and `in_chans`
-) -> tuple:  # (model for images in [0,1], a line about it, its class names or None)
+) -> Found:  # The model, a line about it, and what is known
     "A model to attack, from the names that a command line has"
     pkl = checkpoint is not None and Path(checkpoint).suffix == '.pkl'
     if not (pkl or model):
         raise ValueError(
-            "say which model: --model NAME of timm (with --checkpoint FILE or --pretrained), or --checkpoint FILE.pkl"
-            " of fastai's learn.export"
+            "say which model: --model NAME of timm (with --checkpoint FILE or --pretrained), of a small model or of a"
+            " Hugging Face folder, or --checkpoint FILE.pkl of fastai's learn.export"
         )
     if pkl and (model or pretrained):
         raise ValueError('a .pkl file holds the whole model: leave --model and --pretrained out')
     if checkpoint and pretrained:
         raise ValueError('--checkpoint and --pretrained are two sets of weights: choose one')
     set_seed(seed)
-    classes = kw.pop('classes', None)
+    classes, folder, small = kw.pop('classes', None), '', model and small_key(model)
+    is_folder = bool(model) and Path(model).expanduser().is_dir()
+    if (small or is_folder) and (checkpoint or pretrained):
+        raise ValueError(f'{model} has weights of its own: leave --checkpoint and --pretrained out')
     if pkl:
-        net, vocab = learner_model(checkpoint)
+        learn = _opened(checkpoint)
+        (net, vocab), folder = _of_learner(learn), _trained_in(learn)
+    elif small:
+        net, vocab = small_model(model), small_classes(small[2])
+    elif is_folder:
+        net, vocab = folder_model(Path(model).expanduser())
     else:
         sd, m, s = read_checkpoint(checkpoint) if checkpoint else (None, None, None)
         mean, std, vocab = ifnone(mean, m), ifnone(std, s), None
@@ -564,15 +757,26 @@ def eval_model(  # noqa: PLR0913
         f'weights of {Path(checkpoint).name}'
         if checkpoint
         else 'pretrained weights'
-        if pretrained
+        if pretrained or small or is_folder
         else f'random weights, seed {seed}'
     )
     for k, v in dict(mean=mean, std=std).items():
         if v is not None and len(v) not in (1, in_chans(net) or len(v)):
             raise ValueError(f'{k} needs one number, or one per channel ({in_chans(net)}), got {len(v)}')
-    if not pkl or mean is not None:
+    if not (pkl or small or is_folder) or mean is not None:
         net = Normalized(net, mean, std)
-    return net.eval(), f'{model or type(unwrap(net)).__name__}, {what}', vocab
+    return Found(net.eval(), f'{model or type(unwrap(net)).__name__}, {what}', vocab, folder)
+
+
+@delegates(find_model)
+def eval_model(
+    model: str = None,  # As in `find_model`
+    checkpoint=None,  # As in `find_model`
+    **kwargs,
+) -> tuple:  # (model for images in [0,1], a line about it, its class names or None)
+    "A model to attack, from the names that a command line has"
+    found = find_model(model, checkpoint, **kwargs)
+    return found.net, found.what, found.vocab
 
 # %% ../nbs/08_cli.ipynb #0e4139b9
 def _size(src, split, size, usual):
@@ -588,10 +792,17 @@ def _own_size(net):
     size = (
         getattr(getattr(net, 'patch_embed', None), 'img_size', None)
         or (cfg.get('test_input_size') or cfg.get('input_size') or (None,))[-1]
+        or getattr(getattr(net, 'config', None), 'image_size', None)
     )
     if size is None:
         raise ValueError(f'{type(net).__name__} does not say what size of images it takes: give --size')
     return size
+
+
+def _channels(model):
+    "Input channels: from timm's configuration, else from the first convolution; None where there is neither"
+    convs = (o for o in model.modules() if isinstance(o, nn.Conv2d)) if isinstance(model, nn.Module) else iter(())
+    return in_chans(model) or (None if (c := next(convs, None)) is None else c.in_channels)
 
 
 def _trained_on(data, split):
@@ -599,28 +810,31 @@ def _trained_on(data, split):
     return split == 'train' and any((Path(data).expanduser() / o).is_dir() for o in ('train', 'training'))
 
 
-def eval_images(
+def eval_images(  # noqa: PLR0913
     data,  # See `find_source`, or what it returned
     model,  # Asks for its channels and, where nothing else does, its size
     n: int = None,  # Images, balanced over classes; default: all
     size: int = None,  # Pixels
     bs: int = 64,  # Batch size
     device=None,  # Default: a GPU where there is one
+    valid: str = 'only',  # `'holdout'`: of a folder without test images those that `image_dls` holds out
     # How images are cut to size, over what timm's configuration of the model says: `pct`, `interp`, `crop_mode`, see
     # `image_dls`
     **cut,
 ) -> tuple:  # (DataLoader in [0,1], a line about it)
     "The test images (`val` or all, where there is no `test`) of a dataset or folder, in a fixed order"
     src, name, usual = data if isinstance(data, tuple) else find_source(data, n)
-    (split, i), _ = choose_images(src, 'only', n_valid=n)
+    split, i = choose_images(src, valid, n_valid=n)[1]
     size = _size(src, split, size, usual) or _own_size(model)
     cut = {**timm_fit(model, size), **{k: v for k, v in cut.items() if v is not None}}
-    kw = dict(size=size, mode='L' if in_chans(model) == 1 else 'RGB', item_tfms=None, batch_tfms=None, **cut)
-    dls = image_dls(src, n_valid=n, bs=bs, valid='only', device=device, **kw)
+    kw = dict(size=size, mode='L' if _channels(model) == 1 else 'RGB', item_tfms=None, batch_tfms=None, **cut)
+    dls = image_dls(src, n_valid=n, bs=bs, valid=valid, device=device, **kw)
     N, part = len(src.labels(split)), '' if split == 'train' else f' of the part {split}'
     which = (
         f'all {N} images{part}' if len(i) == N else f'{len(i)} of the {N} images{part}, balanced over classes, seed 42'
     )
+    if valid == 'holdout':
+        which = f'{len(i)} of the {N} images, those that image_dls holds out'
     return dls.valid, f'{name}, {which}' + _cut_line(
         src.splits[split][0], first(dls.valid.after_item.fs, risinstance(CenterFit))
     )
@@ -653,26 +867,46 @@ class SomeOutputs(Wrapper):
         return self.model(x)[:, self.idxs]
 
 
+def _plain_words(name):
+    return str(name).lower().replace('_', ' ')
+
+
+@lru_cache
+def _imagenet_names():
+    "Class number of ImageNet-1k by folder name, such as n01440764, and by each of its words that names one class alone"
+    info = timm.data.ImageNetInfo()
+    at, words = {}, L()
+    for i in range(1000):
+        at[info.index_to_label_name(i)] = i
+        words += [(_plain_words(o), i) for o in {*info.index_to_description(i).split(', ')}]
+    for word, same in groupby(words, itemgetter(0)).items():
+        if len(same) == 1:
+            at[word] = same[0][1]
+    return at | {_plain_words(v): at[k] for k, v in IMAGENETTE.items()}
+
+
 def of_imagenet(
     net: nn.Module,  # Any model
-    vocab,  # Class names: ImageNet's, such as n01440764, or Imagenette's
+    vocab,  # Class names: ImageNet's, such as n01440764, or its words, such as tench or golden_retriever
     what: str = '',  # A line about the model
 ) -> tuple:  # (model, line)
-    "An ImageNet-1k model reduced to the outputs of `vocab`; any other model as it is"
+    """An ImageNet-1k model reduced to the outputs of `vocab`; any other model, and other classes, as they are. Raises
+    ValueError where only some of the names are ImageNet's"""
     head = getattr(unwrap(net), 'num_classes', None)
     if head != 1000 or len(vocab) == 1000:
         return net, what
-    info, own = timm.data.ImageNetInfo(), {v: k for k, v in IMAGENETTE.items()}
-    at = {info.index_to_label_name(i): i for i in range(1000)}
-    idxs = [at.get(own.get(o, o)) for o in vocab]
-    return (
-        (net, what)
-        if None in idxs
-        else (
-            SomeOutputs(net, idxs).train(net.training),
-            f'{what}, the {len(idxs)} of its 1000 outputs for these classes',
+    at = _imagenet_names()
+    idxs = [at.get(str(o), at.get(_plain_words(o))) for o in vocab]
+    unknown = [str(o) for o, i in zip(vocab, idxs) if i is None]
+    if len(unknown) == len(vocab):
+        return net, what
+    if unknown:
+        raise ValueError(
+            f'these classes of the images are not among those of ImageNet-1k: {_few(unknown)}; name the folders like '
+            'n01440764, or by one of the words that timm has for a class'
         )
-    )
+    kept = SomeOutputs(net, idxs).train(net.training)
+    return kept, f'{what}, the {len(idxs)} of its 1000 outputs for these classes'
 
 # %% ../nbs/08_cli.ipynb #72188200
 def _same_classes(model, dl, n_classes, vocab):
@@ -689,17 +923,34 @@ def _same_classes(model, dl, n_classes, vocab):
             f'the model has {z.shape[1]} outputs and the images have {c} classes: give weights for these classes, or'
             f' --n-classes {z.shape[1]} if the first {c} outputs are them'
         )
-    if vocab is None or list(map(str, vocab)) == list(map(str, dl.vocab)):
+    names, theirs = [list(map(str, o or [])) for o in (vocab, dl.vocab)]
+    if not names or names == theirs:
         return []
-    if sorted(map(str, vocab)) == sorted(map(str, dl.vocab)):
+    differ = [(a, b) for a, b in zip(names, theirs) if a != b]
+    pairs = _few([f'{a} (the images: {b})' for a, b in differ])
+    return [f'classes are taken by their order, and the model calls some otherwise: {pairs}']
+
+
+def by_name(
+    src: ImageSource,  # The images
+    vocab,  # The model's class names, or None
+    n_classes: int = None,  # Where it is given, classes whose names differ are taken by their order
+) -> tuple:  # (the images with the numbers that their classes have in the model, what to add to the line about them)
+    "Images numbered as the model numbers its classes, where both have names; raises ValueError with those that differ"
+    if not vocab:
+        return src, ''
+    at = same_names(src.vocab, vocab)
+    no_names = numeric(src.vocab) or numeric(vocab)
+    if None in at and (no_names or n_classes is not None):
+        return src, ''
+    try:
+        src = renumbered(src, vocab)
+    except ValueError as e:
         raise ValueError(
-            f'the classes have another order in the model ({", ".join(map(str, vocab[:3]))}, ...) than in the images'
-            f' ({", ".join(map(str, dl.vocab[:3]))}, ...)'
-        )
-    return [
-        f'the model calls its classes {", ".join(map(str, vocab[:3]))}, ..., the images theirs'
-        f' {", ".join(map(str, dl.vocab[:3]))}, ...: make sure that they are the same'
-    ]
+            f'{e}. --n-classes {len(vocab)} takes the classes by their order, whatever their names'
+        ) from None
+    without = [str(o) for i, o in enumerate(vocab) if i not in at]
+    return src, f', {len(at)} of the {len(vocab)} classes of the model (none of {_few(without)})' if without else ''
 
 
 def eval_settings(
@@ -724,13 +975,40 @@ def eval_settings(
     return s
 
 # %% ../nbs/08_cli.ipynb #6c3be9f1
-def _noted(rep, line, says, out):
+def _noted(rep, line, says, out, images=False):
     "The report, with what only the caller knows in its title and warnings"
     rep.meta['title'] += f'. {line}'
     rep.warnings += [o for o in says if o not in rep.warnings]
     if out is not None:
-        rep.save(out)
+        rep.save(out, images=images)
     return rep
+
+
+def _at_size(net, what, size):
+    "The model for images of the size that was asked for, where its position embedding is made for another"
+    now, inner = fixed_size(net), unwrap(net)
+    if size is None or now is None or now == size:
+        return net, what
+    patch = inner.patch_embed.patch_size[0]
+    if size % patch:
+        raise ValueError(f'the model cannot take images of {size} pixels: its patches have {patch}')
+    inner.set_input_size(img_size=(size, size))
+    return net, f'{what}, position embedding resized from {now} to {size} pixels'
+
+
+def _seen_in_training(found, src, data, split, valid, checkpoint):
+    "Sentences where the model may have been trained on the images"
+    if valid == 'holdout' or split != 'train':
+        return []
+    better = 'on images that it was trained on a model looks better than it is'
+    if _trained_on(data, split):
+        return [f'these are the images in the folder train: {better}']
+    same = found.folder and found.folder == folder_digest(src)
+    if same:
+        return [f'the model was trained in this folder: {better}. --valid holdout takes the images that were held out']
+    if checkpoint is None or found.folder or isinstance(src.splits[split][0], np.ndarray):
+        return []
+    return ['all images of the folder are used: if the model was trained in it, take those held out, --valid holdout']
 
 
 def run_eval(  # noqa: PLR0913
@@ -742,16 +1020,17 @@ def run_eval(  # noqa: PLR0913
     out=None,  # Folder to save to, and to continue from; None: keep nothing
     overwrite: bool = False,  # Start anew although `out` holds a report
     bar: bool = False,  # Show a progress bar
-    **kw,  # For `eval_model`: pretrained, mean, std; for `eval_images`: pct, interp, crop_mode
+    **kw,  # For `find_model`: pretrained, mean, std; for `eval_images`: valid, pct, interp, crop_mode; pictures, images
 ) -> Report:  # A row per attack
     "The report of a model on images, all given by name; continued if `out` holds its beginning"
     cut = {k: kw.pop(k, None) for k in ('pct', 'interp', 'crop_mode')}
-    src, _, usual = found = find_source(s.data, s.n)
+    valid, pictures, images = kw.pop('valid', 'only'), kw.pop('pictures', 0), kw.pop('images', False)
+    src, name, usual = find_source(s.data, s.n)
     if src.lut is not None:
         raise ValueError(f'{s.data} has masks: accuracy needs one class per image')
-    (split, _), _ = choose_images(src, 'only', n_valid=s.n)
+    split = choose_images(src, valid, n_valid=s.n)[1][0]
     grey = getattr(src.splits[split][0], 'ndim', 0) == 3 and not kw.get('pretrained')
-    net, what, vocab = eval_model(
+    found = find_model(
         model,
         checkpoint,
         n_classes=n_classes,
@@ -761,19 +1040,22 @@ def run_eval(  # noqa: PLR0913
         seed=s.seed,
         **kw,
     )
+    net, what, vocab = found[:3]
+    net, what = _at_size(net, what, s.size)
+    says = _seen_in_training(found, src, s.data, split, valid, checkpoint)
     if n_classes is None and vocab is None:
         net, what = of_imagenet(net, src.vocab, what)
+    src, part = by_name(src, vocab, n_classes)
     net = net.to(ifnone(s.device, default_device()))
-    dl, line = eval_images(found, net, s.n, s.size, s.bs, next(net.parameters()).device, **cut)
-    says = _same_classes(net, dl, n_classes, vocab)
-    if _trained_on(s.data, split):
-        says.append(
-            'these are the images in the folder train: a model that was trained on them looks better than it is'
-        )
+    size = s.size or fixed_size(net) or getattr(getattr(unwrap(net), 'config', None), 'image_size', None)
+    dl, line = eval_images((src, name, usual), net, s.n, size, s.bs, next(net.parameters()).device, valid=valid, **cut)
+    says += _same_classes(net, dl, n_classes, vocab)
     if 'random weights' in what:
         says.append('the weights are random: give --checkpoint or --pretrained')
     rep = robust_report(net, dl, attacks, seed=s.seed, bs=s.bs, out=out, overwrite=overwrite, progress=bar)
-    return _noted(rep, f'Model: {what}. Images: {line}', says, out)
+    if out is not None and pictures:
+        rep.add_hardest(net, dl, attacks, pictures)
+    return _noted(rep, f'Model: {what}. Images: {line}{part}', says, out, images)
 
 # %% ../nbs/08_cli.ipynb #88bb825a
 def numbers(
@@ -798,7 +1080,7 @@ def _as_options(error):
 
 @call_parse
 def robust_eval(  # noqa: PLR0913
-    model: str = None,  # A timm model, maybe with arguments: 'vit_tiny_patch16_224(patch_size=4, depth=3)'
+    model: str = None,  # timm's 'vit_tiny_patch16_224(depth=3)', our cifar10_vit_robust, or a Hugging Face folder
     # Its weights (.pth, .pt, .safetensors), or all of it from learn.export (.pkl: a pickle, open only those that you
     # trust)
     checkpoint: str = None,
@@ -806,7 +1088,11 @@ def robust_eval(  # noqa: PLR0913
     # fashion_mnist, cifar10, ..., or a folder of class folders, of val/ or test/, or a parquet file (default: the
     # profile's dataset, with its size, n and eps)
     data: str = None,
-    attacks: str = 'fgsm,pgd20,apgd',  # Weak to strong: 'fgsm,pgd20_l2,PGD(8/255, steps=20, loss=dlr)'
+    # holdout: of a folder without test images those that image_dls holds out in training, a tenth or --n (default: its
+    # test images, or all)
+    valid: str = None,
+    # Weak to strong: 'fgsm,pgd20_l2,PGD(8/255, steps=20, loss=dlr)'; one of your own: 'my.module:Attack(.1)'
+    attacks: str = 'fgsm,pgd20,apgd',
     # Radius where an attack gives none, pixel units of [0,1]: 0.1 or 8/255 (default: 8/255 for Linf, 0.5 for L2)
     eps: number = None,
     norm: str = 'Linf',  # Where an attack gives none: Linf or L2
@@ -818,6 +1104,7 @@ def robust_eval(  # noqa: PLR0913
     # `out` of settings.ini)
     out: str = None,
     overwrite: store_true = False,  # Start anew although the folder holds a report
+    per_image: store_true = False,  # Write images.csv too: file, class, and what is predicted, for each image
     size: int = None,  # Pixels (default: the dataset's, else the model's)
     # Share of the shorter side that is kept when images are cut to size (default: timm's for the model, else 0.875
     # above 64 pixels)
@@ -826,7 +1113,9 @@ def robust_eval(  # noqa: PLR0913
     interpolation: str = None,
     # center, or squash for the whole image with other proportions (default: timm's for the model, else center)
     crop_mode: str = None,
-    n_classes: int = None,  # Outputs of the model (default: those of its weights, else the classes of the images)
+    # Outputs of the model (default: those of its weights, else the classes of the images); where names of classes
+    # differ, take them by their order
+    n_classes: int = None,
     # Of the model's input, a number or one per channel: 0.485,0.456,0.406 (default: the checkpoint's, else timm's)
     mean: numbers = None,
     std: numbers = None,  # As mean
@@ -853,6 +1142,9 @@ def robust_eval(  # noqa: PLR0913
             pct=crop_pct,
             interp=interpolation,
             crop_mode=crop_mode,
+            valid=valid or 'only',
+            pictures=3,
+            images=per_image,
         )
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as e:
         sys.exit(f'robust-eval: {" ".join(_as_options(e).split())}')
@@ -861,7 +1153,7 @@ def robust_eval(  # noqa: PLR0913
         sys.exit(130)
     print(
         f'{rep}\n\n{time.time() - t0:.0f} seconds. In {out}/: report.html, report.png, report.json, report.csv,'
-        ' verdicts.npz, predictions.npz'
+        f' verdicts.npz, predictions.npz{", images.csv" if per_image else ""}'
     )
 
 # %% ../nbs/08_cli.ipynb #dadbb706
@@ -954,7 +1246,7 @@ def robust_bench(  # noqa: PLR0913
         says,
         out,
     )
-    stand = np.minimum.reduce([rep.verdicts[k] for k in ('clean', *map(repr, attacks))])
+    stand = np.minimum.reduce([rep.verdicts[k] for k in ('clean', *map(row_name, attacks))])
     return BenchResult(float(rep.verdicts['clean'].mean()), float(stand.mean()), rep)
 
 # %% ../nbs/08_cli.ipynb #c11d0002

@@ -4,19 +4,22 @@
 
 # %% auto #0
 __all__ = ['FASHION', 'IMAGENETTE', 'CAMVID', 'RunSettings', 'settings', 'numeric', 'by_value', 'class_notice', 'ImageSource',
-           'embedded_fashion', 'balanced', 'class_sorted', 'choose_images', 'open_image', 'OpenImage', 'ClassNumber',
-           'CenterFit', 'timm_fit', 'CropFlip', 'ClampImage', 'BatchDL', 'to_ram', 'MaskClasses', 'image_dls',
-           'read_folders', 'ParquetColumn', 'mask_lut', 'read_parquet', 'read_idx', 'read_cifar', 'read_camvid',
-           'read_images', 'find_images', 'fashion_mnist', 'cifar10', 'cifar100', 'imagenette', 'imagenet',
-           'imagenet100', 'camvid', 'dataset', 'profile_dls', 'find_source', 'canonical']
+           'folder_digest', 'embedded_fashion', 'balanced', 'class_sorted', 'choose_images', 'open_image', 'OpenImage',
+           'ClassNumber', 'CenterFit', 'timm_fit', 'CropFlip', 'ClampImage', 'BatchDL', 'to_ram', 'MaskClasses',
+           'ImageDatasets', 'image_dls', 'read_folders', 'same_names', 'renumbered', 'ParquetColumn', 'mask_lut',
+           'read_parquet', 'read_idx', 'read_cifar', 'read_camvid', 'read_images', 'find_images', 'fashion_mnist',
+           'cifar10', 'cifar100', 'imagenette', 'imagenet', 'imagenet100', 'camvid', 'dataset', 'profile_dls',
+           'find_source', 'canonical']
 
 # %% ../nbs/00b_data.ipynb #ef05a465
 import configparser, difflib, gzip, hashlib, os, pickle, re, warnings
 from decimal import Decimal
+from functools import lru_cache
 from importlib.resources import files
 from types import SimpleNamespace
 from urllib.request import Request, urlopen
 from fastai.vision.all import *
+from PIL import ImageOps
 from timm.data import resolve_model_data_config
 from timm.data.transforms_factory import transforms_imagenet_eval
 from timm.utils.misc import natural_key
@@ -190,6 +193,11 @@ def class_notice(
     return 'class names are numbers, taken by value: ' + ', '.join(lines)
 
 # %% ../nbs/00b_data.ipynb #e17c6ccf
+def _digest(*arrays):
+    content = b''.join(np.ascontiguousarray(a, np.uint8).tobytes() for a in arrays)
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
 def _take(x, idxs):
     "Items of an array, a list or a `ParquetColumn`"
     if isinstance(x, np.ndarray):
@@ -207,7 +215,9 @@ class ImageSource:
         lut=None,  # For masks: 256 numbers, the class of each value in the file (255: ignored)
         order: str = '',  # How it is known that the images are in the published order; empty: it is not
         keep: bool = False,  # Must this order be kept, even if it is class by class? See `choose_images`
+        root: Path = None,  # The folder that file names are told from
     ):
+        self.root = root
         self.vocab, self.lut, self.order, self.keep = L(vocab), lut, order, keep
         train_first = sorted(splits.items(), key=lambda o: o[0] != 'train')
         self.splits = {k: (x, np.asarray(y, np.int64) if lut is None else y) for k, (x, y) in train_first}
@@ -232,9 +242,36 @@ class ImageSource:
         "Some items of a split"
         return tuple(_take(o, idxs) for o in self.splits[split])
 
+    def files(
+        self,
+        split: str,  # `'train'`, `'val'` or `'test'`
+        idxs: np.ndarray,  # Positions
+    ) -> list:  # Of str; None where images have no names, as pixels in an array
+        "Names of some images: paths below the folder of the dataset, or the row of a parquet file"
+        x = self.splits[split][0]
+        if not isinstance(x, (list, L)):
+            return None if isinstance(x, np.ndarray) else [f'row {i}' for i in x.rows[idxs]]
+        found = _take(x, idxs)
+        if not all(isinstance(o, Path) for o in found):
+            return None
+        return [str(o).removeprefix(f'{self.root}{os.sep}') for o in found]
+
     def __repr__(self):
         sizes = ', '.join(f'{k} {len(x)}' for k, (x, _) in self.splits.items())
         return f'ImageSource({sizes}; {len(self.vocab)} classes)'
+
+# %% ../nbs/00b_data.ipynb #0943a152
+def folder_digest(
+    src: ImageSource,  # Images in files
+) -> str:  # 16 hex digits; '' for images without file names
+    "A hash of the names of all files: tells whether a model was trained on the folder that it is evaluated on"
+    names = [
+        f'{k} {o}' for k, (x, _) in src.splits.items() if isinstance(x, list) for o in src.files(k, range(len(x))) or []
+    ]
+    if not names:
+        return ''
+    text = '\n'.join(sorted(names))
+    return _digest(np.frombuffer(text.encode(), np.uint8))
 
 # %% ../nbs/00b_data.ipynb #f4e93704
 FASHION = 'T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot'.split(',')
@@ -312,17 +349,23 @@ def _held_out(y, n, seed):
     return out if len(np.unique(y)) > 1 else np.random.default_rng(seed).permutation(out)
 
 
+def _whole_number(n, of):
+    "A number of images, where a share such as 0.2 may stand for it"
+    return max(1, round(n * of)) if isinstance(n, float) and 0 < n < 1 else n
+
+
 def choose_images(
     src: ImageSource,  # What was found on disk
     valid: str = 'test',  # `'test'`, `'val'`, `'holdout'` or `'only'`, see below
     n_train: int = None,  # Default: all
-    n_valid: int = None,  # Default: all; for `'holdout'` a tenth
+    n_valid: int = None,  # Default: all; for `'holdout'` a tenth; 0.2 is a share
     seed: int = 42,  # Decides which images
 ) -> list:  # [(split, positions) for training, (split, positions) for validation]
     "Which images train and which validate"
     split = _valid_split(src, valid)
     is_holdout = valid == 'holdout'
     y = src.labels(split)
+    n_valid = _whole_number(n_valid, len(y))
     out = _held_out(y, n_valid, seed) if is_holdout else balanced(y, n_valid, seed)
     val = split, _mixed(src, split, out, seed)
     if valid == 'only':
@@ -333,9 +376,25 @@ def choose_images(
     return [('train', _mixed(src, 'train', chosen, seed)), val]
 
 # %% ../nbs/00b_data.ipynb #3ccf8532
+_HEIC = {'.heic', '.heif'}
+
+
+@lru_cache
+def _reads_heic():
+    "Whether PIL can read the photos of phones in HEIC, which pillow-heif teaches it"
+    try:
+        from pillow_heif import register_heif_opener
+    except ImportError:
+        return False
+    register_heif_opener()
+    return True
+
+
 def _decode(o):
     "The PIL image in a file or in bytes; raises OSError that names the file"
     is_bytes = isinstance(o, bytes)
+    if not is_bytes and Path(o).suffix.lower() in _HEIC and not _reads_heic():
+        raise OSError(f'{o} is a HEIC file, which needs pillow-heif: pip install pillow-heif')
     try:
         with Image.open(io.BytesIO(o) if is_bytes else o) as im:
             im.load()
@@ -374,6 +433,7 @@ def open_image(
         o = Image.fromarray(np.ascontiguousarray(o))
     elif not isinstance(o, Image.Image):
         o = _decode(o)
+    o = ImageOps.exif_transpose(o)
     return (PILImageBW if mode == 'L' else PILImage)(_bits8(o).convert(mode))
 
 # %% ../nbs/00b_data.ipynb #20445248
@@ -413,8 +473,10 @@ class ClassNumber(DisplayedTransform):
     def __init__(
         self,
         vocab,  # Class names
+        folder: str = '',  # `folder_digest` of where the images are from, which an export keeps
     ):
         super().__init__()
+        self.folder = folder
         self.vocab = L(vocab)
         self.c = len(vocab)
 
@@ -672,13 +734,28 @@ def _cat(a, b):
     return np.concatenate([a, b]) if are_alike else [*a, *b]
 
 
+class ImageDatasets(Datasets):
+    "fastai's `Datasets` with the names of the image files"
+
+    files = None  # A list of str, or None
+
+    def subset(
+        self,
+        i: int,  # 0: training images, 1: validation images
+    ) -> 'ImageDatasets':  # With the names of its own files
+        "One side"
+        res = super().subset(i)
+        res.files = self.files and [self.files[j] for j in self.splits[i]]
+        return res
+
+
 def _datasets(train, valid, src, mode):
     "Images and labels in separate lists"
     n_train, n = len(train[0]), len(train[0]) + len(valid[0])
     splits = [list(range(n_train)), list(range(n_train, n))]
-    labels = ClassNumber(src.vocab) if src.lut is None else MaskClasses(src.lut, src.vocab)
+    labels = ClassNumber(src.vocab, folder_digest(src)) if src.lut is None else MaskClasses(src.lut, src.vocab)
     tls = [TfmdLists(_cat(a, b), t, splits=splits) for a, b, t in zip(train, valid, (OpenImage(mode), labels))]
-    return Datasets(tls=tls, n_inp=1)
+    return ImageDatasets(tls=tls, n_inp=1)
 
 # %% ../nbs/00b_data.ipynb #f8d78828
 def _one_size(*parts):
@@ -687,7 +764,8 @@ def _one_size(*parts):
     on_disk = [x for x in parts if not isinstance(x, np.ndarray)]
     for o in (o for x in on_disk for o in x[:: max(1, len(x) // 50)]):
         with Image.open(io.BytesIO(o) if isinstance(o, bytes) else o) as im:
-            found.setdefault(im.size, o)
+            turned = im.getexif().get(0x0112, 1) >= 5
+            found.setdefault(im.size[:: -1 if turned else 1], o)
     if len(found) < 2:
         return
     two = ' and '.join(f'{w}x{h}' for w, h in list(found)[:2])
@@ -710,6 +788,9 @@ def _about(src, picks, valid, seed, name):
     counts = ', '.join(f'{a} of {b} {split}' for a, b, split in sizes)
     side = dict(holdout=' (held out)', only=' (for both)').get(valid, '')
     chosen = f', balanced, seed {seed}' if any(a < b for a, b, _ in sizes) else ''
+    there = len({int(c) for split, _ in picks for c in np.unique(src.labels(split))})
+    if there < len(src.vocab) and src.lut is None:
+        chosen += f', of {there} of {len(src.vocab)} classes'
     notice = class_notice(src.vocab)
     return f'{name or "images"}: {counts}{side}{chosen}' + (f'; {notice}' if notice else '')
 
@@ -729,10 +810,31 @@ def _fitted(parts, src, mode, size, fit, untouched):
     return fit, parts
 
 
+def _share(n_valid, pct):
+    "`n_valid` from fastai's `valid_pct`"
+    if n_valid is not None:
+        raise ValueError('n_valid and valid_pct say the same: give one of them')
+    if not 0 < pct < 1:
+        raise ValueError(f'valid_pct is a share, above 0 and below 1, got {pct}')
+    return float(pct)
+
+
+def _warn_of_single(src, valid):
+    "Warn of classes with a single image, which cannot be trained on and held out"
+    if valid != 'holdout' or src.lut is not None:
+        return
+    single = np.flatnonzero(np.bincount(src.labels('train'), minlength=len(src.vocab)) == 1)
+    if len(single):
+        warnings.warn(
+            f'a single image of {_few([str(src.vocab[i]) for i in single])}: it is on one side only, trained on or '
+            'held out, so give such a class more images'
+        )
+
+
 def image_dls(  # noqa: PLR0913
     source,  # An `ImageSource`, or a folder or parquet file for `read_images`
     n_train: int = None,  # Training images, balanced over classes; default: all
-    n_valid: int = None,  # Validation images, balanced over classes; default: all
+    n_valid: int = None,  # Validation images, balanced over classes, or their share, 0.2; default: all, held out: 0.1
     bs: int = 64,  # Batch size of both loaders
     size=None,  # Pixels: one number or (height, width); default: as they are
     valid: str = None,  # See `choose_images`; default: `'holdout'` where all images are training images, else `'test'`
@@ -746,16 +848,25 @@ def image_dls(  # noqa: PLR0913
     num_workers: int = None,  # Default: 0 for images in memory, else fastai's
     device=None,  # Default: a GPU where there is one
     name: str = '',  # What to call the dataset; also picks among the files of a folder
+    valid_pct: float = None,  # As in fastai: `n_valid` as a share
+    vocab=None,  # Class names in the order of a model's outputs, as `learn.dls.vocab`; default: those found, sorted
 ) -> DataLoaders:  # Batches in [0,1]; `.vocab`, `.c`, and `.about`, a line that says which images these are
     "DataLoaders in [0,1] from any source of images"
     src = source if isinstance(source, ImageSource) else read_images(source, name)
+    if vocab is not None:
+        src = renumbered(src, vocab)
+    if valid_pct is not None:
+        n_valid = _share(n_valid, valid_pct)
     valid = valid or ('holdout' if {*src.splits} == {'train'} else 'test')
     picks = choose_images(src, valid, n_train, n_valid, seed)
+    _warn_of_single(src, valid)
     parts = [src.take(*o) for o in picks]
     untouched = item_tfms is None or _auto(item_tfms)  # only `fit` changes an image before the batch
     options = dict(pct=pct, interp=interp, crop_mode=crop_mode)
     fit, parts = _fitted(parts, src, mode, _hw(size), options, untouched)
     ds = _datasets(*parts, src, mode)
+    names = [src.files(*o) for o in picks]
+    ds.files = None if None in names else sum(names, [])
     items, batches = _tfms(item_tfms, batch_tfms, mode, fit)
     if src.lut is not None:
         items += AddMaskCodes(src.vocab)
@@ -798,12 +909,28 @@ def _subdirs(path):
     return [d for d in sorted(path.iterdir()) if d.is_dir()]
 
 
+def _photos(path, recurse=True):
+    "Image files, those of phones too, in order"
+    return sorted({*get_image_files(path, recurse=recurse), *get_files(path, _HEIC, recurse=recurse)}, key=str)
+
+
+def _readable(found):
+    "Files of each split without HEIC where it cannot be read, which is said once, with the number"
+    heic = [f for v in found.values() for f in v if f.suffix.lower() in _HEIC]
+    if not heic or _reads_heic():
+        return found
+    warnings.warn(
+        f'HEIC files are left out, {len(heic)} of them ({heic[0].name}, ...): to read them, pip install pillow-heif'
+    )
+    return {k: kept for k, v in found.items() if (kept := [f for f in v if f not in {*heic}])}
+
+
 def _split_dirs(path):
     "The folder of each split; a folder that only has class folders is all training images"
     dirs = {_SPLITS[d.name.lower()]: d for d in _subdirs(path) if d.name.lower() in _SPLITS}
     if dirs:
         return dirs
-    has_classes = any(get_image_files(d, recurse=False) for d in _subdirs(path))
+    has_classes = any(_photos(d, recurse=False) for d in _subdirs(path))
     return dict(train=path) if has_classes else {}
 
 
@@ -814,8 +941,8 @@ def read_folders(
     "Images whose folder is their class"
     if not path.is_dir():
         return
-    found = {k: sorted((f for f in get_image_files(d) if f.parent != d), key=str) for k, d in _split_dirs(path).items()}
-    found = {k: v for k, v in found.items() if v}
+    found = {k: [f for f in _photos(d) if f.parent != d] for k, d in _split_dirs(path).items()}
+    found = _readable({k: v for k, v in found.items() if v})
     if not found:
         return
     vocab = by_value({f.parent.name for f in found.get('train', first(found.values()))})
@@ -824,7 +951,41 @@ def read_folders(
         raise ValueError(f'{path}: {len(new)} classes have no training images, among them {sorted(new)[:3]}')
     number_of = {o: i for i, o in enumerate(vocab)}
     splits = {k: (v, [number_of[f.parent.name] for f in v]) for k, v in found.items()}
-    return ImageSource(splits, [IMAGENETTE.get(o, o) for o in vocab])
+    return ImageSource(splits, [IMAGENETTE.get(o, o) for o in vocab], root=path)
+
+# %% ../nbs/00b_data.ipynb #e3b046cc
+def same_names(
+    names,  # Class names
+    vocab,  # Class names in the order of a model's outputs
+) -> list:  # For each of `names` its position in `vocab`; None where it is not there
+    "Where each class is among others, by name; ImageNet's folders, such as n01440764, and their words are the same"
+    words = lambda o: IMAGENETTE.get(str(o), str(o))
+    at = {words(o): i for i, o in reversed([*enumerate(vocab)])}
+    return [at.get(words(o)) for o in names]
+
+
+def renumbered(
+    src: ImageSource,  # Images with classes that have names
+    vocab,  # Class names in the order of a model's outputs
+) -> ImageSource:  # The same images
+    "Images whose classes are numbered as in `vocab`; raises ValueError with the names that are not in it"
+    if src.lut is not None:
+        raise ValueError('vocab= is for images with one class each, these have masks')
+    at = same_names(src.vocab, vocab)
+    unknown = [str(o) for o, i in zip(src.vocab, at) if i is None]
+    if unknown:
+        spare = [str(o) for i, o in enumerate(vocab) if i not in at]
+        raise ValueError(
+            f'these classes of the images are not among those of the model: {_few(unknown)}; the model also has '
+            f'{_few(spare)}: rename the folders that mean the same class, leave out those that the model does not know'
+        )
+    splits = {k: (x, np.array(at)[y]) for k, (x, y) in src.splits.items()}
+    return ImageSource(splits, vocab, order=src.order, keep=src.keep, root=src.root)
+
+
+def _few(names):
+    "The first names of a list"
+    return ', '.join(names[:6]) + (f' and {len(names) - 6} more' if len(names) > 6 else '') if names else 'none'
 
 # %% ../nbs/00b_data.ipynb #3082fea6
 def _pq():
@@ -1361,11 +1522,6 @@ def find_source(
 # %% ../nbs/00b_data.ipynb #1630f0a3
 # Digests of the original test labels as bytes, and of the pixels of the first 16 images
 _ORDER = dict(cifar10=('cec8a24a1e92aa2e', '9ba28c0857ab703c'))
-
-
-def _digest(*arrays):
-    content = b''.join(np.ascontiguousarray(a, np.uint8).tobytes() for a in arrays)
-    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _file_numbers(x):

@@ -291,6 +291,78 @@ def test_bad_attacks_are_refused_in_words(text, says):
     assert '\n' not in str(e.value).strip()
 
 
+def test_every_attack_of_the_package_has_a_name():
+    from robust_nbdev.aas import AAS, GapScaled, Scaled
+    from robust_nbdev.afat import GreedyOcclusion, Occlusion
+    from robust_nbdev.robust_tokens import TokenAttack
+
+    got = parse_attacks(
+        'aas20, AAS(PGD(8/255, steps=5), ascent=3), Occlusion(share=.2), GapScaled(PGD(4/255)), gapscaled,'
+        ' TokenAttack(steps=3), GreedyOcclusion(share=.1), Scaled(PGD(2/255), .5), nfgsm',
+        4 / 255,
+    )
+    assert got[:8] == [
+        AAS(PGD(4 / 255, steps=20)),
+        AAS(PGD(8 / 255, steps=5), ascent=3),
+        Occlusion(share=0.2),
+        GapScaled(PGD(4 / 255)),
+        GapScaled(PGD(4 / 255)),
+        TokenAttack(4 / 255, steps=3),
+        GreedyOcclusion(share=0.1),
+        Scaled(PGD(2 / 255), 0.5),
+    ]
+    import robust_nbdev.all as everything
+    from robust_nbdev.aas import Around
+    from robust_nbdev.patch_attacks import PatchAttack
+
+    bases = (AttackBase, Attack, PatchAttack, Wraps, Transfer, Around)
+    known = [c for c in vars(everything).values() if isinstance(c, type) and issubclass(c, AttackBase)]
+    assert {c.__name__ for c in known if c not in bases} <= {*attack_types()}
+
+
+OWN = """
+from dataclasses import dataclass
+from robust_nbdev.attacks import AttackBase
+
+@dataclass(frozen=True, repr=False)
+class Scale(AttackBase):
+    amount: float = 0.5
+    def make(self, model, x, y, target, seed):
+        return x * (1 - self.amount)
+
+def dark(model, x, y, *, seed=0):
+    return x * 0.5
+
+def loss(z, y):
+    return -z.gather(1, y[:, None])[:, 0]
+
+def shout(text):
+    raise SystemExit(text)
+"""
+
+
+def test_attacks_of_ones_own_module(tmp_path, monkeypatch):
+    (tmp_path / 'mine').mkdir()
+    (tmp_path / 'mine' / 'attacks.py').write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    a, b, c, d = parse_attacks(
+        'mine.attacks:Scale(.1),mine.attacks:dark,pgd5,PGD(steps=2, loss=mine.attacks:loss)', 0.1
+    )
+    x = torch.rand(2, 1, 4, 4)
+    assert repr(a) == 'Scale(amount=0.1)' and torch.equal(a(lambda x: x, x), x * 0.9) and c == PGD(0.1, steps=5)
+    assert b.__name__ == 'dark' and d.loss.__name__ == 'loss'
+    for text, says in {
+        'mine.attacks:shout("x")': 'no class of attacks, so it is not called',
+        'mine.attacks:Nope(1)': "has no 'Nope'",
+        'mine.other:Scale(1)': 'cannot be imported',
+        'mine.attacks:Scale(amont=1)': 'it takes amount',
+        'os:system("x")': 'no class of attacks',
+        'os:system': 'an attack is called as',
+    }.items():
+        with pytest.raises((ValueError, TypeError), match=re.escape(says)):
+            parse_attacks(text)
+
+
 def test_new_attacks_are_found(monkeypatch):
     class APGDT(APGD):
         pass
@@ -436,7 +508,7 @@ def evaluate(model, data, out, attacks='fgsm', **kw):
     ks = dict(eps=0.02, size=28) | kw
     mk = {
         k: ks.pop(k)
-        for k in ('checkpoint', 'n_classes', 'overwrite', 'mean', 'std', 'pct', 'interp', 'crop_mode')
+        for k in ('checkpoint', 'n_classes', 'overwrite', 'mean', 'std', 'pct', 'interp', 'crop_mode', 'valid')
         if k in ks
     }
     return run_eval(
@@ -537,15 +609,203 @@ def test_fastai_export(folder, tmp_path):
     rep = evaluate(None, folder, None, checkpoint=tmp_path / 'm.pkl')
     assert rep.meta['n'] == 24 and not any('calls its' in w for w in rep.warnings)
     (folder / 'a').rename(folder / 'c')
-    assert any(
-        'calls its classes a, b' in w for w in evaluate(None, folder, None, checkpoint=tmp_path / 'm.pkl').warnings
-    )
+    with pytest.raises(ValueError, match='not among those of the model: c; the model also has a.*--n-classes 2'):
+        evaluate(None, folder, None, checkpoint=tmp_path / 'm.pkl')
+    said = evaluate(None, folder, None, checkpoint=tmp_path / 'm.pkl', n_classes=2).warnings
+    assert any('calls some otherwise: b (the images: c)' in w or 'a (the images: b)' in w for w in said)
     for kw in (dict(model='resnet18'), dict(pretrained=True)):
         with pytest.raises(ValueError, match='whole model'):
             eval_model(checkpoint=tmp_path / 'm.pkl', **kw)
     (tmp_path / 'bad.pkl').write_bytes(b'abc')
     with pytest.raises(ValueError, match='cannot be opened as a Learner'):
         eval_model(checkpoint=tmp_path / 'bad.pkl')
+
+
+# --- checkpoints and classes as people have them
+
+
+def photos(d, classes, n=6, size=28):
+    "Folders of grey pictures: the brightness tells the class, and every third picture is of another class"
+    every = ('bag', 'coat', 'dress', 'shirt', 'shoe', 'boot')
+    for c in classes:
+        (d / c).mkdir(parents=True)
+        for i in range(n):
+            level = every.index(c) if i % 3 else (every.index(c) + 1) % 6
+            Image.new('RGB', (size, size), (40 * level + 10 + i,) * 3).save(d / c / f'{i}.png')
+    return d
+
+
+class Brightness(torch.nn.Module):
+    "Six outputs: how near the mean is to the grey of each class, in the order of `order`"
+
+    def __init__(self, order):
+        super().__init__()
+        self.grey = torch.nn.Parameter((40.0 * torch.tensor(order) + 12.5) / 255)
+
+    def forward(self, x):
+        return -((x.mean((1, 2, 3))[:, None] - self.grey) ** 2) * 100
+
+
+def exported(folder, path, **kw):
+    "A Learner of `Brightness` on a folder, exported"
+    from fastai.vision.all import CrossEntropyLossFlat, Learner
+
+    dls = datasets.image_dls(folder, size=28, bs=4, num_workers=0, device='cpu', batch_tfms=None, **kw)
+    every = ('bag', 'coat', 'dress', 'shirt', 'shoe', 'boot')
+    learn = Learner(dls, Brightness([every.index(o) for o in dls.vocab]), loss_func=CrossEntropyLossFlat(), path=path)
+    learn.export('few.pkl')
+    return learn
+
+
+SIX = ('bag', 'coat', 'dress', 'shirt', 'shoe', 'boot')
+
+
+def test_a_folder_without_one_of_the_classes(tmp_path):
+    "The model has six outputs in alphabetical order, the folder five of the classes: names decide"
+    exported(photos(tmp_path / 'train', SIX), tmp_path)
+    few = photos(tmp_path / 'few', [o for o in SIX if o != 'boot'])
+    rep = evaluate(None, few, None, checkpoint=tmp_path / 'few.pkl')
+    assert rep.df.accuracy[0] == pytest.approx(2 / 3, abs=1e-6) and rep.meta['n'] == 30
+    assert '5 of the 6 classes of the model (none of boot)' in rep.meta['title']
+    assert not any('classes' in w for w in rep.warnings)
+    # the advice of before gave another number
+    with pytest.raises(ValueError, match='not among those of the model: hat; the model also has bag, boot'):
+        (few / 'bag').rename(few / 'hat')
+        evaluate(None, few, None, checkpoint=tmp_path / 'few.pkl')
+
+
+def test_the_folder_of_the_training_is_recognised(tmp_path):
+    d = photos(tmp_path / 'train', SIX)
+    learn = exported(d, tmp_path)
+    rep = evaluate(None, d, None, checkpoint=tmp_path / 'few.pkl')
+    assert any('was trained in this folder' in w and '--valid holdout' in w for w in rep.warnings)
+    rep = evaluate(None, d, None, checkpoint=tmp_path / 'few.pkl', valid='holdout')
+    x, y = learn.dls.valid.one_batch()
+    assert rep.meta['n'] == len(learn.dls.valid_ds) == 3 and not any('trained' in w for w in rep.warnings)
+    assert rep.df.accuracy[0] == pytest.approx((learn.model(x).argmax(1) == y).float().mean().item(), abs=1e-5)
+    assert 'those that image_dls holds out' in rep.meta['title']
+    other = photos(tmp_path / 'other', SIX, n=5)
+    assert not any('trained' in w for w in evaluate(None, other, None, checkpoint=tmp_path / 'few.pkl').warnings)
+
+
+def test_files_of_learn_save(tmp_path):
+    "With the optimiser, as SaveModelCallback(with_opt=True) writes them, and without"
+    from fastai.vision.all import SaveModelCallback
+    from robust_nbdev.test_utils import synth_learner
+
+    learn = synth_learner(path=tmp_path)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(1, 1e-3, cbs=SaveModelCallback(monitor='valid_loss', with_opt=True, fname='best'))
+    learn.save('all')
+    learn.save('weights', with_opt=False)
+    want = unwrap(learn.model).state_dict()
+    for f in ('all', 'weights', 'best'):
+        sd, mean, std = read_checkpoint(tmp_path / 'models' / f'{f}.pth')
+        assert all(torch.equal(sd[k], v) for k, v in want.items()) and set(sd) == set(want)
+
+
+def test_a_pickled_module_is_not_opened_and_the_cure_is_named(tmp_path):
+    torch.save(small(), f := tmp_path / 'whole.pth')
+    with pytest.raises(ValueError, match=r"pickled objects \(robust_nbdev.*weights_only=False.*m.state_dict\(\)") as e:
+        eval_model(SMALL, f)
+    assert '\x1b' not in str(e.value) and '\n' not in str(e.value)
+
+
+def test_small_models_by_name():
+    rep = evaluate('fashion_mnist_vit_robust', 'fashion_mnist', None, n=200, size=None)
+    assert rep.df.accuracy[0] > 0.7 and 'pretrained weights' in rep.meta['title']
+    for kw in (dict(checkpoint='a.pth'), dict(pretrained=True)):
+        with pytest.raises(ValueError, match='weights of its own'):
+            eval_model('cifar10_vit_robust', **kw)
+
+
+def test_folders_of_hugging_face(tmp_path):
+    timm_net = timm.create_model(
+        'vit_tiny_patch16_224', img_size=32, patch_size=8, depth=1, num_classes=2, embed_dim=24, num_heads=2
+    )
+    timm.models.save_for_hf(
+        timm_net.eval(),
+        tmp_path / 'timm',
+        model_args=dict(img_size=32, patch_size=8, depth=1, embed_dim=24, num_heads=2),
+        model_config=dict(num_classes=2, label_names=['b', 'a'], input_size=[3, 32, 32]),
+    )
+    x = torch.rand(2, 3, 32, 32)
+    net, line, vocab = eval_model(str(tmp_path / 'timm'))
+    assert torch.allclose(net(x), timm_net((x - 0.5) / 0.5), atol=1e-5) and vocab == ['b', 'a']
+    hf = pytest.importorskip('transformers')
+    cfg = hf.ViTConfig(
+        hidden_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=24,
+        image_size=32,
+        patch_size=8,
+        id2label={0: 'b', 1: 'a'},
+        label2id={'b': 0, 'a': 1},
+    )
+    m = hf.ViTForImageClassification(cfg).eval()
+    m.save_pretrained(tmp_path / 'hf')
+    (tmp_path / 'hf' / 'preprocessor_config.json').write_text(
+        '{"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.5, 0.5]}'
+    )
+    net, line, vocab = eval_model(str(tmp_path / 'hf'))
+    mean = torch.tensor([0.1, 0.2, 0.3])[:, None, None]
+    assert torch.allclose(net(x), m((x - mean) / 0.5).logits, atol=1e-5) and vocab == ['b', 'a']
+    d = tmp_path / 'data'
+    for c in 'ab':
+        (d / c).mkdir(parents=True)
+        Image.new('RGB', (50, 40), (200 * (c == 'b'),) * 3).save(d / c / '0.png')
+    rep = evaluate(str(tmp_path / 'hf'), d, None, size=None)
+    first_is_b = net(torch.full((1, 3, 32, 32), 200 / 255)).argmax() == 0
+    second_is_a = net(torch.zeros(1, 3, 32, 32)).argmax() == 1
+    assert rep.df.accuracy[0] == (float(first_is_b) + float(second_is_a)) / 2
+    with pytest.raises(ValueError, match='no config.json'):
+        eval_model(str(d))
+
+
+def test_a_checkpoint_of_another_size(tmp_path):
+    "Without --size the images get the size of the weights; with it the position embedding is resized, which is said"
+    spec = 'vit_tiny_patch16_224(patch_size=8, depth=1, embed_dim=24, num_heads=2)'
+    net = timm.create_model(
+        'vit_tiny_patch16_224', img_size=64, patch_size=8, depth=1, embed_dim=24, num_heads=2, num_classes=2
+    )
+    torch.save(net.state_dict(), f := tmp_path / 'm.pth')
+    d = photos(tmp_path / 'd', ('bag', 'coat'), size=80)
+    rep = evaluate(spec, d, None, checkpoint=f, size=None)
+    assert 'cut to 64x64' in rep.meta['title'] and 'resized' not in rep.meta['title']
+    rep = evaluate(spec, d, None, checkpoint=f, size=32)
+    assert (
+        'position embedding resized from 64 to 32 pixels' in rep.meta['title'] and 'cut to 32x32' in rep.meta['title']
+    )
+    net.set_input_size(img_size=(32, 32))
+    got = eval_model(spec, f, size=32)[0]
+    assert cli.fixed_size(got) == 64
+    got, _ = cli._at_size(got, '', 32)
+    x = torch.rand(2, 3, 32, 32)
+    assert torch.allclose(got(x), net.eval()((x - 0.5) / 0.5), atol=1e-5)
+
+
+def test_words_of_imagenet():
+    net = timm_model('resnet18').eval()
+    got, line = of_imagenet(net, ['golden_retriever', 'tench', 'n02102040'])
+    assert got.idxs.tolist() == [207, 0, 217] and 'the 3 of its 1000 outputs' in line
+    with pytest.raises(ValueError, match='not among those of ImageNet-1k: crane, my cat'):
+        of_imagenet(net, ['tench', 'crane', 'my cat'])
+    assert of_imagenet(net, ['mine', 'yours'])[0] is net
+
+
+def test_without_a_network_it_ends_at_once(monkeypatch):
+    "Weights that are nowhere: no retries, one line"
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(cli, '_online', lambda url: False)
+    asked = []
+    real = timm.create_model
+    monkeypatch.setattr(timm, 'create_model', lambda *a, **k: asked.append(constants.HF_HUB_OFFLINE) or real(*a, **k))
+    t = time.time()
+    with pytest.raises(OSError, match=r'weights of vit_tiny_patch16_224\..* cannot be had.*give --checkpoint'):
+        timm_model('vit_tiny_patch16_224.augreg_in21k_ft_in1k', pretrained=True)
+    assert time.time() - t < 20 and asked == [True] and not constants.HF_HUB_OFFLINE
 
 
 # --- how images are cut to size
@@ -686,7 +946,7 @@ def test_bad_arguments_of_eval_are_one_clear_line(eval_failures, args):
     assert not out.strip(), 'it had begun to work'
 
 
-OPTIONS = '''model checkpoint pretrained data attacks eps norm n seed bs device out overwrite size
+OPTIONS = '''model checkpoint pretrained data valid attacks eps norm n seed bs device out overwrite size
 crop-pct interpolation crop-mode n-classes mean std profile'''
 
 
@@ -694,6 +954,8 @@ def test_eval_leaves_no_folder_after_an_error_and_has_help(eval_failures):
     res, d = eval_failures
     assert sorted(p.name for p in d.iterdir()) == ['afile', 'empty']
     assert res['--help'][0] in (0, None) and all(f'--{o}' in res['--help'][2] for o in OPTIONS.split())
+    text = ' '.join(res['--help'][2].split())
+    assert 'Hugging Face folder' in text and 'my.module:Attack' in text and 'noqa' not in text
 
 
 SLOW = [

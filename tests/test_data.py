@@ -1227,3 +1227,94 @@ def test_what_numbers_of_classes_mean_is_said(tmp_path):
             (d := tmp_path / split / str(c)).mkdir(parents=True)
             Image.fromarray(img(c)).save(d / '0.png')
     assert 'output 2 is class 2, ..., output 6 is class 10' in image_dls(tmp_path, bs=4).about
+
+
+# --- what people have in their folders
+
+
+@pytest.fixture
+def photos(tmp_path):
+    "Five classes of a few photos each"
+    for i, c in enumerate('bag coat dress shirt shoe'.split()):
+        for j in range(4):
+            (f := tmp_path / 'photos' / c / f'{j}.jpg').parent.mkdir(parents=True, exist_ok=True)
+            Image.new('RGB', (60, 40), (50 * i, 50 * j, 9)).save(f)
+    return tmp_path / 'photos'
+
+
+def test_classes_are_numbered_as_the_model_has_them(photos):
+    vocab = ['shoe', 'hat', *'shirt dress coat bag'.split()]
+    dls = image_dls(photos, size=32, bs=4, valid='only', vocab=vocab)
+    named = [vocab[int(y)] for _, y in dls.valid_ds]
+    assert named == [o.split('/')[0] for o in dls.valid.dataset.files] and dls.c == 6
+    assert '5 of 6 classes' in dls.about
+
+
+def test_classes_that_the_model_does_not_know_are_named(photos):
+    with pytest.raises(ValueError, match='not among those of the model: coat, shoe; the model also has boot, jacket'):
+        image_dls(photos, size=32, vocab='bag boot dress jacket shirt'.split())
+
+
+def test_words_and_folders_of_imagenet_are_the_same(tmp_path):
+    for c in ('n02102040', 'n01440764'):
+        (tmp_path / 'd' / c).mkdir(parents=True)
+        Image.new('RGB', (32, 32)).save(tmp_path / 'd' / c / '0.png')
+    assert D.same_names(['tench', 'n02102040', 'cat'], ['n02102040', 'n01440764']) == [1, 0, None]
+    dls = image_dls(tmp_path / 'd', valid='only', vocab=['n01440764', 'other', 'n02102040'], bs=2)
+    assert sorted(int(y) for _, y in dls.valid_ds) == [0, 2]
+
+
+def test_a_share_of_the_images_is_held_out(photos):
+    a, b = [image_dls(str(photos), size=32, bs=4, **kw) for kw in (dict(valid_pct=0.25), dict(n_valid=0.25))]
+    assert len(a.valid_ds) == len(b.valid_ds) == 5 and a.valid_ds.files == b.valid_ds.files
+    assert sorted(a.train_ds.files + a.valid_ds.files) == sorted(
+        f'{f.parent.name}/{f.name}' for f in photos.rglob('*.jpg')
+    )
+    with pytest.raises(ValueError, match='one of them'):
+        image_dls(photos, size=32, n_valid=5, valid_pct=0.2)
+    with pytest.raises(ValueError, match='share'):
+        image_dls(photos, size=32, valid_pct=20)
+
+
+def test_photos_are_turned_upright(tmp_path):
+    "A phone writes the pixels as its sensor has them, and how it was held into a tag"
+    a = np.zeros((32, 64, 3), np.uint8)
+    a[:, 32:] = 255
+    tag = Image.Exif()
+    tag[0x0112] = 6
+    for c in 'ab':
+        (tmp_path / c).mkdir()
+        Image.fromarray(a).save(tmp_path / c / '0.png', exif=tag)
+    x = image_dls(tmp_path, valid='only', bs=2, batch_tfms=None).valid.one_batch()[0]
+    assert x.shape == (2, 3, 64, 32) and x[:, :, :32].max() == 0 and x[:, :, 32:].min() == 1
+
+
+def test_heic_files_are_counted_or_read(photos, monkeypatch):
+    for i in range(3):
+        (photos / 'bag' / f'IMG_{i}.HEIC').write_bytes((photos / 'bag' / f'{i}.jpg').read_bytes())
+    monkeypatch.setattr(D, '_reads_heic', lambda: False)
+    with pytest.warns(UserWarning, match='left out, 3 of them .IMG_0.HEIC.*pip install pillow-heif') as heard:
+        assert len(D.read_folders(photos).labels('train')) == 20
+    assert len(heard) == 1
+    with pytest.raises(OSError, match='pillow-heif'):
+        open_image(photos / 'bag' / 'IMG_0.HEIC')
+    monkeypatch.setattr(D, '_reads_heic', lambda: True)
+    assert len(D.read_folders(photos).labels('train')) == 23
+    assert open_image(photos / 'bag' / 'IMG_0.HEIC').size == (60, 40)
+
+
+def test_a_class_with_a_single_image_is_named(photos):
+    for f in [*(photos / 'coat').iterdir()][1:]:
+        f.unlink()
+    with pytest.warns(UserWarning, match='single image of coat'):
+        image_dls(photos, size=32)
+
+
+def test_a_folder_is_recognised(photos):
+    "Other pixels under the same names are the same folder, one more file is another one"
+    before = D.folder_digest(D.read_folders(photos))
+    dls = image_dls(photos, size=32)
+    assert dls.train_ds.tls[1].tfms.fs[0].folder == before != ''
+    Image.new('RGB', (8, 8)).save(photos / 'bag' / 'new.png')
+    assert D.folder_digest(D.read_folders(photos)) != before
+    assert D.folder_digest(embedded_fashion()) == ''

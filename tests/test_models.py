@@ -268,3 +268,36 @@ def test_a_new_head_for_own_images(tmp_path):
     assert again.df.accuracy.tolist() == rep.df.accuracy.tolist()
     with loaded.no_bar():
         assert loaded.predict(tmp_path / 'imgs' / 'a' / '0.png')[0] in 'abc'
+
+
+@pytest.mark.parametrize('name', ['vit', 'vit_reg4', 'xcit'])
+def test_other_sizes_start_from_the_same_weights(name):
+    "Only the position embedding is new; at the size of the training nothing is"
+    m, same, large = small_model(name), small_model(name, size=32), small_model(name, size=48)
+    x = torch.rand(2, 3, 48, 48)
+    assert torch.equal(same(x[..., :32, :32]), m(x[..., :32, :32]))
+    assert large(x).shape == (2, 10) and patch_grid(large, x) == (12, 12)
+    old, new = m.state_dict(), large.state_dict()
+    assert [k for k in old if not torch.equal(old[k], new[k])] == ([] if name == 'xcit' else ['model.pos_embed'])
+    assert small_model(name, size=48, weights=False)(x).shape == (2, 10)
+
+
+def test_a_resized_model_still_knows_what_it_learned():
+    "Images enlarged by two, for the model enlarged by two"
+    dl = fashion_mnist(n_train=64, n_valid=200, bs=200).valid
+    x, y = dl.one_batch()
+    big = torch.nn.functional.interpolate(x.as_subclass(torch.Tensor), scale_factor=2.0, mode='bilinear')
+    acc = (small_model('vit', data='fashion_mnist', size=56)(big).argmax(1) == y).float().mean()
+    assert acc > 0.3
+
+
+def test_sizes_that_patches_do_not_fill_are_refused():
+    for size, says in ((30, 'multiple of the patch, 4'), (2, '>= 4'), (32.5, 'whole number')):
+        with pytest.raises(ValueError, match=says):
+            small_model('vit', size=size)
+
+
+def test_the_name_of_a_file_is_a_model():
+    a, b = small_model('fashion_mnist_vit_robust'), small_model('vit', robust=True, data='fashion_mnist')
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters())) and a.card == b.card
+    assert M.small_key('resnet18') is None and len(M.small_classes('cifar10')) == 10

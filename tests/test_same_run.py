@@ -187,7 +187,6 @@ def bank(v):
 
 ATTACKS = dict(
     body=(classes, 0, 1),
-    hidden=(Hidden, -1, 1),
     partial=(lambda k: PGD(E, steps=3, loss=own(k)), -1, 1),
     callable_=(lambda k: PGD(E, steps=3, loss=Call(k)), -1, 1),
     function=(function, -1, 1),
@@ -262,11 +261,17 @@ def test_a_row_that_was_cut_off_is_not_taken_from_another_model(learn, data, tmp
     assert rows(robust_report(m, data, a, out=tmp_path, bs=4)) == rows(robust_report(m, data, a, bs=4))
 
 
-def test_two_attacks_that_are_equal_and_differ_are_refused(learn, data):
-    assert Hidden(1) == Hidden(-1)
+def test_two_attacks_that_print_alike_and_differ_are_refused(learn, data):
+    up, down = [PGD(E, steps=3, loss=own(k)) for k in (1, -1)]
     with pytest.raises(ValueError, match='print alike'):
-        robust_report(learn.model, data, [Hidden(1), Hidden(-1)])
-    assert len(robust_report(learn.model, data, [Hidden(1), Hidden(1), FGSM(E), FGSM(E)]).rows) == 4
+        robust_report(learn.model, data, [up, down])
+    assert len(robust_report(learn.model, data, [up, up, FGSM(E), FGSM(E)]).rows) == 4
+
+
+def test_an_attack_with_a_state_that_does_not_show_is_refused(learn, data):
+    assert Hidden(1) == Hidden(-1)
+    with pytest.raises(TypeError, match='keeps k outside the fields'):
+        robust_report(learn.model, data, [Hidden(1)])
 
 
 def test_a_folder_of_an_older_version_is_computed_again(learn, data, tmp_path):

@@ -1,0 +1,42 @@
+"The recipe for an interrupted training, past the tenth epoch, where names of files no longer sort by number."
+
+import pytest
+import torch
+from fastai.vision.all import Callback
+
+from robust_nbdev.adv_train import *
+from robust_nbdev.attacks import *
+from robust_nbdev.test_utils import synth_learner
+
+
+class PowerCut(Callback):
+    def __init__(self, at):
+        self.at = at
+
+    def before_train(self):
+        if self.epoch == self.at:
+            raise KeyboardInterrupt
+
+
+def learner(path):
+    return synth_learner([AdvTrain(PGD(0.05, steps=1)), EMA(0.9), SaveRun()], path=path, seed=0)
+
+
+def fit(learn, **kw):
+    with learn.no_bar(), learn.no_logging():
+        learn.fit_adv(12, 1e-3, **kw)
+    return learn
+
+
+def test_the_rest_of_twelve_epochs_is_as_without_the_interruption(tmp_path):
+    whole = fit(learner(tmp_path / 'whole'))
+    with pytest.raises(KeyboardInterrupt):
+        fit(learner(tmp_path / 'cut'), cbs=PowerCut(10))
+    again = learner(tmp_path / 'cut')
+    assert again.resume() == 10
+    fit(again, start_epoch=10)
+    # the first column is smoothed over the batches of this process
+    assert [o[1:] for o in again.recorder.values] == [[]] * 10 + [o[1:] for o in whole.recorder.values[10:]]
+    for a, b in ((again.model, whole.model), (again.ema.avg, whole.ema.avg)):
+        assert all(torch.equal(p, q) for p, q in zip(a.state_dict().values(), b.state_dict().values()))
+    assert again.ema.n == whole.ema.n
