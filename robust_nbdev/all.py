@@ -26,4 +26,5 @@ from .xcit_recipe import *
 from .afat import *
 from .aas import *
 from .explorer import *
+from .methods import METHODS, Method, compared, fit_method, method_run, methods_table
 from .cli import robust_bench
