@@ -1041,6 +1041,8 @@ def named_model(
         return eval_model(checkpoint=spec)
     if Path(spec).suffix in ('.pth', '.pt', '.safetensors') and '@' not in spec:
         raise ValueError(f'{spec} has weights, and which model they are of is not known: write NAME@{spec}')
+    if Path(spec).expanduser().is_dir():
+        return eval_model(spec)
     name, _, file = spec.partition('@')
     if file:
         return eval_model(name, file, classes=classes, **kw)

@@ -203,8 +203,9 @@ class Entry:
         return 'transfer' if self.surrogate is not None else 'randomised' if self.draws > 1 else 'white box'
 
 # %% ../nbs/01f_compare.ipynb #5070b31a
-class StepCost(Callback):
-    "Count what a training step costs, in forwards F of the Learner's model, from the multiplications that it makes"
+class StepCost(AdvCallback):
+    """Count what a training step costs, in forwards F of the Learner's model, from the multiplications that it makes;
+    a second copy is refused"""
 
     order, run_valid = -100, False
 
@@ -455,9 +456,6 @@ def _grouped(self: Comparison, t):
     return t.loc[[k for _, of in names for k in of]]
 
 # %% ../nbs/01f_compare.ipynb #eff0d9ac
-_few = 'attacker', 'M params', 'F a step', 'F a prediction'  # left out of tables for a paper, where all are alike
-
-
 @patch
 def shown(
     self: Comparison,

@@ -347,5 +347,5 @@ def methods_table(
     about = f'{key["dataset"]}, n={found[0]["verdicts"]["n"]}, seed={seed}; Linf, eps={eps_str(key["eps"])}: '
     about += f'{", ".join(map(repr, attacks))}, each on the images that survived those before it; corruptions '
     about += f'{key["corruptions"]} at severity {key["severities"]}; training: {key["budget"]:g} F for each of the '
-    about += f'{key["n_train"]} images, F is a forward of the backbone'
+    about += f'{key["n_train"]} images, F is a forward of the backbone; differences are to {found[0]["key"]["method"]}'
     return Comparison([side_of(r) for r in found], about, short={repr(a): a.name for a in attacks})
