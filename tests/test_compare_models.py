@@ -19,7 +19,10 @@ from robust_nbdev.all import (
     robust_report,
     small_model,
 )
-from robust_nbdev.cli import named_model, robust_compare
+from robust_nbdev import cli
+from robust_nbdev.cli import named_model, robust_compare, timm_model
+from robust_nbdev.core import unwrap
+from robust_nbdev.datasets import FASHION
 from robust_nbdev.test_utils import synth_learner, tiny_vit
 
 ATTACKS = [FGSM(0.1), PGD(0.1, steps=3)]
@@ -248,6 +251,21 @@ def test_a_model_by_name_is_the_packaged_one():
     assert m.card.robust and 'fashion_mnist_vit_robust' in line
     with pytest.raises(ValueError, match='no model'):
         named_model('resnet_of_mine')
+
+
+def test_a_timm_model_with_a_file_of_weights(tmp_path):
+    spec = 'vit_tiny_patch16_224(patch_size=7,depth=1,embed_dim=32,num_heads=2,img_size=28,in_chans=1)'
+    net = timm_model(spec, num_classes=10)
+    torch.save(net.state_dict(), tmp_path / 'w.pth')
+    found, line, _ = named_model(f'{spec}@{tmp_path}/w.pth')
+    x = torch.rand(2, 1, 28, 28)
+    assert torch.equal(unwrap(found)(x), net.eval()(x)) and 'w.pth' in line
+
+
+def test_class_names_of_another_order_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, 'named_model', lambda *a, **kw: (tiny_vit(), 'mine', FASHION[::-1]))
+    with pytest.raises(SystemExit, match='mine knows the classes Ankle boot.*same classes in the same order'):
+        robust_compare('mine=mine.pkl', profile='smoke', attacks='fgsm', out=str(tmp_path / 'c'))
 
 
 def test_the_command(tmp_path, capsys):
