@@ -26,6 +26,7 @@ from .xcit_recipe import *
 from .afat import *
 from .aas import *
 from .explorer import *
+from .methods import METHODS, Method, compared, fit_method, method_run, methods_table
 from .cli import robust_bench
 from . import docstrings as _docstrings
 _docstrings.document(globals())  # `help(f)` shows what each parameter means

@@ -7,7 +7,8 @@ __all__ = ['demo_vit', 'demo_train', 'demo_table', 'both_right', 'demo_figure', 
            'robust_demo', 'attack_types', 'attack_losses', 'parse_attacks', 'read_checkpoint', 'load_weights',
            'fixed_size', 'timm_model', 'Found', 'folder_model', 'learner_model', 'find_model', 'eval_model',
            'eval_images', 'SomeOutputs', 'of_imagenet', 'by_name', 'eval_settings', 'run_eval', 'numbers',
-           'robust_eval', 'BenchResult', 'robust_bench', 'reproduce_all', 'robust_reproduce']
+           'robust_eval', 'BenchResult', 'robust_bench', 'reproduce_all', 'robust_reproduce', 'named_model',
+           'run_compare', 'robust_compare']
 
 # %% ../nbs/08_cli.ipynb #6beff8b5
 import argparse, ast, difflib, inspect, operator, re, sys, time, warnings
@@ -1310,3 +1311,138 @@ def robust_reproduce(
     except KeyboardInterrupt:
         print('\nrobust-reproduce: interrupted; the same command goes on where this one stopped', file=sys.stderr)
         sys.exit(130)
+
+# %% ../nbs/08_cli.ipynb #a6695c38
+def named_model(
+    # A file of `learn.export` (.pkl); a model of this package (`fashion_mnist_vit_robust`, see `small_cards`); a timm
+    # model with a file of weights, `NAME@FILE`; or a timm model with timm's own weights, `NAME`
+    spec: str,
+    classes: int = None,  # Classes of the images, where nothing else says them
+    **kw,  # For `timm_model`: size, in_chans
+) -> tuple:  # (model for images in [0,1], a line about it, its class names or None)
+    "A finished model by its name; raises ValueError or OSError for what cannot be had"
+    if spec in small_cards().index:
+        data = 'cifar10' if spec.startswith('cifar10') else 'fashion_mnist'
+        name, robust = spec.removeprefix(f'{data}_').removesuffix('_robust'), spec.endswith('_robust')
+        net = small_model(name, robust, data)
+        convs = [n for n, o in unwrap(net).named_modules() if isinstance(o, nn.Conv2d)]
+        unwrap(net).default_cfg = dict(first_conv=convs[0])  # so that its channels are known
+        return net, f'{spec}, weights of this package', None
+    if Path(spec).suffix == '.pkl':
+        return eval_model(checkpoint=spec)
+    if Path(spec).suffix in ('.pth', '.pt', '.safetensors') and '@' not in spec:
+        raise ValueError(f'{spec} has weights, and which model they are of is not known: write NAME@{spec}')
+    if Path(spec).expanduser().is_dir():
+        return eval_model(spec)
+    name, _, file = spec.partition('@')
+    if file:
+        return eval_model(name, file, classes=classes, **kw)
+    return eval_model(name, pretrained=True, classes=classes, **kw)
+
+
+def _labelled(spec):
+    "`label=model`, split; without a label the model's own name, or that of its file"
+    m = re.fullmatch(r'([^=()@/]+)=(.+)', spec, re.S)
+    if m:
+        return m[1].strip(), m[2].strip()
+    name, _, file = spec.partition('@')
+    return (Path(file or name).stem if file or name.endswith('.pkl') else name), spec
+
+# %% ../nbs/08_cli.ipynb #24ae74a7
+def _kinds(text):
+    "Names of corruptions, from a list between commas; `all` for the fifteen"
+    from robust_nbdev.corruptions import CORRUPTIONS
+
+    if text in (None, '', 'none'):
+        return None
+    return list(CORRUPTIONS) if text == 'all' else [o.strip() for o in text.split(',')]
+
+
+def _check_vocab(label, vocab, theirs):
+    "Raises ValueError where a model names its classes otherwise than the images do"
+    if vocab is None or list(map(str, vocab)) == list(map(str, theirs)):
+        return
+    names = [', '.join(map(str, list(o)[:5])) for o in (vocab, theirs)]
+    raise ValueError(
+        f'{label} knows the classes {names[0]}, ..., and the images have {names[1]}, ...: one comparison needs the '
+        'same classes in the same order'
+    )
+
+
+def run_compare(  # noqa: PLR0913
+    s: RunSettings,  # See `eval_settings`
+    models,  # Texts: `model` or `label=model`, see `named_model`
+    attacks,  # Attacks, weak to strong, see `parse_attacks`
+    corruptions=None,  # Names; None: none
+    severities=range(1, 6),  # Of the corruptions
+    out=None,  # Folder to save to, and to go on from; None: keep nothing
+    overwrite: bool = False,  # Start anew although `out` holds reports
+    bar: bool = False,  # Show progress bars
+    say=noop,  # Told which model is measured
+) -> object:  # A `Comparison`
+    "The comparison of models and images that are given by name"
+    from robust_nbdev.compare import compare
+
+    src, _, usual = source = find_source(s.data, s.n)
+    (split, _), _ = choose_images(src, 'only', n_valid=s.n)
+    size, nets, dl, says = _size(src, split, s.size, usual), {}, None, []
+    for label, spec in map(_labelled, models):
+        if label in nets:
+            raise ValueError(f'two models are called {label}: give each a label, first={spec}')
+        net, what, vocab = named_model(spec, len(src.vocab), size=size)
+        if vocab is None:
+            net, what = of_imagenet(net, src.vocab, what)
+        nets[label] = net.to(ifnone(s.device, default_device()))
+        if dl is None:
+            dl, line = eval_images(source, nets[label], s.n, s.size, s.bs, next(net.parameters()).device)
+        _check_vocab(label, vocab, src.vocab)
+        says += [f'{label}: {o}' for o in _same_classes(nets[label], dl, None, vocab)]
+        say(f'{label}: {what}')
+    dl.about = line
+    same = dict(seed=s.seed, bs=s.bs, out=out, overwrite=overwrite, progress=bar, say=say)
+    res = compare(nets, dl, attacks, corruptions, severities, **same)
+    res.notes += says
+    return res
+
+# %% ../nbs/08_cli.ipynb #0b7b2c22
+@call_parse
+def robust_compare(  # noqa: PLR0913
+    # The baseline first, each as label=MODEL or MODEL: a model of this package (fashion_mnist_vit_robust), NAME of timm
+    # with its own weights, NAME@FILE with others (.pth, .pt, .safetensors), or FILE.pkl of learn.export (a pickle: open
+    # only files that you trust)
+    *models: str,
+    data: str = None,  # As for robust-eval (default: the profile's dataset, with its size, n and eps)
+    attacks: str = 'fgsm,pgd20,apgd',  # Weak to strong, as for robust-eval; autoattack is one of them
+    corruptions: str = None,  # all, or some between commas: fog,gaussian_noise (default: none)
+    severities: str = '1,2,3,4,5',  # Of the corruptions
+    eps: number = None,  # Radius where an attack gives none (default: 8/255 for Linf, 0.5 for L2)
+    norm: str = 'Linf',  # Where an attack gives none: Linf or L2
+    n: int = None,  # Images, balanced over classes (default: all)
+    seed: int = None,  # Of attacks and corruptions (default: the profile's)
+    bs: int = None,  # Batch size (default: 64)
+    size: int = None,  # Pixels, for all models (default: the dataset's, else the first model's)
+    device: str = None,  # cpu, cuda, cuda:1, mps (default: a GPU where there is one)
+    out: str = None,  # Folder, continued if it holds reports (default: compare/DATA under `out` of settings.ini)
+    overwrite: store_true = False,  # Start anew although the folder holds reports
+    profile: str = None,  # Section of settings.ini: smoke, laptop, gpu
+):
+    """Models side by side: clean, attacked and corrupted accuracy on the same images, differences to the first model;
+    run again to go on"""
+    t0 = time.time()
+    try:
+        if not models:
+            raise ValueError('say which models: robust-compare plain=fashion_mnist_vit mine=export.pkl')
+        s = eval_settings(profile, norm, data=data, eps=eps, n=n, seed=seed, bs=bs, device=device, size=size)
+        out = Path(out or Path(s.out) / 'compare' / Path(s.data).stem)
+        levels = [int(o) for o in severities.split(',')]
+        found = parse_attacks(attacks, s.eps, norm), _kinds(corruptions), levels
+        res = run_compare(s, models, *found, out, overwrite, sys.stdout.isatty(), _told)
+    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as e:
+        sys.exit(f'robust-compare: {" ".join(_as_options(e).split())}')
+    except KeyboardInterrupt:
+        print('\nrobust-compare: interrupted; the same command goes on where this one stopped', file=sys.stderr)
+        sys.exit(130)
+    print(
+        f'\n{res}\n\n{time.time() - t0:.0f} seconds. In {out}/: compare.csv, compare.md, compare.tex, compare.png,'
+        ' differences.csv, and for each model its reports'
+    )

@@ -50,6 +50,7 @@ MAKE = dict(
     AdvValid=lambda: AdvValid(FGSM(0.1)),
     CorruptValid=lambda: CorruptValid('gaussian_noise', 3),
     NoDecay=lambda: NoDecay(),
+    StepCost=lambda: StepCost(),
     RobustTokens=lambda: RobustTokens(PGD2.but(loss=feat_cos)),
     TORA=lambda: TORA(PGD2),
     AFAT=lambda: AFAT(occlude=0.25, lam=0.1),

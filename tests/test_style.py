@@ -123,7 +123,7 @@ ALLOWED = dict(
     eval_data={'core', 'datasets'},
     evaluate={'core', 'datasets', 'attacks', 'autoattack', 'identity', 'eval_data'},
     corruptions={'core', 'datasets', 'evaluate', 'identity', 'eval_data'},
-    compare={'core', 'evaluate'},
+    compare={'core', 'vit', 'attacks', 'eval_data', 'evaluate', 'corruptions', 'cli'},
     experiments={'core', 'datasets', 'compare'},
     test_utils={'core'},
 )
@@ -146,7 +146,7 @@ def test_direction_of_imports(mod):
     elif mod.stem in PAPERS:
         assert not uses & (PAPERS | {'test_utils', 'all', 'cli'})
     else:
-        assert mod.stem in ('all', 'cli', '__main__') and 'test_utils' not in uses
+        assert mod.stem in ('all', 'cli', 'methods', '__main__') and 'test_utils' not in uses
 
 
 def test_core_names_no_model_library_and_draws_nothing():

@@ -1,0 +1,292 @@
+"Models side by side, as an author or a student asks for them."
+
+import json, re
+import numpy as np, pandas as pd, pytest, torch
+from fastai.basics import AttrDict, Callback, CancelFitException, nn
+from robust_nbdev.all import (
+    FGSM,
+    PGD,
+    TRADES,
+    AdvTrain,
+    Comparison,
+    Entry,
+    Side,
+    StepCost,
+    compare,
+    corruption_report,
+    fashion_mnist,
+    paired,
+    robust_report,
+    small_model,
+)
+from robust_nbdev import cli
+from robust_nbdev.cli import named_model, robust_compare, timm_model
+from robust_nbdev.core import unwrap
+from robust_nbdev.datasets import FASHION
+from robust_nbdev.test_utils import synth_learner, tiny_vit
+
+ATTACKS = [FGSM(0.1), PGD(0.1, steps=3)]
+TWO = dict(corruptions=['brightness', 'contrast'], severities=[1, 3])
+
+
+class Dice(nn.Module):
+    "A model that draws random numbers"
+
+    def __init__(self):
+        super().__init__()
+        self.net = tiny_vit()
+
+    def forward(self, x):
+        return self.net(x + 0.5 * torch.rand_like(x))
+
+
+@pytest.fixture(scope='module')
+def nets():
+    "Two models of the package, plain and robust"
+    return AttrDict({k: small_model('vit', robust=k == 'robust', data='fashion_mnist') for k in ('plain', 'robust')})
+
+
+@pytest.fixture(scope='module')
+def data():
+    return fashion_mnist(n_train=64, n_valid=64, bs=64).valid.one_batch()
+
+
+@pytest.fixture(scope='module')
+def both(nets, data):
+    return compare(nets, data, ATTACKS, **TWO)
+
+
+def test_the_table_has_the_numbers_of_the_reports(nets, data, both):
+    rep = robust_report(nets.robust, data, ATTACKS)
+    row = both.df.loc['robust']
+    assert row.clean == rep.verdicts['clean'].mean()
+    assert [row[repr(a)] for a in ATTACKS] == [rep.verdicts[repr(a)].mean() for a in ATTACKS]
+    assert row['worst case'] == pytest.approx(rep.rows[-1]['accuracy'])
+    cor = corruption_report(nets.robust, data, **TWO)
+    assert row.corruptions == pytest.approx(np.mean([r['accuracy'] for r in cor.rows if r['severity']]))
+
+
+def test_differences_are_paired_with_the_first_model(nets, data, both):
+    a, b = [robust_report(nets[k], data, ATTACKS) for k in ('robust', 'plain')]
+    found = both.difference('robust', repr(ATTACKS[1]))
+    assert repr(found) == repr(paired(a, b, ATTACKS[1])) and found.n == 64
+    assert set(both.differences.column) == set(both.columns) and set(both.differences.model) == {'robust'}
+
+
+def test_costs_of_training_and_prediction_in_forwards():
+    learners = AttrDict()
+    for name, cbs in dict(plain=[], at=[AdvTrain(PGD(0.1, steps=2))]).items():
+        learners[name] = synth_learner(cbs=[*cbs, StepCost()])
+        learners[name].fit(1)
+    d = compare(learners, learners.at.dls.valid, []).df
+    assert d.step.tolist() == pytest.approx([3, 7], abs=0.3)
+    assert d.predict.tolist() == [1, 1] and d.params.nunique() == 1
+
+
+def test_a_larger_model_costs_more_in_forwards_of_the_first(data):
+    c = compare({'small': tiny_vit(), 'deep': Entry(tiny_vit(depth=4), step=3)}, data, [])
+    assert 1.5 < c.df.predict['deep'] < 2.1 and c.df.step['deep'] == pytest.approx(3 * c.df.predict['deep'])
+    assert c.columns == ['clean'] and c.judged == 'clean' and c.difference('deep').n == 64
+
+
+def test_reports_of_corruptions_are_paired_by_their_mean(nets, data):
+    a, b = [corruption_report(nets[k], data, **TWO) for k in ('robust', 'plain')]
+    assert paired(a, b).value == pytest.approx(float(a.table['mean'].mean() - b.table['mean'].mean()), abs=1e-6)
+    other = corruption_report(nets.plain, data, **{**TWO, 'severities': [1, 2]})
+    with pytest.raises(ValueError, match='not in both'):
+        paired(a, other)
+    with pytest.raises(ValueError, match='different images'):
+        paired(a, corruption_report(nets.plain, data, **TWO, n=32))
+    with pytest.raises(TypeError, match='two reports'):
+        paired(a, np.ones(64))
+
+
+# --- what the attacker knows
+# ------------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_two_threat_models_are_not_compared(nets, data):
+    secret = Entry(nets.robust, surrogate=nets.plain)
+    c = compare({**nets, 'secret': secret}, data, ATTACKS)
+    assert c.df.threat.tolist() == ['white box', 'white box', 'transfer']
+    assert c.df.loc['secret', 'worst case'] >= c.df.loc['robust', 'worst case']
+    assert (
+        c.difference('secret') is None
+        and c.difference('secret', 'clean').value == c.difference('robust', 'clean').value
+    )
+    text = c.table().set_index('model')['worst case']
+    assert '*' in text['robust'] and '*' not in text['secret'] + text['plain']
+
+
+def test_rows_of_one_attacker_stand_together():
+    sides = [
+        Side(k, {'clean': np.ones(4), 'PGD': np.arange(4) < i}, t)
+        for i, (k, t) in enumerate([('a', 'white box'), ('b', 'transfer'), ('c', 'white box')])
+    ]
+    assert Comparison(sides).table().model.tolist() == ['a', 'c', 'b']
+
+
+def test_a_random_model_is_refused_before_the_first_attack(data, tmp_path):
+    with pytest.raises(ValueError, match=r'dice.*Entry\(model, draws=10\)'):
+        compare({'plain': tiny_vit(), 'dice': Dice()}, data, ATTACKS, out=tmp_path / 'c')
+    assert not (tmp_path / 'c').exists()
+
+
+def test_a_randomised_model_is_judged_by_the_mean_over_draws(data):
+    c = compare({'dice': Entry(Dice(), draws=3)}, data, ATTACKS, n=16)
+    assert c.df.threat.tolist() == ['randomised'] and 'mean of 3 draws for dice' in c.about
+    assert c.df.loc['dice', 'worst case'] == min(c.df.loc['dice', repr(a)] for a in ATTACKS)
+
+
+def test_an_entry_has_one_attacker():
+    with pytest.raises(ValueError, match='either'):
+        Entry(1, surrogate=2, draws=3)
+    with pytest.raises(ValueError, match='draws'):
+        Entry(1, draws=0)
+
+
+# --- the folder
+# ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_later_model_is_measured_alone(nets, data, tmp_path):
+    out, models = tmp_path / 'c', {'plain': nets.plain, 'AT, PGD-2': nets.robust}
+    compare({'plain': models['plain']}, data, ATTACKS, **TWO, out=out)
+    files = [out / 'plain' / o / 'report.json' for o in ('attacks', 'corruptions')]
+    rows = lambda: [json.loads(f.read_text())['rows'][1:] for f in files]
+    before = rows()
+    c = compare(models, data, ATTACKS, **TWO, out=out)
+    assert rows() == before and all(before)
+    assert (out / 'AT_PGD-2' / 'attacks' / 'verdicts.npz').exists()
+    pd.testing.assert_frame_equal(pd.read_csv(out / 'compare.csv', index_col='model'), c.df, check_dtype=False)
+    assert len(pd.read_csv(out / 'differences.csv')) == len(c.columns)
+    assert (out / 'compare.png').stat().st_size > 5000
+
+
+def test_another_model_of_the_same_name_is_refused(nets, data, tmp_path):
+    compare({'net': nets.plain}, data, [], out=tmp_path)
+    with pytest.raises(ValueError, match='fingerprint.*overwrite=True'):
+        compare({'net': nets.robust}, data, [], out=tmp_path)
+    c = compare({'net': nets.robust}, data, [], out=tmp_path, overwrite=True)
+    assert c.df.clean['net'] == robust_report(nets.robust, data, []).verdicts['clean'].mean()
+
+
+def test_what_cannot_be_compared_is_refused(data, tmp_path):
+    with pytest.raises(ValueError, match='at least one model'):
+        compare({}, data, ATTACKS)
+    m = tiny_vit()
+    with pytest.raises(ValueError, match='different folders'):
+        compare({'a b': m, 'a/b': m}, data, ATTACKS, out=tmp_path)
+    with pytest.raises(ValueError, match='same images'):
+        Comparison([Side('a', {'clean': np.ones(4)}), Side('b', {'clean': np.ones(5)})])
+    with pytest.raises(ValueError, match=r"no model 'c'"):
+        Comparison([Side('a', {'clean': np.ones(4)})]).difference('c')
+
+
+# --- tables
+# ------------------------------------------------------------------------------------------------------------
+
+
+def sides():
+    fog = {'fog 1': np.arange(10) < 8}
+    return [
+        Side('plain_vit', {'clean': np.ones(10), 'PGD(0.1)': np.arange(10) < 2}, corrupted=fog),
+        Side('50% & more|', {'clean': np.ones(10), 'PGD(0.1)': np.arange(10) < 5}, corrupted={'fog 1': np.ones(10)}),
+    ]
+
+
+def test_mce_is_relative_to_the_first_model_or_to_a_reference():
+    assert Comparison(sides()).df.mCE.tolist() == pytest.approx([100, 0])
+    assert Comparison(sides(), base={'fog': 0.4}).df.mCE.tolist() == pytest.approx([50, 0])
+
+
+def test_markdown_and_latex_can_be_pasted():
+    c = Comparison(sides(), 'n=10, eps=0.1')
+    lines = c.to_markdown().splitlines()
+    assert len({len(re.findall(r'(?<!\\)\|', l)) for l in lines[:4]}) == 1 and '**50.0**' in lines[3]
+    tex = c.to_latex()
+    assert r'50\% \& more|' in tex and r'plain\_vit' in tex and r'\textbf{50.0}' in tex and 'n=10' in tex
+    assert max(len(l.split('&')) for l in tex.splitlines() if 'plain' in l) <= 8
+
+
+def test_a_warning_of_all_models_is_said_once():
+    a, b = sides()
+    a.warnings, b.warnings = ('few images', 'odd'), ('few images',)
+    assert Comparison([a, b]).warnings == ['few images', 'plain_vit: odd']
+
+
+# --- the cost of a step
+# ------------------------------------------------------------------------------------------------------------
+
+
+class Interrupt(Callback):
+    def after_pred(self):
+        raise CancelFitException()
+
+
+def test_counting_changes_nothing_and_leaves_nothing():
+    weights = []
+    for cbs in ([], [StepCost(batches=None)]):
+        learn = synth_learner(cbs=[TRADES(PGD(0.05, steps=2)), *cbs])
+        learn.fit(1, 1e-3)
+        weights.append(torch.cat([p.flatten() for p in learn.model.parameters()]))
+        assert 'one_batch' not in vars(learn)
+    assert (weights[0] - weights[1]).abs().max() < 1e-4
+    assert len(learn.step_cost.counted) == 4 and 9 < learn.step_cost.step < 12
+
+
+def test_an_interrupted_fit_leaves_nothing():
+    learn = synth_learner(cbs=[StepCost(), Interrupt()])
+    learn.fit(1)
+    learn.fit(1)
+    assert 'one_batch' not in vars(learn) and learn.step_cost.step is None
+
+
+# --- names, and the command line
+# ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_by_name_is_the_packaged_one():
+    m, line, _ = named_model('fashion_mnist_vit_robust')
+    assert m.card.robust and 'fashion_mnist_vit_robust' in line
+    with pytest.raises(ValueError, match='no model'):
+        named_model('resnet_of_mine')
+
+
+def test_a_timm_model_with_a_file_of_weights(tmp_path):
+    spec = 'vit_tiny_patch16_224(patch_size=7,depth=1,embed_dim=32,num_heads=2,img_size=28,in_chans=1)'
+    net = timm_model(spec, num_classes=10)
+    torch.save(net.state_dict(), tmp_path / 'w.pth')
+    found, line, _ = named_model(f'{spec}@{tmp_path}/w.pth')
+    x = torch.rand(2, 1, 28, 28)
+    assert torch.equal(unwrap(found)(x), net.eval()(x)) and 'w.pth' in line
+
+
+def test_class_names_of_another_order_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, 'named_model', lambda *a, **kw: (tiny_vit(), 'mine', FASHION[::-1]))
+    with pytest.raises(SystemExit, match='mine knows the classes Ankle boot.*same classes in the same order'):
+        robust_compare('mine=mine.pkl', profile='smoke', attacks='fgsm', out=str(tmp_path / 'c'))
+
+
+def test_the_command(tmp_path, capsys):
+    run = lambda *models, **kw: robust_compare(*models, profile='smoke', n=32, attacks='fgsm', out=str(tmp_path), **kw)
+    run('plain=fashion_mnist_vit', 'robust=fashion_mnist_vit_robust', corruptions='fog', severities='1,2')
+    said = capsys.readouterr().out
+    assert 'FGSM(0.1)' in said and 'n=32' in said and re.search(r'robust +white box', said)
+    t = pd.read_csv(tmp_path / 'compare.csv', index_col='model')
+    assert t.loc['robust', 'FGSM(0.1)'] > t.loc['plain', 'FGSM(0.1)']
+    assert (tmp_path / 'plain' / 'corruptions' / 'report.json').exists()
+
+
+@pytest.mark.parametrize(
+    'models,says',
+    [
+        ([], 'which models'),
+        (['fashion_mnist_vit', 'fashion_mnist_vit'], 'give each a label'),
+        (['mine.pth'], 'NAME@mine.pth'),
+        (['vit_tiny_patch16_24'], 'near: vit_tiny_patch16_224'),
+    ],
+)
+def test_the_command_names_what_is_wrong(models, says, tmp_path):
+    with pytest.raises(SystemExit, match=says):
+        robust_compare(*models, profile='smoke', attacks='fgsm', out=str(tmp_path))
