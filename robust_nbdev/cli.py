@@ -1314,30 +1314,21 @@ def robust_reproduce(
 
 # %% ../nbs/08_cli.ipynb #a6695c38
 def named_model(
-    # A file of `learn.export` (.pkl); a model of this package (`fashion_mnist_vit_robust`, see `small_cards`); a timm
-    # model with a file of weights, `NAME@FILE`; or a timm model with timm's own weights, `NAME`
+    # A file of `learn.export` (.pkl); a model of this package (`fashion_mnist_vit_robust`, see `small_cards`); a Hugging
+    # Face folder; a timm model with a file of weights, `NAME@FILE`; or a timm model with timm's own weights, `NAME`
     spec: str,
     classes: int = None,  # Classes of the images, where nothing else says them
     **kw,  # For `timm_model`: size, in_chans
-) -> tuple:  # (model for images in [0,1], a line about it, its class names or None)
+) -> Found:  # The model, a line about it, and what is known
     "A finished model by its name; raises ValueError or OSError for what cannot be had"
-    if spec in small_cards().index:
-        data = 'cifar10' if spec.startswith('cifar10') else 'fashion_mnist'
-        name, robust = spec.removeprefix(f'{data}_').removesuffix('_robust'), spec.endswith('_robust')
-        net = small_model(name, robust, data)
-        convs = [n for n, o in unwrap(net).named_modules() if isinstance(o, nn.Conv2d)]
-        unwrap(net).default_cfg = dict(first_conv=convs[0])  # so that its channels are known
-        return net, f'{spec}, weights of this package', None
     if Path(spec).suffix == '.pkl':
-        return eval_model(checkpoint=spec)
+        return find_model(checkpoint=spec)
     if Path(spec).suffix in ('.pth', '.pt', '.safetensors') and '@' not in spec:
         raise ValueError(f'{spec} has weights, and which model they are of is not known: write NAME@{spec}')
-    if Path(spec).expanduser().is_dir():
-        return eval_model(spec)
+    if small_key(spec) or Path(spec).expanduser().is_dir():
+        return find_model(spec)
     name, _, file = spec.partition('@')
-    if file:
-        return eval_model(name, file, classes=classes, **kw)
-    return eval_model(name, pretrained=True, classes=classes, **kw)
+    return find_model(name, file or None, pretrained=not file, classes=classes, **kw)
 
 
 def _labelled(spec):
@@ -1389,7 +1380,7 @@ def run_compare(  # noqa: PLR0913
     for label, spec in map(_labelled, models):
         if label in nets:
             raise ValueError(f'two models are called {label}: give each a label, first={spec}')
-        net, what, vocab = named_model(spec, len(src.vocab), size=size)
+        net, what, vocab = named_model(spec, len(src.vocab), size=size)[:3]
         if vocab is None:
             net, what = of_imagenet(net, src.vocab, what)
         nets[label] = net.to(ifnone(s.device, default_device()))

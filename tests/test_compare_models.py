@@ -247,7 +247,7 @@ def test_an_interrupted_fit_leaves_nothing():
 
 
 def test_a_model_by_name_is_the_packaged_one():
-    m, line, _ = named_model('fashion_mnist_vit_robust')
+    m, line = named_model('fashion_mnist_vit_robust')[:2]
     assert m.card.robust and 'fashion_mnist_vit_robust' in line
     with pytest.raises(ValueError, match='no model'):
         named_model('resnet_of_mine')
@@ -257,7 +257,7 @@ def test_a_timm_model_with_a_file_of_weights(tmp_path):
     spec = 'vit_tiny_patch16_224(patch_size=7,depth=1,embed_dim=32,num_heads=2,img_size=28,in_chans=1)'
     net = timm_model(spec, num_classes=10)
     torch.save(net.state_dict(), tmp_path / 'w.pth')
-    found, line, _ = named_model(f'{spec}@{tmp_path}/w.pth')
+    found, line = named_model(f'{spec}@{tmp_path}/w.pth')[:2]
     x = torch.rand(2, 1, 28, 28)
     assert torch.equal(unwrap(found)(x), net.eval()(x)) and 'w.pth' in line
 
