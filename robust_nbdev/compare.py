@@ -523,14 +523,13 @@ def plot(
     ax = ax or plt.subplots(figsize=(7, 4.5), layout='constrained')[1]
     for i, s in enumerate(self.sides):
         (x, dx), (y, dy) = [_with_interval(s.column(k)) for k in ('clean', self.judged)]
-        bars = dict(xerr=dx, yerr=dy, fmt=_markers[s.threat], color=f'C{i % 10}', elinewidth=0.8, alpha=0.8)
-        ax.errorbar([x], [y], **bars)
-        ax.annotate(s.name, (x, y), xytext=(4, 4), textcoords='offset points', fontsize=8)
+        bars = dict(xerr=dx, yerr=dy, fmt=_markers[s.threat], color=plt.get_cmap('tab20')(i % 20), elinewidth=0.8)
+        ax.errorbar([x], [y], label=s.name, **bars)
     for threat in dict.fromkeys(s.threat for s in self.sides):
         ax.plot([], [], _markers[threat], color='grey', label=threat)
     n, under = len(self.first.verdicts['clean']), self.short.get(self.judged, self.judged)
     ax.set(xlabel=f'clean accuracy %, n={n}', ylabel=f'accuracy %, {under}')
-    ax.legend(fontsize=8)
+    ax.legend(fontsize=8, loc='center left', bbox_to_anchor=(1, 0.5))
     return ax
 
 

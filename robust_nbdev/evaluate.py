@@ -136,7 +136,7 @@ class Report:
             yield r
             for p in r.get('parts', []):
                 share = dict(accuracy=p['left'] / r['n'], low=None, passes=None, seconds=p['seconds'])
-                yield {**r, 'attack': f'- {p["attack"]}', **share}
+                yield {**r, 'attack': f'- {p["attack"]}', **share, **dict.fromkeys(self.own)}
 
     def _table(self):
         d = pd.DataFrame(list(self._lines()), columns=[*self.columns, *self.own])

@@ -264,6 +264,12 @@ def test_a_column_of_ones_own_is_one_function(dls, tmp_path):
         rep.add_column('seconds', lambda *o: 0)
 
 
+def test_members_of_an_ensemble_have_no_value_of_ones_own(dls):
+    aa = everything.AutoAttack(E, attacks=[PGD(E, steps=1, alpha=0.001, rand=False), FGSM(E)])
+    rep = robust_report(flipped(), dls.valid, [aa]).add_column('half', lambda row, ok, pred: 0.5)
+    assert [l.split()[-1] == '0.5' for l in repr(rep).splitlines()[2:6]] == [True, True, False, False]
+
+
 def test_passes_mean_one_thing(dls):
     rep = robust_report(flipped(), dls.valid, [PGD(0.001, steps=5)])
     printed = [float(l.split()[-2]) for l in repr(rep).splitlines()[2:4]]
