@@ -6,8 +6,9 @@
 __all__ = ['n_occluded', 'patch_size', 'occlude', 'patch_cover', 'random_keep', 'keep_mask', 'attn_cos', 'patch_blocks',
            'PatchOcclusion', 'occlusion_for', 'align_loss', 'patch_effects', 'ascend', 'corruption_optim',
            'fit_corruption', 'AFAT', 'Occlusion', 'RankedOcclusion', 'GreedyOcclusion', 'show_occlusion',
-           'mask_accuracy', 'PatchAugment', 'AfatRecipe', 'AugmentPass', 'afat_recipe', 'images_for_afat',
-           'trained_afat', 'own_occluder', 'occluder_run', 'patches_run', 'corruptions_run', 'strong_run']
+           'mask_accuracy', 'PatchAugment', 'AfatRecipe', 'TimmAugment', 'AugmentPass', 'afat_recipe',
+           'images_for_afat', 'trained_afat', 'own_occluder', 'occluder_run', 'patches_run', 'corruptions_run',
+           'strong_run']
 
 # %% ../nbs/05_afat.ipynb #976ddaac
 import hashlib, json, math, warnings
@@ -17,6 +18,13 @@ import matplotlib.pyplot as plt
 import timm
 from fastai.basics import *
 from fastai.learner import load_model, save_model
+from fastai.callback.mixup import MixUp
+from fastai.callback.schedule import ParamScheduler, SchedCos, SchedLin, SchedNo, combine_scheds
+from timm.data import Mixup
+from timm.data.random_erasing import RandomErasing
+from timm.data.auto_augment import rand_augment_transform
+from fastai.vision.augment import FlipItem, RandomResizedCrop
+from torchvision.transforms.functional import to_pil_image, to_tensor
 from timm.models.cait import Cait
 from timm.models.xcit import Xcit
 from .core import *
@@ -32,7 +40,6 @@ from .datasets import *
 from .corruptions import *
 from .experiments import *
 from .experiments import _code_of
-from .xcit_recipe import *
 
 # %% ../nbs/05_afat.ipynb #ba8d6498
 def n_occluded(
@@ -778,8 +785,8 @@ def load_state_dict(
 
 # %% ../nbs/05_afat.ipynb #0b806ff2
 def _beside(learn, file):
-    "Where the state of AFAT is kept: next to the Learner's file; None where the Learner has no AFAT"
-    if not hasattr(learn, 'afat') or not isinstance(file, (str, Path)):
+    "Where the state of AFAT is kept: next to the Learner's file; None where that is no file"
+    if not isinstance(file, (str, Path)):
         return None
     path = join_path_file(file, learn.path / learn.model_dir, ext='.pth')
     return path.with_name(f'afat_{path.name}')
@@ -792,9 +799,12 @@ def save(
     file,  # Name or path of the file, without `.pth`
     **kwargs,
 ) -> Path:  # Of the file
-    "fastai's `save`; the state of `AFAT` goes into a file beside it"
+    "fastai's `save`; the state of `AFAT`, where the Learner has it, goes into a file beside it"
     path, beside = self._orig_save(file, **kwargs), _beside(self, file)
-    if beside and not rank_distrib():
+    if beside is None or rank_distrib():
+        return path
+    beside.unlink(missing_ok=True)  # it would belong to the weights that were just replaced
+    if any(isinstance(c, AFAT) for c in self.cbs):
         torch.save(self.afat.state_dict(), beside)
     return path
 
@@ -810,7 +820,7 @@ def load(
     "fastai's `load`; the state of `AFAT` comes from the file beside it, where there is one"
     self._orig_load(file, device, **kwargs)
     beside = _beside(self, file)
-    if beside and beside.exists():
+    if beside and beside.exists() and any(isinstance(c, AFAT) for c in self.cbs):
         rows = self.afat.rows
         self.afat.load_state_dict(torch.load(beside, map_location=self.dls.device, weights_only=True))
         self.afat.rows = rows or self.afat.rows
@@ -1071,12 +1081,42 @@ def _crop(o, cut, shift, flip):
 
 # %% ../nbs/05_afat.ipynb #527c4b4c
 @dataclass(frozen=True, repr=False)
-class AfatRecipe(XcitRecipe):
+class AfatRecipe(Value):
     "All settings of one training of the paper, those of `AFAT` aside; `afat_recipe` makes them, `but` changes them"
 
-    ema: float = 0.0  # Decay of the averaged weights; 0: none
-    patch_augment: bool = False  # Send images that `PatchAugment` has changed through the model?
+    net: str  # As timm knows it
+    mean: tuple  # Statistics inside the model
+    std: tuple  # The same
+    bs: int = 2048  # Images per step, all devices together
+    lr: float = 5e-4  # Highest learning rate at 512 images a step; it grows with their number
+    warmup: float = 5  # Epochs in which the learning rate rises
+    warmup_lr: float = 1e-6  # First learning rate
+    min_lr: float = 1e-5  # Last learning rate
+    epochs: int = 300  # Length of warm-up and cosine
+    cooldown: int = 10  # Epochs at the last learning rate
+    wd: float = 0.05  # Weight decay of AdamW
+    drop_path: float = 0.1  # Largest share of dropped residual branches
+    smoothing: float = 0.1  # Of the labels
+    randaug: str = 'rand-m9-mstd0.5-inc1'  # RandAugment in timm's notation; empty: none
+    erase: float = 0.25  # Share of images with an erased rectangle
+    mixup: float = 0.8  # Alpha of mixup; for each batch either it or cutmix
+    cutmix: float = 1.0  # Alpha of cutmix
+    ema: float = 0.99996  # Decay of the averaged weights
+    patch_augment: bool = True  # Send images that `PatchAugment` has changed through the model?
     half: bool = True  # Train in bfloat16, where there is a GPU?
+    distorted: float = 0.0  # Share of each batch that the task has of images distorted by DeepAugment
+
+    @property
+    def total(self):
+        "Epochs in all"
+        return self.epochs + self.cooldown
+
+    def peak_lr(
+        self,
+        bs: int = None,  # Images per step; None: the recipe's own
+    ) -> float:  # By the rule for batch sizes
+        "The highest learning rate at this batch size"
+        return self.lr * (bs or self.bs) / 512
 
     def model(
         self,
@@ -1087,18 +1127,43 @@ class AfatRecipe(XcitRecipe):
     ) -> nn.Module:  # With new weights
         "The model of this name"
         kw = dict(img_size=side, num_classes=classes, in_chans=chans, drop_path_rate=self.drop_path)
-        return Normalized(timm.create_model(self.size, **kw, **kwargs), self.mean, self.std)
-
-    def callbacks(
-        self,
-        bs: int = None,  # Images per step; None: the recipe's own
-    ) -> list:  # Of fastai callbacks
-        "What the recipe adds to a fit"
-        cbs = XcitRecipe.callbacks(self, bs)
-        return cbs + [EMA(self.ema)] * bool(self.ema) + [AugmentPass()] * self.patch_augment
+        return Normalized(timm.create_model(self.net, **kw, **kwargs), self.mean, self.std)
 
     def __repr__(self):
-        return super().__repr__().replace('XcitRecipe', 'AfatRecipe', 1)
+        return (
+            f'AfatRecipe({self.net}: {self.epochs:g}+{self.cooldown:g} epochs, lr {self.peak_lr():g} at {self.bs}, '
+            f'{self.warmup_lr:g} for {self.warmup:g} epochs first, {self.min_lr:g} last; wd {self.wd:g}, '
+            f'drop path {self.drop_path:g}; {self.randaug}, erase {self.erase:g}, mixup {self.mixup:g}, '
+            f'cutmix {self.cutmix:g}, smoothing {self.smoothing:g}, patch augmentation {self.patch_augment}; '
+            f'ema {self.ema:g})'
+        )
+
+# %% ../nbs/05_afat.ipynb #271c20b4
+class TimmAugment(Callback):
+    "timm's RandAugment, erasing, and mixup or cutmix, on batches of training images; labels become shares of classes"
+
+    order, run_valid = MixUp.order - 0.75, False
+
+    def __init__(
+        self,
+        r: AfatRecipe,  # Says how much
+    ):
+        self.r = r
+        # at 10, timm would keep 0 bits of a posterized image, which newer Pillows refuse
+        self.randaug = r.randaug and rand_augment_transform(r.randaug, dict(magnitude_max=9.9))
+
+    def before_batch(self):
+        "Augment images, mix images and labels"
+        r, x, y = self.r, self.x.as_subclass(Tensor), self.y.as_subclass(Tensor)
+        if self.randaug:
+            colour = x.cpu().expand(-1, 3, -1, -1)
+            x = torch.stack([to_tensor(self.randaug(to_pil_image(o))) for o in colour])[:, : x.shape[1]].to(x)
+        if r.erase:
+            x = RandomErasing(r.erase, mode='pixel', device=x.device)(x.clone()).clamp(0, 1)
+        mix = Mixup(r.mixup, r.cutmix, label_smoothing=r.smoothing, num_classes=self.dls.c)
+        even = len(x) - len(x) % 2  # timm mixes an even number of images
+        x, y = mix(x[:even].clone(), y[:even])
+        self.learn.xb, self.learn.yb = (x,), (y.to(x),)
 
 
 class AugmentPass(AdvCallback):
@@ -1112,19 +1177,64 @@ class AugmentPass(AdvCallback):
         with torch.no_grad(), self.amp():
             outputs(self.victim, x)
 
+# %% ../nbs/05_afat.ipynb #a5bec966
+@patch
+def callbacks(
+    self: AfatRecipe,
+    bs: int = None,  # Images per step; None: the recipe's own
+) -> list:  # Of fastai callbacks
+    "What the recipe adds to a fit: augmentation, averaged weights, the schedule of the learning rate"
+    peak = self.peak_lr(bs)
+    parts = [SchedLin(self.warmup_lr, peak), SchedCos(peak, self.min_lr), SchedNo(self.min_lr, self.min_lr)]
+    warm, cool = self.warmup / self.total, self.cooldown / self.total
+    lengths = [warm, 1 - warm - cool, cool]
+    used = [(k, o) for k, o in zip(lengths, parts) if k > 0]
+    schedule = combine_scheds(*zip(*used)) if len(used) > 1 else used[0][1]
+    passes = [AugmentPass()] if self.patch_augment else []
+    return [TimmAugment(self), NoDecay(), EMA(self.ema), ParamScheduler(dict(lr=schedule)), *passes]
+
+
+@patch
+def learner(
+    self: AfatRecipe,
+    dls: DataLoaders,  # With images in [0,1]
+    model: nn.Module = None,  # None: the recipe's own
+    **kwargs,  # For `Learner`
+) -> Learner:  # Its `fit_one_cycle` and `fit` are as always; the recipe's training is `r.fit(learn)`
+    "A Learner with the model and the optimiser of the recipe"
+    if model is None:
+        x, _ = dls.valid.one_batch()
+        model = self.model(x.shape[-1], dls.c, x.shape[1])
+    learn = Learner(dls, model, loss_func=nn.CrossEntropyLoss(), opt_func=_adamw, wd=self.wd, **kwargs)
+    return learn.to_bf16() if self.half and torch.cuda.is_available() else learn
+
+
+_adamw = partial(Adam, mom=0.9, sqr_mom=0.999, eps=1e-8)
+
+
+@patch
+def fit(
+    self: AfatRecipe,
+    learn: Learner,  # From `learner`; with `AFAT`, or without for the baseline
+    epochs: int = None,  # In all: warm-up and cool-down shrink alike; None: the recipe's own
+    cbs=None,  # More callbacks, for this fit
+    **kwargs,  # For `Learner.fit`
+):
+    "Train by the recipe; the weights at the end are those of the last step, `learn.ema.avg` has their average"
+    bs = learn.dls.train.bs * max(num_distrib(), 1)
+    learn.fit(epochs or self.total, self.peak_lr(bs), cbs=[*self.callbacks(bs), *L(cbs)], **kwargs)
+
 # %% ../nbs/05_afat.ipynb #9e1f171a
-_AUGS = dict(jitter=0.4, mixup=0.8, cutmix=1.0, randaug='rand-m9-mstd0.5-inc1')
-_RVT = dict(warmup=5, min_lr=1e-5, drop_path=0.1, erase=0.25, ema=0.99996, patch_augment=True)
-_FAN = dict(warmup=10, min_lr=1e-6, erase=0.3, ema=0.99992)
+_FAN = dict(warmup=10, min_lr=1e-6, erase=0.3, ema=0.99992, patch_augment=False)
 _MODELS = dict(
-    rvt_tiny_plus=_RVT,
-    rvt_small_plus=_RVT,
-    rvt_base_plus=dict(_RVT, half=False),
-    fan_tiny_8_p4_hybrid=dict(_FAN, drop_path=0.1),
+    rvt_tiny_plus={},
+    rvt_small_plus={},
+    rvt_base_plus=dict(half=False),
+    fan_tiny_8_p4_hybrid=_FAN,
     fan_small_12_p4_hybrid=dict(_FAN, drop_path=0.25, bs=4096),
     fan_base_16_p4_hybrid=dict(_FAN, drop_path=0.35, bs=4096),
 )
-_ENLARGED = dict(bs=128, epochs=200, cooldown=0, warmup=0, min_lr=1e-5, patch_augment=True, extra=2 / 3)
+_ENLARGED = dict(bs=128, epochs=200, cooldown=0, warmup=0, min_lr=1e-5, patch_augment=True, distorted=2 / 3)
 _STATS = dict(
     imagenet=dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
     cifar=dict(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616)),
@@ -1136,15 +1246,13 @@ def afat_recipe(
     task: str = 'imagenet',  # `'imagenet'`; or `'cifar'`, whose images are enlarged to 224 pixels
 ) -> AfatRecipe:  # Ready to be changed, `r.but(...)`
     """The settings of the published code for one of its trainings. The paper names 2048 images a step and a learning
-    rate of .002 for all; two of the FANs have 4096 and .004. `'cifar'` is meant for batches of which two thirds are
-    copies that DeepAugment has distorted, see `Blend`"""
+    rate of .002 for all; two of the FANs have 4096 and .004. `'cifar'` is meant for data of which two thirds are
+    copies that DeepAugment has distorted"""
     if net not in _MODELS:
         raise ValueError(f'net must be one of {list(_MODELS)}, got {net!r}')
     if task not in _STATS:
         raise ValueError(f'task must be one of {list(_STATS)}, got {task!r}')
-    usual = dict(size=net, method='clean', bs=2048, epochs=300, cooldown=10, wd=0.05, best='last', bn_clean=False)
-    own = merge(_MODELS[net], _ENLARGED if task == 'cifar' else {})
-    return AfatRecipe(**merge(usual, _AUGS, _STATS[task], own))
+    return AfatRecipe(net, **merge(_STATS[task], _MODELS[net], _ENLARGED if task == 'cifar' else {}))
 
 # %% ../nbs/05_afat.ipynb #51aef315
 _NETS = {
@@ -1190,9 +1298,7 @@ def _training(how, dls):
         return learn, lambda **o: learn.fit_one_cycle(how['epochs'], how['lr'], **o)
     r = afat_recipe(name, how['recipe'])
     learn = r.learner(dls, r.model(x.shape[-1], dls.c, x.shape[1], **_shape(how)), **kw)
-    if r.half and torch.cuda.is_available():
-        learn.to_bf16()
-    return learn, lambda **o: learn.fit_recipe(epochs=how['epochs'], **o)
+    return learn, lambda **o: r.fit(learn, how['epochs'], **o)
 
 # %% ../nbs/05_afat.ipynb #fbe1683a
 _TRAINED_BY = 'net method epochs dataset side recipe blocks n_train bs lr lam occlude corruption_lr fill seed'.split()
@@ -1202,13 +1308,12 @@ def images_for_afat(
     how: dict,  # Key of a run
 ) -> DataLoaders:  # In [0,1], not augmented
     "The images that a run trains and is measured on"
-    name, kw = (
-        how['dataset'],
-        dict(n_train=how['n_train'], n_valid=how['n'], bs=how['bs'], path=settings().get(how['dataset'])),
-    )
+    name = how['dataset']
+    kw = dict(n_train=how['n_train'], n_valid=how['n'], bs=how['bs'], path=settings().get(name))
     if name == 'fashion_mnist':
         return fashion_mnist(full=(how['n_train'] or 60000) > 6000, **kw)
-    return dataset(name, size=how['side'], batch_tfms=None, **kw)
+    cut = None if how['recipe'] == 'short' else [RandomResizedCrop(how['side'], min_scale=0.08), FlipItem()]
+    return dataset(name, size=how['side'], item_tfms=cut, batch_tfms=None, **kw)
 
 
 def trained_afat(

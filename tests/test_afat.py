@@ -437,6 +437,16 @@ def test_a_learner_keeps_its_own_table_when_it_loads(tmp_path):
     assert torch.equal(flat(l.afat.corruption), before) and l.afat.df.epoch.tolist() == [0, 1, 2]
 
 
+def test_weights_saved_without_afat_are_not_loaded_with_an_older_adversary(tmp_path):
+    l = resumable(tmp_path)
+    l.fit(1)
+    l.save('m')
+    learner(path=tmp_path).save('m')
+    fresh = resumable(tmp_path)
+    fresh.load('m', with_opt=False)
+    assert fresh.afat.corruption is None
+
+
 def test_a_corruption_model_alone_knows_its_epochs():
     m, data = tiny_vit(), (images(), torch.arange(4))
     c, _ = fit_corruption(m, data, epochs=3)
@@ -474,12 +484,13 @@ def test_recipes_have_the_numbers_of_the_published_code():
 def test_each_recipe_takes_a_step(net):
     x = torch.rand(4, 3, 224, 224)
     dls = DataLoaders.from_dsets(list(zip(x, range(4))), list(zip(x, range(4))), bs=4)
+    dls.c = 4
     r = afat_recipe(net)
     few = dict(depth=1) if net.startswith('fan') else dict(depths=(1, 1) if 'tiny' in net else (1,))
     l = r.learner(dls, r.model(224, 4, **few), cbs=AFAT())
     before = flat(l.model)
     with l.no_bar(), l.no_logging():
-        l.fit_recipe(epochs=1)
+        r.fit(l, 1)
     assert not torch.equal(flat(l.model), before) and l.afat.df.align_loss[0] > 0
 
 
