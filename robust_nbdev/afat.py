@@ -6,9 +6,8 @@
 __all__ = ['n_occluded', 'patch_size', 'occlude', 'patch_cover', 'random_keep', 'keep_mask', 'attn_cos', 'patch_blocks',
            'PatchOcclusion', 'occlusion_for', 'align_loss', 'patch_effects', 'ascend', 'corruption_optim',
            'fit_corruption', 'AFAT', 'Occlusion', 'RankedOcclusion', 'GreedyOcclusion', 'show_occlusion',
-           'mask_accuracy', 'PatchAugment', 'AfatRecipe', 'TimmAugment', 'AugmentPass', 'afat_recipe',
-           'images_for_afat', 'trained_afat', 'own_occluder', 'occluder_run', 'patches_run', 'corruptions_run',
-           'strong_run']
+           'mask_accuracy', 'PatchAugment', 'AfatRecipe', 'afat_recipe', 'images_for_afat', 'trained_afat',
+           'own_occluder', 'occluder_run', 'patches_run', 'corruptions_run', 'strong_run']
 
 # %% ../nbs/05_afat.ipynb #976ddaac
 import hashlib, json, math, warnings
@@ -1139,7 +1138,7 @@ class AfatRecipe(Value):
         )
 
 # %% ../nbs/05_afat.ipynb #271c20b4
-class TimmAugment(Callback):
+class _TimmAugment(Callback):
     "timm's RandAugment, erasing, and mixup or cutmix, on batches of training images; labels become shares of classes"
 
     order, run_valid = MixUp.order - 0.75, False
@@ -1166,7 +1165,7 @@ class TimmAugment(Callback):
         self.learn.xb, self.learn.yb = (x,), (y.to(x),)
 
 
-class AugmentPass(AdvCallback):
+class _AugmentPass(AdvCallback):
     "Send images that `PatchAugment` has changed through the model, for the statistics of its batch norm alone"
 
     order = AdvTrain.order - 0.25
@@ -1190,8 +1189,8 @@ def callbacks(
     lengths = [warm, 1 - warm - cool, cool]
     used = [(k, o) for k, o in zip(lengths, parts) if k > 0]
     schedule = combine_scheds(*zip(*used)) if len(used) > 1 else used[0][1]
-    passes = [AugmentPass()] if self.patch_augment else []
-    return [TimmAugment(self), NoDecay(), EMA(self.ema), ParamScheduler(dict(lr=schedule)), *passes]
+    passes = [_AugmentPass()] if self.patch_augment else []
+    return [_TimmAugment(self), NoDecay(), EMA(self.ema), ParamScheduler(dict(lr=schedule)), *passes]
 
 
 @patch

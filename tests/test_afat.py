@@ -31,6 +31,7 @@ from robust_nbdev.vit import *
 from robust_nbdev.attacks import *
 from robust_nbdev.patch_attacks import *
 from robust_nbdev.adv_train import *
+from robust_nbdev import afat
 from robust_nbdev.afat import *
 from robust_nbdev.rvt_fan import *
 from robust_nbdev.datasets import fashion_mnist
@@ -497,7 +498,7 @@ def test_each_recipe_takes_a_step(net):
 def test_images_of_the_augmentation_reach_the_statistics_alone():
     m = Normalized(timm.create_model('rvt_nano_plus', img_size=28, in_chans=1, num_classes=4), [0.5], [0.5])
     weights = [p.detach().clone() for p in m.parameters()]
-    l = learner([AugmentPass()], model=m, lr=0.0)
+    l = learner([afat._AugmentPass()], model=m, lr=0.0)
     with l.no_bar(), l.no_logging():
         l.fit(1)
     assert all(torch.equal(a, b) for a, b in zip(weights, m.parameters()))
