@@ -4,15 +4,26 @@
 
 # %% auto #0
 __all__ = ['n_occluded', 'patch_size', 'occlude', 'patch_cover', 'random_keep', 'keep_mask', 'attn_cos', 'patch_blocks',
-           'PatchOcclusion', 'occlusion_for', 'align_loss', 'ascend', 'corruption_optim', 'fit_corruption', 'AFAT',
-           'Occlusion', 'GreedyOcclusion', 'show_occlusion', 'mask_accuracy', 'PatchAugment']
+           'PatchOcclusion', 'occlusion_for', 'align_loss', 'patch_effects', 'ascend', 'corruption_optim',
+           'fit_corruption', 'AFAT', 'Occlusion', 'RankedOcclusion', 'GreedyOcclusion', 'show_occlusion',
+           'mask_accuracy', 'PatchAugment', 'AfatRecipe', 'afat_recipe', 'images_for_afat', 'trained_afat',
+           'own_occluder', 'occluder_run', 'patches_run', 'corruptions_run', 'strong_run']
 
 # %% ../nbs/05_afat.ipynb #976ddaac
-import math, warnings
+import hashlib, json, math, warnings
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 import matplotlib.pyplot as plt
+import timm
 from fastai.basics import *
+from fastai.learner import load_model, save_model
+from fastai.callback.mixup import MixUp
+from fastai.callback.schedule import ParamScheduler, SchedCos, SchedLin, SchedNo, combine_scheds
+from timm.data import Mixup
+from timm.data.random_erasing import RandomErasing
+from timm.data.auto_augment import rand_augment_transform
+from fastai.vision.augment import FlipItem, RandomResizedCrop
+from torchvision.transforms.functional import to_pil_image, to_tensor
 from timm.models.cait import Cait
 from timm.models.xcit import Xcit
 from .core import *
@@ -23,6 +34,11 @@ from .patch_attacks import *
 from .adv_train import *
 from .evaluate import *
 from .evaluate import _names
+from .eval_data import *
+from .datasets import *
+from .corruptions import *
+from .experiments import *
+from .experiments import _code_of
 
 # %% ../nbs/05_afat.ipynb #ba8d6498
 def n_occluded(
@@ -113,16 +129,33 @@ def random_keep(
 def keep_mask(
     scores: Tensor,  # [B,N]
     k: int,  # How many to occlude: exactly that many, the lowest
-    # Gradient of the step: `'identity'`, `'clip'` (to [-1,1], as the published code) or `'sign'`
-    ste: str = 'identity',
+    # Gradient of the step: `'relative'`, `'identity'`, `'clip'` (to [-1,1], as the published code) or `'sign'`
+    ste: str = 'relative',
 ) -> Tensor:  # [B,N], 1 for a patch to keep, 0 for one to occlude
-    "The binariser, with a straight-through gradient"
+    """The binariser, with a straight-through gradient. `'relative'` compares the covered patches of an image with
+    their mean (one alone: with those of the batch) and leaves the others as they are"""
     if ste not in _STE:
         raise ValueError(f'ste must be one of {list(_STE)}, got {ste!r}')
     return _Keep.apply(scores, k, ste)
 
 
-_STE = dict(identity=noop, clip=lambda g: g.clamp(-1, 1), sign=torch.sign)
+def _relative(g, keep):
+    "The gradient at the covered patches, less its mean over those of the image"
+    covered = (keep == 0).to(g)
+    k = covered.sum(1, keepdim=True)
+    if k.max() > 1:
+        mean = (g * covered).sum(1, keepdim=True) / k.clamp(min=1)
+    else:
+        mean = (g * covered).sum() / k.sum().clamp(min=1)
+    return (g - mean) * covered
+
+
+_STE = dict(
+    relative=_relative,
+    identity=lambda g, keep: g,
+    clip=lambda g, keep: g.clamp(-1, 1),
+    sign=lambda g, keep: g.sign(),
+)
 
 
 class _Keep(torch.autograd.Function):
@@ -130,11 +163,13 @@ class _Keep(torch.autograd.Function):
     def forward(ctx, scores, k, ste):
         ctx.ste = ste
         lowest = scores.topk(k, largest=False).indices
-        return torch.ones_like(scores).scatter_(1, lowest, 0)
+        keep = torch.ones_like(scores).scatter_(1, lowest, 0)
+        ctx.save_for_backward(keep)
+        return keep
 
     @staticmethod
     def backward(ctx, g):
-        return _STE[ctx.ste](g), None, None
+        return _STE[ctx.ste](g, *ctx.saved_tensors), None, None
 
 # %% ../nbs/05_afat.ipynb #47fcbe04
 def attn_cos(
@@ -168,7 +203,7 @@ class PatchOcclusion(nn.Module):
         in_chans: int = 3,  # Channels
         mean=0.0,  # Subtracted from the images, a number or one per channel
         std=1.0,  # The images are divided by it
-        ste: str = 'identity',  # Gradient of the binariser, see `keep_mask`
+        ste: str = 'relative',  # Gradient of the binariser, see `keep_mask`
     ):
         super().__init__()
         n = math.prod(grid)
@@ -177,6 +212,7 @@ class PatchOcclusion(nn.Module):
         self.fc = nn.Linear(n, n, bias=False)
         for name, v in dict(mean=mean, std=std).items():
             self.register_buffer(name, torch.as_tensor(v, dtype=torch.float32).reshape(-1, 1, 1))
+        self.register_buffer('epochs', torch.zeros((), dtype=torch.long))  # that `fit_corruption` has trained it
         _refuse_grey_levels(self.mean, self.std)
 
     def scores(
@@ -209,7 +245,7 @@ def occlusion_for(
     model: nn.Module,  # A timm transformer, maybe inside `Normalized`
     x: Tensor,  # Images [B,C,H,W]
     seed: int = 0,  # Of the weights; the global random state is left as it was
-    ste: str = 'identity',  # See `keep_mask`
+    ste: str = 'relative',  # See `keep_mask`
     patch: tuple = None,  # Height and width in pixels; None: the model's own patches
 ) -> PatchOcclusion:  # On the device of `x`
     "A fresh corruption model that fits a model and its images"
@@ -235,6 +271,39 @@ def align_loss(
     if how == 'sum':
         d = d * tensor([o[0].numel() for o in f]).to(d)
     return d.mean()
+
+# %% ../nbs/05_afat.ipynb #28c4cb76
+_EFFECTS = ('single', 'gradient')
+
+
+def patch_effects(
+    model: nn.Module,  # A timm transformer, maybe inside `Normalized`; left as it was
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+    cover: Tensor,  # What covers a patch, see `patch_cover`
+    patch: tuple,  # Height and width of a patch in pixels
+    # `'single'`: the alignment loss with this patch covered, N forward passes; `'gradient'`: one estimate for all, the
+    # gradient of the alignment loss where each patch is covered by half
+    how: str = 'single',
+) -> Tensor:  # [B,N]; the higher, the more the patch moves the features
+    "How much each patch moves the features of its image"
+    if how not in _EFFECTS:
+        raise ValueError(f'how must be one of {list(_EFFECTS)}, got {how!r}')
+    n = math.prod(s // p for s, p in zip(x.shape[-2:], patch))
+
+    def moved(keep):
+        features = block_outputs(model, occlude(x, keep, patch, cover))[:last]
+        return torch.stack([(a.float() - b.float()).pow(2).flatten(1).mean(1) for a, b in zip(clean, features)]).mean(0)
+
+    last = len(patch_blocks(model))
+    with attack_mode(model):
+        with torch.no_grad():
+            clean = block_outputs(model, x)[:last]
+        if how == 'single':
+            with torch.no_grad():
+                return torch.stack([moved(1 - one.expand(len(x), -1)) for one in torch.eye(n).to(x)], 1)
+        half = x.new_full((len(x), n), 0.5).requires_grad_()
+        with torch.enable_grad():
+            return -torch.autograd.grad(moved(half).sum(), half)[0]
 
 # %% ../nbs/05_afat.ipynb #6c9751ff
 def ascend(
@@ -278,7 +347,7 @@ def fit_corruption(  # noqa: PLR0913
     _check_read(model)
     losses, optim = [], None
     device = next(model.parameters()).device
-    done = getattr(corruption, 'epochs', 0)
+    done = int(getattr(corruption, 'epochs', 0))
     for epoch in range(done, done + epochs):
         for _, x, _ in eval_batches(data, bs=bs, device=device):
             x = check_images(x, model)
@@ -294,7 +363,7 @@ def fit_corruption(  # noqa: PLR0913
             losses.append(loss.item())
             ascend(corruption, optim)
     if corruption is not None:
-        corruption.epochs = done + epochs
+        corruption.epochs = getattr(corruption, 'epochs', 0) + epochs
     return corruption, losses
 
 
@@ -314,7 +383,7 @@ def _halves(model, x):
     return list(zip(*[o.chunk(2) for o in features]))
 
 # %% ../nbs/05_afat.ipynb #e14b0622
-_SELECTIONS = ('adversarial', 'ce', 'random')
+_SELECTIONS = ('adversarial', 'gradient', 'ce', 'random')
 
 
 class AFAT(AdvCallback):
@@ -329,11 +398,13 @@ class AFAT(AdvCallback):
         self,
         occlude=0.1,  # Share of the patches (rho in the paper), a number or a schedule; 0: plain training, to the bit
         lam=5e-3,  # Weight of the alignment loss (lambda in the paper), a number or a schedule
-        select: str = 'adversarial',  # Raises `'adversarial'`: the alignment loss; `'ce'`: cross-entropy; or `'random'`
+        # Who chooses the patches. A corruption model that raises the alignment loss, `'adversarial'`, or cross-entropy,
+        # `'ce'`; the gradient of the alignment loss, see `patch_effects`, `'gradient'`; or chance, `'random'`
+        select: str = 'adversarial',
         fill: str = 'noise',  # See `patch_cover`
         how: str = 'mean',  # See `align_loss`
         corruption_lr: float = 1e-4,  # Step length of the corruption model
-        ste: str = None,  # See `keep_mask`; None: the given corruption model's own, `'identity'` for a fresh one
+        ste: str = None,  # See `keep_mask`; None: the given corruption model's own, `'relative'` for a fresh one
         length: float = 5.0,  # The corruption model's gradient is brought to this length; None: used as it is
         # A corruption model to train further; None: a fresh one, made for the first batch
         corruption: nn.Module = None,
@@ -350,10 +421,10 @@ class AFAT(AdvCallback):
             _check_given(corruption, ste=ste, patch=patch and tuple(patch))
         store_attr()
         self.rows, self.skip = [], False
-        self.ste = ste or getattr(corruption, 'ste', 'identity')
+        self.ste = ste or getattr(corruption, 'ste', 'relative')
 
     def __repr__(self):
-        usual = dict(fill='noise', how='mean', ste='identity')
+        usual = dict(fill='noise', how='mean', ste='relative')
         unusual = ''.join(f', {k}={getattr(self, k)!r}' for k, v in usual.items() if getattr(self, k) != v)
         return f'AFAT(occlude={self.occlude!r}, lam={self.lam!r}, select={self.select!r}{unusual})'
 
@@ -468,7 +539,7 @@ def before_batch(self: AFAT):
     check_images(x, self.victim)
     self.clean = self.xb
     self.kept = self.choose(x, share)
-    self.leaf = self.kept.detach().requires_grad_(self.select != 'random')
+    self.leaf = self.kept.detach().requires_grad_(self.select in ('adversarial', 'ce'))
     cover = patch_cover(x, self.epoch_seed, self.fill, self.victim)
     x_hat = occlude(x, self.leaf, self.size(x), cover)
     self.learn.xb = (torch.cat([x, x_hat]),)
@@ -510,6 +581,9 @@ def choose(
     k = n_occluded(share, n)
     if self.select == 'random':
         return random_keep(x, n, k, self.epoch_seed)
+    if self.select == 'gradient':
+        cover = patch_cover(x, self.epoch_seed, self.fill, self.victim)
+        return keep_mask(-patch_effects(self.victim, x, cover, self.size(x), 'gradient'), k)
     if self.corruption is None:
         self.fresh(x)
     self.corruption.to(x.device)
@@ -529,8 +603,8 @@ def fresh(
     if any(isinstance(c, SkipToEpoch) for c in self.learn.cbs):
         warnings.warn(
             f'AFAT goes on at epoch {self.epoch} with a fresh corruption model: '
-            'learn.load brings back the model alone; keep learn.afat.state_dict() beside it, '
-            'and give it to learn.afat.load_state_dict before the fit'
+            'the file that was loaded has none beside it; if it was saved as learn.afat.state_dict(), '
+            'give it to learn.afat.load_state_dict before the fit'
         )
     self.corruption = occlusion_for(self.victim, x, torch.initial_seed() % 2**62, self.ste, self.patch)
 
@@ -684,16 +758,10 @@ def df(self: AFAT):
 # %% ../nbs/05_afat.ipynb #2d8d4edf
 @patch
 def state_dict(self: AFAT) -> dict:  # For `torch.save`
-    "What `learn.save` does not keep: the corruption model, its epochs, its optimiser and the table"
+    "The corruption model, its optimiser and the table; `learn.save` and `SaveRun` keep it beside the weights"
     c, o = self.corruption, self.optim
     made = {k: getattr(c, k) for k in ('grid', 'patch', 'ste')} if isinstance(c, PatchOcclusion) else {}
-    return dict(
-        made=made,
-        corruption=c and c.state_dict(),
-        optim=o and o.state_dict(),
-        rows=self.rows,
-        epochs=getattr(c, 'epochs', 0),
-    )
+    return dict(made=made, corruption=c and c.state_dict(), optim=o and o.state_dict(), rows=self.rows)
 
 
 @patch
@@ -710,10 +778,52 @@ def load_state_dict(
         in_chans = weights['conv.weight'].shape[1]
         self.corruption = PatchOcclusion(**state['made'], in_chans=in_chans, mean=weights['mean'], std=weights['std'])
     self.corruption.load_state_dict(weights)
-    self.corruption.epochs = state.get('epochs', 0)
     self.optim = corruption_optim(self.corruption, self.corruption_lr)
     if state['optim'] is not None:
         self.optim.load_state_dict(state['optim'])
+
+# %% ../nbs/05_afat.ipynb #0b806ff2
+def _beside(learn, file):
+    "Where the state of AFAT is kept: next to the Learner's file; None where that is no file"
+    if not isinstance(file, (str, Path)):
+        return None
+    path = join_path_file(file, learn.path / learn.model_dir, ext='.pth')
+    return path.with_name(f'afat_{path.name}')
+
+
+@patch
+@delegates(save_model)
+def save(
+    self: Learner,
+    file,  # Name or path of the file, without `.pth`
+    **kwargs,
+) -> Path:  # Of the file
+    "fastai's `save`; the state of `AFAT`, where the Learner has it, goes into a file beside it"
+    path, beside = self._orig_save(file, **kwargs), _beside(self, file)
+    if beside is None or rank_distrib():
+        return path
+    beside.unlink(missing_ok=True)  # it would belong to the weights that were just replaced
+    if any(isinstance(c, AFAT) for c in self.cbs):
+        torch.save(self.afat.state_dict(), beside)
+    return path
+
+
+@patch
+@delegates(load_model)
+def load(
+    self: Learner,
+    file,  # Name or path of the file, without `.pth`
+    device=None,  # Where to load to; None: that of the data
+    **kwargs,
+) -> Learner:  # Itself
+    "fastai's `load`; the state of `AFAT` comes from the file beside it, where there is one"
+    self._orig_load(file, device, **kwargs)
+    beside = _beside(self, file)
+    if beside and beside.exists() and any(isinstance(c, AFAT) for c in self.cbs):
+        rows = self.afat.rows
+        self.afat.load_state_dict(torch.load(beside, map_location=self.dls.device, weights_only=True))
+        self.afat.rows = rows or self.afat.rows
+    return self
 
 # %% ../nbs/05_afat.ipynb #ed03625c
 @dataclass(frozen=True, repr=False)
@@ -753,6 +863,31 @@ class Occlusion(PatchAttack):
         "The mask of `by`, in evaluation mode and left as it was"
         with attack_mode(self.by), torch.no_grad():
             return self.by(x.clone(), k)
+
+# %% ../nbs/05_afat.ipynb #027e0e9a
+@dataclass(frozen=True, repr=False)
+class RankedOcclusion(Occlusion):
+    "Cover the patches of each image that move its features most, one by one: no corruption model, and no labels"
+
+    by: nn.Module = field(default=None, init=False, repr=False)
+    how: str = field(default='single', kw_only=True)  # See `patch_effects`
+    _choices = dict(Occlusion._choices, how=_EFFECTS)
+
+    @property
+    def name(self):
+        return 'ranked_occlusion'
+
+    @torch.no_grad()
+    def run(
+        self,
+        obj: Objective,  # What the attack raises
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+        seed: Tensor,  # [B] int64, one per image, for every random number
+    ) -> Tensor:  # [B,C,H,W]
+        "The occluded images"
+        size, cover = patch_size(obj.model, x), patch_cover(x, seed, self.fill, obj.model)
+        effects = patch_effects(obj.model, obj.x, cover.to(obj.x.dtype), size, self.how)
+        return occlude(x, keep_mask(-effects, n_occluded(self.share, effects.shape[1])), size, cover)
 
 # %% ../nbs/05_afat.ipynb #4dbb07ab
 @dataclass(frozen=True, repr=False)
@@ -942,3 +1077,481 @@ def _crop(o, cut, shift, flip):
     positions = F.affine_grid(theta, o.shape, align_corners=False)
     new = F.grid_sample(o, positions, padding_mode='border', align_corners=False)
     return torch.where(per_image((cut == 1) & (flip == 1), o), o, new)
+
+# %% ../nbs/05_afat.ipynb #527c4b4c
+@dataclass(frozen=True, repr=False)
+class AfatRecipe(Value):
+    "All settings of one training of the paper, those of `AFAT` aside; `afat_recipe` makes them, `but` changes them"
+
+    net: str  # As timm knows it
+    mean: tuple  # Statistics inside the model
+    std: tuple  # The same
+    bs: int = 2048  # Images per step, all devices together
+    lr: float = 5e-4  # Highest learning rate at 512 images a step; it grows with their number
+    warmup: float = 5  # Epochs in which the learning rate rises
+    warmup_lr: float = 1e-6  # First learning rate
+    min_lr: float = 1e-5  # Last learning rate
+    epochs: int = 300  # Length of warm-up and cosine
+    cooldown: int = 10  # Epochs at the last learning rate
+    wd: float = 0.05  # Weight decay of AdamW
+    drop_path: float = 0.1  # Largest share of dropped residual branches
+    smoothing: float = 0.1  # Of the labels
+    randaug: str = 'rand-m9-mstd0.5-inc1'  # RandAugment in timm's notation; empty: none
+    erase: float = 0.25  # Share of images with an erased rectangle
+    mixup: float = 0.8  # Alpha of mixup; for each batch either it or cutmix
+    cutmix: float = 1.0  # Alpha of cutmix
+    ema: float = 0.99996  # Decay of the averaged weights
+    patch_augment: bool = True  # Send images that `PatchAugment` has changed through the model?
+    half: bool = True  # Train in bfloat16, where there is a GPU?
+    distorted: float = 0.0  # Share of each batch that the task has of images distorted by DeepAugment
+
+    @property
+    def total(self):
+        "Epochs in all"
+        return self.epochs + self.cooldown
+
+    def peak_lr(
+        self,
+        bs: int = None,  # Images per step; None: the recipe's own
+    ) -> float:  # By the rule for batch sizes
+        "The highest learning rate at this batch size"
+        return self.lr * (bs or self.bs) / 512
+
+    def model(
+        self,
+        side: int = 224,  # Of the images, in pixels
+        classes: int = 1000,  # Number of classes
+        chans: int = 3,  # Channels
+        **kwargs,  # For timm, such as `depths`
+    ) -> nn.Module:  # With new weights
+        "The model of this name"
+        kw = dict(img_size=side, num_classes=classes, in_chans=chans, drop_path_rate=self.drop_path)
+        return Normalized(timm.create_model(self.net, **kw, **kwargs), self.mean, self.std)
+
+    def __repr__(self):
+        return (
+            f'AfatRecipe({self.net}: {self.epochs:g}+{self.cooldown:g} epochs, lr {self.peak_lr():g} at {self.bs}, '
+            f'{self.warmup_lr:g} for {self.warmup:g} epochs first, {self.min_lr:g} last; wd {self.wd:g}, '
+            f'drop path {self.drop_path:g}; {self.randaug}, erase {self.erase:g}, mixup {self.mixup:g}, '
+            f'cutmix {self.cutmix:g}, smoothing {self.smoothing:g}, patch augmentation {self.patch_augment}; '
+            f'ema {self.ema:g})'
+        )
+
+# %% ../nbs/05_afat.ipynb #271c20b4
+class _TimmAugment(Callback):
+    "timm's RandAugment, erasing, and mixup or cutmix, on batches of training images; labels become shares of classes"
+
+    order, run_valid = MixUp.order - 0.75, False
+
+    def __init__(
+        self,
+        r: AfatRecipe,  # Says how much
+    ):
+        self.r = r
+        # at 10, timm would keep 0 bits of a posterized image, which newer Pillows refuse
+        self.randaug = r.randaug and rand_augment_transform(r.randaug, dict(magnitude_max=9.9))
+
+    def before_batch(self):
+        "Augment images, mix images and labels"
+        r, x, y = self.r, self.x.as_subclass(Tensor), self.y.as_subclass(Tensor)
+        if self.randaug:
+            colour = x.cpu().expand(-1, 3, -1, -1)
+            x = torch.stack([to_tensor(self.randaug(to_pil_image(o))) for o in colour])[:, : x.shape[1]].to(x)
+        if r.erase:
+            x = RandomErasing(r.erase, mode='pixel', device=x.device)(x.clone()).clamp(0, 1)
+        mix = Mixup(r.mixup, r.cutmix, label_smoothing=r.smoothing, num_classes=self.dls.c)
+        even = len(x) - len(x) % 2  # timm mixes an even number of images
+        x, y = mix(x[:even].clone(), y[:even])
+        self.learn.xb, self.learn.yb = (x,), (y.to(x),)
+
+
+class _AugmentPass(AdvCallback):
+    "Send images that `PatchAugment` has changed through the model, for the statistics of its batch norm alone"
+
+    order = AdvTrain.order - 0.25
+
+    def before_batch(self):
+        "Run the model on changed copies of the images"
+        x = PatchAugment()(self.victim, self.x.as_subclass(Tensor), None, seed=self.epoch_seed)
+        with torch.no_grad(), self.amp():
+            outputs(self.victim, x)
+
+# %% ../nbs/05_afat.ipynb #a5bec966
+@patch
+def callbacks(
+    self: AfatRecipe,
+    bs: int = None,  # Images per step; None: the recipe's own
+) -> list:  # Of fastai callbacks
+    "What the recipe adds to a fit: augmentation, averaged weights, the schedule of the learning rate"
+    peak = self.peak_lr(bs)
+    parts = [SchedLin(self.warmup_lr, peak), SchedCos(peak, self.min_lr), SchedNo(self.min_lr, self.min_lr)]
+    warm, cool = self.warmup / self.total, self.cooldown / self.total
+    lengths = [warm, 1 - warm - cool, cool]
+    used = [(k, o) for k, o in zip(lengths, parts) if k > 0]
+    schedule = combine_scheds(*zip(*used)) if len(used) > 1 else used[0][1]
+    passes = [_AugmentPass()] if self.patch_augment else []
+    return [_TimmAugment(self), NoDecay(), EMA(self.ema), ParamScheduler(dict(lr=schedule)), *passes]
+
+
+@patch
+def learner(
+    self: AfatRecipe,
+    dls: DataLoaders,  # With images in [0,1]
+    model: nn.Module = None,  # None: the recipe's own
+    **kwargs,  # For `Learner`
+) -> Learner:  # Its `fit_one_cycle` and `fit` are as always; the recipe's training is `r.fit(learn)`
+    "A Learner with the model and the optimiser of the recipe"
+    if model is None:
+        x, _ = dls.valid.one_batch()
+        model = self.model(x.shape[-1], dls.c, x.shape[1])
+    learn = Learner(dls, model, loss_func=nn.CrossEntropyLoss(), opt_func=_adamw, wd=self.wd, **kwargs)
+    return learn.to_bf16() if self.half and torch.cuda.is_available() else learn
+
+
+_adamw = partial(Adam, mom=0.9, sqr_mom=0.999, eps=1e-8)
+
+
+@patch
+def fit(
+    self: AfatRecipe,
+    learn: Learner,  # From `learner`; with `AFAT`, or without for the baseline
+    epochs: int = None,  # In all: warm-up and cool-down shrink alike; None: the recipe's own
+    cbs=None,  # More callbacks, for this fit
+    **kwargs,  # For `Learner.fit`
+):
+    "Train by the recipe; the weights at the end are those of the last step, `learn.ema.avg` has their average"
+    bs = learn.dls.train.bs * max(num_distrib(), 1)
+    learn.fit(epochs or self.total, self.peak_lr(bs), cbs=[*self.callbacks(bs), *L(cbs)], **kwargs)
+
+# %% ../nbs/05_afat.ipynb #9e1f171a
+_FAN = dict(warmup=10, min_lr=1e-6, erase=0.3, ema=0.99992, patch_augment=False)
+_MODELS = dict(
+    rvt_tiny_plus={},
+    rvt_small_plus={},
+    rvt_base_plus=dict(half=False),
+    fan_tiny_8_p4_hybrid=_FAN,
+    fan_small_12_p4_hybrid=dict(_FAN, drop_path=0.25, bs=4096),
+    fan_base_16_p4_hybrid=dict(_FAN, drop_path=0.35, bs=4096),
+)
+_ENLARGED = dict(bs=128, epochs=200, cooldown=0, warmup=0, min_lr=1e-5, patch_augment=True, distorted=2 / 3)
+_STATS = dict(
+    imagenet=dict(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
+    cifar=dict(mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616)),
+)
+
+
+def afat_recipe(
+    net: str = 'rvt_base_plus',  # One of the paper's RVT* or FAN, as timm knows it
+    task: str = 'imagenet',  # `'imagenet'`; or `'cifar'`, whose images are enlarged to 224 pixels
+) -> AfatRecipe:  # Ready to be changed, `r.but(...)`
+    """The settings of the published code for one of its trainings. The paper names 2048 images a step and a learning
+    rate of .002 for all; two of the FANs have 4096 and .004. `'cifar'` is meant for data of which two thirds are
+    copies that DeepAugment has distorted"""
+    if net not in _MODELS:
+        raise ValueError(f'net must be one of {list(_MODELS)}, got {net!r}')
+    if task not in _STATS:
+        raise ValueError(f'task must be one of {list(_STATS)}, got {task!r}')
+    return AfatRecipe(net, **merge(_STATS[task], _MODELS[net], _ENLARGED if task == 'cifar' else {}))
+
+# %% ../nbs/05_afat.ipynb #51aef315
+_NETS = {
+    'toy RVT*': ('rvt_nano_plus', dict(dims=(48,), depths=(3,))),
+    'small RVT*': ('rvt_nano_plus', {}),
+    'RVT-Ti*': ('rvt_tiny_plus', {}),
+    'RVT-S*': ('rvt_small_plus', {}),
+    'RVT-B*': ('rvt_base_plus', {}),
+    'FAN-T': ('fan_tiny_8_p4_hybrid', {}),
+    'FAN-S': ('fan_small_12_p4_hybrid', {}),
+    'FAN-B': ('fan_base_16_p4_hybrid', {}),
+}
+_METHODS = {
+    'plain': None,
+    'random': dict(select='random'),
+    'adversarial': {},
+    'gradient': dict(select='gradient'),
+    'ce': dict(select='ce'),
+}
+
+
+def _shape(how):
+    "What timm is asked for beside the name of the network"
+    name, kw = _NETS[how['net']]
+    if not how['blocks']:
+        return kw
+    if name.startswith('fan'):
+        return dict(depth=how['blocks'])
+    return dict(kw, depths=(how['blocks'],) * (2 if 'tiny' in name else 1))
+
+
+def _training(how, dls):
+    "A Learner for a run, and a function that trains it"
+    x, _ = dls.valid.one_batch()
+    name, cbs = _NETS[how['net']][0], []
+    if _METHODS[how['method']] is not None:
+        own = {k: how[k] for k in ('occlude', 'lam', 'corruption_lr', 'fill')}
+        cbs = [AFAT(**merge(own, _METHODS[how['method']]))]
+    kw = dict(cbs=cbs, path=settings().out, model_dir='afat_weights')
+    if how['recipe'] == 'short':
+        size = dict(img_size=x.shape[-1], in_chans=x.shape[1], num_classes=dls.c)
+        learn = Learner(dls, Normalized(timm.create_model(name, **size, **_shape(how))), **kw)
+        return learn, lambda **o: learn.fit_one_cycle(how['epochs'], how['lr'], **o)
+    r = afat_recipe(name, how['recipe'])
+    learn = r.learner(dls, r.model(x.shape[-1], dls.c, x.shape[1], **_shape(how)), **kw)
+    return learn, lambda **o: r.fit(learn, how['epochs'], **o)
+
+# %% ../nbs/05_afat.ipynb #fbe1683a
+_TRAINED_BY = 'net method epochs dataset side recipe blocks n_train bs lr lam occlude corruption_lr fill seed'.split()
+
+
+def images_for_afat(
+    how: dict,  # Key of a run
+) -> DataLoaders:  # In [0,1], not augmented
+    "The images that a run trains and is measured on"
+    name = how['dataset']
+    kw = dict(n_train=how['n_train'], n_valid=how['n'], bs=how['bs'], path=settings().get(name))
+    if name == 'fashion_mnist':
+        return fashion_mnist(full=(how['n_train'] or 60000) > 6000, **kw)
+    cut = None if how['recipe'] == 'short' else [RandomResizedCrop(how['side'], min_scale=0.08), FlipItem()]
+    return dataset(name, size=how['side'], item_tfms=cut, batch_tfms=None, **kw)
+
+
+def trained_afat(
+    how: dict,  # Key of a run
+) -> Learner:  # Its model in evaluation mode; `learn.afat` has the corruption model that was trained with it
+    "The Learner of a run; what an earlier run has trained or begun is continued, from the folder `out` of settings.ini"
+    decides = json.dumps([_code_of(_training), {k: how[k] for k in _TRAINED_BY}], sort_keys=True)
+    name = hashlib.sha256(decides.encode()).hexdigest()[:16]
+    with no_random(how['seed']), warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        learn, fit = _training(how, images_for_afat(how))
+        done = learn.resume(name, name)
+        if done < how['epochs']:
+            keep = SaveRun(name, every=max(1, how['epochs'] // 5), about=name)
+            with learn.no_bar(), learn.no_logging():
+                fit(start_epoch=done, cbs=keep)
+    learn.model.eval()
+    return learn
+
+# %% ../nbs/05_afat.ipynb #5dac1a14
+def own_occluder(
+    learn: Learner,  # Of a run
+    how: dict,  # Its key
+    ste: str = 'relative',  # See `keep_mask`
+) -> PatchOcclusion:  # Fitted on the training images
+    "A corruption model trained alone against a finished model"
+    x, _ = learn.dls.valid.one_batch()
+    fresh = occlusion_for(learn.model, x.as_subclass(Tensor), how['seed'], ste)
+    kw = dict(share=how['occlude'], fill=how['fill'], epochs=how['fit'], lr=how['fit_lr'], seed=how['seed'])
+    return fit_corruption(learn.model, learn.dls.train, fresh, **kw)[0]
+
+
+def _verdicts_under(learn, how, attacks):
+    "Verdicts on the test images, clean and under each attack, with what they are and the report's warnings"
+    rep = robust_report(learn.model, learn.dls.valid, [*attacks.values()], seed=how['seed'], cascade=False)
+    found = dict(clean=rep.verdicts['clean'], **{k: rep.verdicts[repr(a)] for k, a in attacks.items()})
+    return found, f'{how["dataset"]} test, {rep.meta["data"]}', tuple(rep.warnings)
+
+
+def _percent(verdicts):
+    return {k: 100 * v.mean() for k, v in verdicts.items()}
+
+
+def _covered(x, x2, patch):
+    "Which patches of two batches differ, [B,N] bool"
+    changed = (x != x2).any(1).unfold(1, patch[0], patch[0]).unfold(2, patch[1], patch[1])
+    return changed.flatten(3).any(-1).flatten(1)
+
+
+def _effect(learn, how, attack):
+    """How far an occlusion moves features and attention, and how much its masks follow the image; and which images are
+    right under it"""
+    m, found = learn.model, []
+    for _, x, y in eval_batches(learn.dls.valid, device=learn.dls.device):
+        x2 = attack(m, x, y, seed=how['seed'])
+        with attack_mode(m), torch.no_grad():
+            moved = align_loss(*_halves(m, torch.cat([x, x2])))
+        right = predict(m, x2) == y
+        found.append((moved * len(x), attn_cos(m, x, x2).sum(), _covered(x, x2, patch_size(m, x)), right))
+    moved, alike, masks, right = zip(*found)
+    masks = torch.cat(masks)
+    numbers = {
+        'alignment loss': sum(moved).item() / len(masks),
+        'attention': sum(alike).item() / len(masks),
+        'masks': len(masks.unique(dim=0)),
+        'favourite': 100 * masks.float().mean(0).max().item(),
+    }
+    return numbers, torch.cat(right).cpu().numpy()
+
+# %% ../nbs/05_afat.ipynb #8eba1614
+def _chooser(learn, how):
+    "The occlusion of a row, by the name of who chooses the patches"
+    by, share = how['by'], dict(share=how['occlude'], fill=how['fill'])
+    if by == 'random':
+        return Occlusion(**share)
+    if by in _EFFECTS:
+        return RankedOcclusion(how=by, **share)
+    if by == 'untrained':
+        x, _ = learn.dls.valid.one_batch()
+        return Occlusion(by=occlusion_for(learn.model, x.as_subclass(Tensor), how['seed']), **share)
+    return Occlusion(by=own_occluder(learn, how, by), **share)
+
+
+def occluder_run(
+    **how,  # Key of a run
+) -> Outcome:  # Verdicts `clean` and `covered`
+    "Who finds patches that matter: chance, a corruption model, or a ranking"
+    learn = trained_afat(how)
+    verdicts, images, notes = _verdicts_under(learn, how, {})
+    numbers, right = _effect(learn, how, _chooser(learn, how))
+    verdicts['covered'] = verdicts['clean'] & right
+    return Outcome(_percent(verdicts) | numbers, verdicts, images, notes)
+
+
+def patches_run(
+    **how,  # Key of a run
+) -> Outcome:  # Verdicts `clean`, `random`, `learned` and `gradient`
+    "Accuracy under covered patches; the corruption model is fitted to each model alone"
+    learn, share = trained_afat(how), dict(share=how['occlude'], fill=how['fill'])
+    attacks = dict(
+        random=Occlusion(**share),
+        learned=Occlusion(by=own_occluder(learn, how), **share),
+        gradient=RankedOcclusion(how='gradient', **share),
+    )
+    verdicts, images, notes = _verdicts_under(learn, how, attacks)
+    numbers = _percent(verdicts) | dict(attention=_effect(learn, how, attacks['random'])[0]['attention'])
+    return Outcome(numbers, verdicts, images, notes)
+
+
+def corruptions_run(
+    **how,  # Key of a run
+) -> Outcome:  # Verdicts `clean`, and one for each corruption and severity
+    "Accuracy under the fifteen corruptions, five severities each"
+    learn = trained_afat(how)
+    rep = corruption_report(learn.model, learn.dls.valid, seed=how['seed'])
+    numbers = {
+        'clean': 100 * rep.clean,
+        '-C': 100 * rep.accuracy(),
+        '-C without noise': 100 * rep.accuracy(noise=False),
+    }
+    numbers |= {k: 100 - 100 * v for k, v in rep.errors.items()}
+    return Outcome(numbers, dict(rep.verdicts), f'{how["dataset"]} test, {rep.meta["data"]}', tuple(rep.warnings))
+
+
+def strong_run(
+    **how,  # Key of a run
+) -> Outcome:  # Verdicts `clean`, `pgd5`, `fool` and, if asked for, `greedy`
+    "PGD, Patch-Fool, and a search for the patches that raise the loss most"
+    attacks = dict(pgd5=PGD(1 / 255, steps=5, alpha=0.5 / 255), fool=PatchFool(steps=how['steps']))
+    if how['search']:
+        attacks['greedy'] = GreedyOcclusion(share=how['occlude'], fill=how['fill'])
+    verdicts, images, notes = _verdicts_under(trained_afat(how), how, attacks)
+    return Outcome(_percent(verdicts), verdicts, images, notes)
+
+# %% ../nbs/05_afat.ipynb #ba4ca0b6
+_TRAINING = 'dataset recipe blocks n_train bs lr lam occlude corruption_lr fill'.split()
+
+
+def _afat_key(s, net, method, times=1, **changes):
+    "What decides a training: of the profile, and of the run"
+    return {k: s[k] for k in _TRAINING} | dict(net=net, method=method, epochs=times * s.epochs, side=s.size) | changes
+
+
+def _afat_cost(how, evaluation):
+    "Passes of an image through the model: training, then `evaluation` for each test image"
+    step = dict(plain=3, gradient=10).get(how['method'], 6)
+    n_train = how['n_train'] or dict(imagenet=1281167).get(how['dataset'], 50000)
+    return step * n_train * how['epochs'] + evaluation * how['n']
+
+
+def _afat_arms(s):
+    "Keys of the trainings that tables compare, seed by seed; plain training at equal cost and with equal epochs"
+    for seed in range(s.seeds):
+        for net in s.nets.split(','):
+            for method, times in (('plain', 2), ('adversarial', 1), ('plain', 1), ('random', 1)):
+                yield _afat_key(s, net.strip(), method, times, seed=seed)
+
+
+def _mean_by(keys, rows):
+    return tuple(dict(zip(keys.split(), o)) for o in rows)
+
+
+@experiment('afat.occluder', 'Section 3.1: who finds the patches that matter', by=('net', 'by'))
+def _occluder(s):
+    for seed in range(s.seeds):
+        for by in s.choosers.split():
+            how = _afat_key(s, first(s.nets.split(',')), 'plain', 2, seed=seed, n=s.n_valid)
+            how |= dict(by=by, fit=s.fit, fit_lr=s.fit_lr)
+            yield Trial(how, occluder_run, _afat_cost(how, 60))
+
+
+@experiment(
+    'afat.table3',
+    'Table 3: accuracy under covered patches',
+    by=('net', 'method', 'epochs'),
+    published=_mean_by(
+        'net method random learned',
+        [
+            ('RVT-B*', 'plain', 73.0, 61.4),
+            ('RVT-B*', 'adversarial', 75.0, 64.1),
+            ('FAN-B', 'plain', 73.7, 62.9),
+            ('FAN-B', 'adversarial', 75.2, 65.2),
+        ],
+    ),
+)
+def _table3(s):
+    for how in _afat_arms(s):
+        how |= dict(n=s.n_valid, fit=s.fit, fit_lr=s.fit_lr)
+        yield Trial(how, patches_run, _afat_cost(how, 10))
+
+
+@experiment(
+    'afat.table3_attacks',
+    'Table 3: accuracy under Patch-Fool and PGD; and under a search',
+    by=('net', 'method', 'epochs'),
+    published=_mean_by(
+        'net method fool pgd5',
+        [
+            ('RVT-B*', 'plain', 69.3, 29.9),
+            ('RVT-B*', 'adversarial', 70.9, 30.8),
+            ('FAN-B', 'plain', 71.2, 30.5),
+            ('FAN-B', 'adversarial', 72.5, 31.7),
+        ],
+    ),
+)
+def _table3_attacks(s):
+    for how in _afat_arms(s):
+        how |= dict(n=min(s.n_strong, s.n_valid), steps=s.steps, search=s.search)
+        yield Trial(how, strong_run, _afat_cost(how, 3 * s.steps + 15 + 245 * s.search))
+
+
+@experiment(
+    'afat.corruptions',
+    'Tables 1, 2 and 4, Figure 7: accuracy under corruptions',
+    by=('net', 'method', 'epochs'),
+)
+def _corruption_tables(s):
+    for how in _afat_arms(s):
+        how |= dict(n=min(s.n_corrupt, s.n_valid))
+        yield Trial(how, corruptions_run, _afat_cost(how, 76))
+
+
+def _ablations(s, changes):
+    "AFAT with one setting changed, under corruptions"
+    for seed in range(s.seeds):
+        for change in changes:
+            how = (
+                _afat_key(s, first(s.nets.split(',')), 'adversarial', seed=seed, n=min(s.n_corrupt, s.n_valid)) | change
+            )
+            yield Trial(how, corruptions_run, _afat_cost(how, 76))
+
+
+@experiment('afat.figure6', 'Figure 6: share of patches and weight', by=('occlude', 'lam'))
+def _figure6(s):
+    shares = [dict(occlude=o) for o in (0.05, 0.1, 0.25, 0.5)]
+    weights = [dict(lam=s.lam * o) for o in (0.1, 10.0)]
+    yield from _ablations(s, shares + weights)
+
+
+@experiment('afat.table5', 'Tables 5 and 6: what covers a patch, and who chooses it', by=('fill', 'method'))
+def _table5(s):
+    yield from _ablations(s, [{}, dict(fill='drop'), dict(method='ce'), dict(method='gradient')])

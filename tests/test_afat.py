@@ -11,6 +11,7 @@ from fastai.vision.all import (
     CancelFitException,
     CrossEntropyLossFlat,
     CutMix,
+    DataLoaders,
     GradientAccumulation,
     GradientClip,
     LabelSmoothingCrossEntropyFlat,
@@ -21,6 +22,7 @@ from fastai.vision.all import (
     SGD,
     SaveModelCallback,
     accuracy,
+    first,
     set_seed,
 )
 from fastai.callback.schedule import *
@@ -29,10 +31,12 @@ from robust_nbdev.vit import *
 from robust_nbdev.attacks import *
 from robust_nbdev.patch_attacks import *
 from robust_nbdev.adv_train import *
+from robust_nbdev import afat
 from robust_nbdev.afat import *
 from robust_nbdev.rvt_fan import *
 from robust_nbdev.datasets import fashion_mnist
 from robust_nbdev.evaluate import *
+from robust_nbdev.eval_data import *
 from robust_nbdev.models import small_model
 from robust_nbdev.test_utils import *
 from two_processes import one_and_two
@@ -118,6 +122,18 @@ def test_straight_through():
         keep_mask(torch.zeros(1, 4), 1, 'soft')
 
 
+def test_the_relative_estimator_moves_covered_patches_alone_and_against_each_other():
+    s = torch.tensor([[0.0, 1, 5, 6], [7, 0, 1, 8]]).requires_grad_()
+    keep_mask(s, 2).backward(torch.tensor([[-3.0, -1, 9, 9], [9, 4, -2, 9]]))
+    assert s.grad.tolist() == [[-1, 1, 0, 0], [0, 3, -3, 0]]
+
+
+def test_one_covered_patch_is_compared_with_those_of_the_batch():
+    s = torch.tensor([[0.0, 1], [1, 0]]).requires_grad_()
+    keep_mask(s, 1).backward(torch.tensor([[-3.0, 9], [9, -1]]))
+    assert s.grad.tolist() == [[-1, 0], [0, 1]]
+
+
 def test_occlude_rectangles():
     x = images(2)[:, :, :14]
     keep = torch.ones(2, 8)
@@ -162,7 +178,7 @@ def test_corruption_model():
     c = PatchOcclusion((14, 14), (16, 16))
     x = images(2, 224, 3)
     assert sum(p.numel() for p in c.parameters()) == 768 + 38416 and (c(x, 20) == 0).sum(1).tolist() == [20, 20]
-    c(x, 20).pow(2).sum().backward()
+    (c(x, 20) * torch.arange(196)).sum().backward()
     assert all(p.grad.abs().sum() > 0 for p in c.parameters())
     with pytest.raises(ValueError, match='made for images'):
         c(images(2, 32, 3), 5)
@@ -356,6 +372,137 @@ def test_ascent_on_a_frozen_classifier():
             return align_loss(*zip(*[o.chunk(2) for o in f])).item()
 
     assert align(c(x, 2), 99) > 1.05 * sum(align(random_keep(x, 16, 2, s), 99) for s in range(5)) / 5
+
+
+@pytest.fixture(scope='module')
+def small_vit():
+    "A trained ViT, training images, and held-out ones"
+    dls = fashion_mnist(n_train=1000, n_valid=128, bs=64)
+    held = [torch.cat(o) for o in zip(*[b[1:] for b in eval_batches(dls.valid)])]
+    return small_model('vit', data='fashion_mnist'), dls.train, held
+
+
+def moved(m, x, attack):
+    "Alignment loss under an occlusion"
+    with torch.no_grad():
+        f = block_outputs(m, torch.cat([x, attack(m, x, None, seed=9)]))
+    return align_loss(*zip(*[o.chunk(2) for o in f])).item()
+
+
+def test_a_corruption_model_does_better_than_chance_on_images_that_it_has_not_seen(small_vit):
+    m, train, (x, _) = small_vit
+    c, _ = fit_corruption(m, train, epochs=2, lr=3e-3)
+    assert moved(m, x, Occlusion(by=c)) > 1.15 * moved(m, x, Occlusion())
+    assert len(c(x, 2).unique(dim=0)) >= 5  # its masks depend on the image
+
+
+def test_with_the_published_estimator_a_corruption_model_keeps_its_patches(small_vit):
+    m, train, (x, _) = small_vit
+    first_choice = occlusion_for(m, x, ste='clip')(x, 2)
+    c, _ = fit_corruption(m, train, occlusion_for(m, x, ste='clip'), epochs=2, lr=3e-3)
+    favourites = (1 - first_choice).sum(0).topk(4).indices
+    assert (1 - c(x, 2))[:, favourites].sum() > 0.5 * 2 * len(x)  # chance: a quarter
+
+
+@pytest.mark.parametrize('how', ['single', 'gradient'])
+def test_a_ranking_moves_features_most(small_vit, how):
+    m, _, (x, _) = small_vit
+    assert moved(m, x, RankedOcclusion(how=how)) > 1.4 * moved(m, x, Occlusion())
+
+
+def test_the_effect_of_a_patch_is_that_of_covering_it_alone():
+    m, x = tiny_vit(), images(2)
+    cover = patch_cover(x, 0, 'noise', m)
+    keep = torch.ones(2, 16)
+    keep[:, 5] = 0
+    pairs = zip(block_outputs(m, x), block_outputs(m, occlude(x, keep, (7, 7), cover)))
+    want = torch.stack([(a - b).pow(2).flatten(1).mean(1) for a, b in pairs]).mean(0)
+    assert torch.allclose(patch_effects(m, x, cover, (7, 7))[:, 5], want, rtol=1e-3)
+    with pytest.raises(ValueError, match='how must be one of'):
+        patch_effects(m, x, cover, (7, 7), 'all')
+
+
+def test_masks_of_the_gradient_train_without_a_corruption_model():
+    l = learner(AFAT(occlude=0.25, lam=1.0, select='gradient'), model=Counted(tiny_vit(num_classes=4)))
+    l.fit(1)
+    assert l.afat.corruption is None and l.afat.df.align_loss[0] > 0 and l.model.training is False
+
+
+def test_a_learner_keeps_its_own_table_when_it_loads(tmp_path):
+    l = resumable(tmp_path)
+    l.fit(1)
+    l.save('first')
+    before = flat(l.afat.corruption)
+    l.fit(2)
+    l.load('first')
+    assert torch.equal(flat(l.afat.corruption), before) and l.afat.df.epoch.tolist() == [0, 1, 2]
+
+
+def test_weights_saved_without_afat_are_not_loaded_with_an_older_adversary(tmp_path):
+    l = resumable(tmp_path)
+    l.fit(1)
+    l.save('m')
+    learner(path=tmp_path).save('m')
+    fresh = resumable(tmp_path)
+    fresh.load('m', with_opt=False)
+    assert fresh.afat.corruption is None
+
+
+def test_a_corruption_model_alone_knows_its_epochs():
+    m, data = tiny_vit(), (images(), torch.arange(4))
+    c, _ = fit_corruption(m, data, epochs=3)
+    again = occlusion_for(m, data[0])
+    again.load_state_dict(c.state_dict())
+    assert int(again.epochs) == 3
+
+
+def test_a_run_that_goes_on_has_the_adversary_that_it_left(tmp_path):
+    whole, rest = resumable(tmp_path), resumable(tmp_path)
+    whole.fit(2, cbs=SaveRun('r'))
+    kept = flat(whole.afat.corruption)
+    assert rest.resume('r') == 2 and torch.equal(flat(rest.afat.corruption), kept)
+
+
+PAPER_NETS = ['rvt_tiny_plus', 'rvt_small_plus', 'rvt_base_plus'] + [
+    'fan_tiny_8_p4_hybrid',
+    'fan_small_12_p4_hybrid',
+    'fan_base_16_p4_hybrid',
+]
+
+
+def test_recipes_have_the_numbers_of_the_published_code():
+    rates = [afat_recipe(k).peak_lr() for k in PAPER_NETS]
+    assert rates == pytest.approx([2e-3] * 4 + [4e-3] * 2)
+    assert afat_recipe('rvt_small_plus', 'cifar').peak_lr() == pytest.approx(1.25e-4)
+    assert [afat_recipe(k).drop_path for k in PAPER_NETS] == [0.1] * 4 + [0.25, 0.35]
+    assert [afat_recipe(k).half for k in PAPER_NETS] == [True, True, False, True, True, True]
+    with pytest.raises(ValueError, match='net must be one of'):
+        afat_recipe('deit_small_patch16_224')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('net', PAPER_NETS)
+def test_each_recipe_takes_a_step(net):
+    x = torch.rand(4, 3, 224, 224)
+    dls = DataLoaders.from_dsets(list(zip(x, range(4))), list(zip(x, range(4))), bs=4)
+    dls.c = 4
+    r = afat_recipe(net)
+    few = dict(depth=1) if net.startswith('fan') else dict(depths=(1, 1) if 'tiny' in net else (1,))
+    l = r.learner(dls, r.model(224, 4, **few), cbs=AFAT())
+    before = flat(l.model)
+    with l.no_bar(), l.no_logging():
+        r.fit(l, 1)
+    assert not torch.equal(flat(l.model), before) and l.afat.df.align_loss[0] > 0
+
+
+def test_images_of_the_augmentation_reach_the_statistics_alone():
+    m = Normalized(timm.create_model('rvt_nano_plus', img_size=28, in_chans=1, num_classes=4), [0.5], [0.5])
+    weights = [p.detach().clone() for p in m.parameters()]
+    l = learner([afat._AugmentPass()], model=m, lr=0.0)
+    with l.no_bar(), l.no_logging():
+        l.fit(1)
+    assert all(torch.equal(a, b) for a, b in zip(weights, m.parameters()))
+    assert first(o for o in m.modules() if isinstance(o, nn.BatchNorm2d)).num_batches_tracked == 2
 
 
 @pytest.mark.parametrize('select', ['adversarial', 'ce'])
@@ -558,7 +705,7 @@ def test_arguments(kw, words):
 def test_the_gradient_of_the_binariser_is_that_of_the_corruption_model():
     "A given model has a gradient of its own: it is kept, and another one is refused, not ignored"
     make = lambda ste: PatchOcclusion((4, 4), (7, 7), 1, ste=ste)
-    assert AFAT().ste == 'identity'
+    assert AFAT().ste == 'relative'
     assert AFAT(ste='clip').ste == 'clip'
     assert AFAT(corruption=make('sign')).ste == 'sign'
     assert AFAT(corruption=make('clip'), ste='clip', patch=7).ste == 'clip'
@@ -846,14 +993,12 @@ def resumable(path):
 
 
 def test_a_resumed_fit_has_the_adversary_that_it_left(tmp_path):
-    "From `state_dict` in a file of plain tensors; the model comes back as fastai brings it back"
+    "`learn.save` keeps it beside the weights, and `learn.load` finds it there"
     whole, half, rest = [resumable(tmp_path) for _ in range(3)]
     whole.fit(4)
     half.fit(2)
     half.save('m')
-    torch.save(half.afat.state_dict(), tmp_path / 'a.pth')
     rest.load('m')
-    rest.afat.load_state_dict(torch.load(tmp_path / 'a.pth', weights_only=True))
     assert torch.equal(flat(rest.afat.corruption), flat(half.afat.corruption))
     assert not torch.equal(flat(half.afat.corruption), flat(whole.afat.corruption))
     with warnings.catch_warnings():
@@ -948,6 +1093,7 @@ OCCLUSIONS = dict(
     random=lambda: Occlusion(share=0.25),
     learned=lambda: Occlusion(share=0.25, by=occlusion_for(tiny_vit(), images())),
     greedy=lambda: GreedyOcclusion(share=0.25),
+    ranked=lambda: RankedOcclusion(share=0.25),
     augment=lambda: PatchAugment(p=0.5),
 )
 
