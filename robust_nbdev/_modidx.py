@@ -1940,6 +1940,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'robust_nbdev.tora._ends': ('tora.html#_ends', 'robust_nbdev/tora.py'),
                                    'robust_nbdev.tora._even': ('tora.html#_even', 'robust_nbdev/tora.py'),
                                    'robust_nbdev.tora._fast': ('tora.html#_fast', 'robust_nbdev/tora.py'),
+                                   'robust_nbdev.tora._few': ('tora.html#_few', 'robust_nbdev/tora.py'),
                                    'robust_nbdev.tora._fit_silently': ('tora.html#_fit_silently', 'robust_nbdev/tora.py'),
                                    'robust_nbdev.tora._fold': ('tora.html#_fold', 'robust_nbdev/tora.py'),
                                    'robust_nbdev.tora._gate': ('tora.html#_gate', 'robust_nbdev/tora.py'),

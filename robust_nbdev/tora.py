@@ -1484,6 +1484,11 @@ def _ends(s):
     return _lams(s)[0], _lams(s)[-1]
 
 
+def _few(s, n):
+    "Images where many variants are attacked"
+    return min(s.n_valid or n, n)
+
+
 def _listed(keys, rows):
     return [dict(zip(keys.split(), o)) for o in rows]
 
@@ -1568,16 +1573,16 @@ def _parts(s):
     lam = _ends(s)[1]
     for seed in range(s.seeds):
         for method, reading in [*[('TORA', o) for o in READINGS], ('AdapterFusion', '')]:
-            how = _tora_key(s, seed, lam, method, reading) | dict(n=s.n_parts)
-            yield Trial(how, decomposed_gates, _training_passes(how) + 7 * 12 * s.n_parts)
+            how = _tora_key(s, seed, lam, method, reading) | dict(n=_few(s, s.n_parts))
+            yield Trial(how, decomposed_gates, _training_passes(how) + 7 * 12 * how['n'])
 
 
 @experiment('tora.gate', 'Can an attack move the gates?', by=('reading',))
 def _gate(s):
     for seed in range(s.seeds):
         for reading in dict.fromkeys((s.reading, 'own token')):
-            how = _tora_key(s, seed, 0.5, reading=reading, attack_steps=s.steps) | dict(n=s.n_gate)
-            yield Trial(how, attacked_gates, _training_passes(how) + 11 * 2 * s.steps * s.n_gate)
+            how = _tora_key(s, seed, 0.5, reading=reading, attack_steps=s.steps) | dict(n=_few(s, s.n_gate))
+            yield Trial(how, attacked_gates, _training_passes(how) + 11 * 2 * s.steps * how['n'])
 
 
 @experiment('tora.corruptions', 'Corruptions, against the pretrained model', by=('method', 'lam'))
