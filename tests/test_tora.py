@@ -69,6 +69,9 @@ KINDS = dict(
     both=dict(gate='both'),
     diagonal=dict(gate='diagonal'),
     folded=dict(folded=True),
+    mean=dict(gate='mean'),
+    sum=dict(average=False),
+    features=dict(values='features'),
     adapter_fusion=dict(kind='adapter_fusion'),
     single_adapter=dict(kind='single_adapter'),
     head_only=dict(kind='head_only'),
@@ -165,11 +168,11 @@ def test_each_adapter_sees_its_own_token():
 
 
 @pytest.mark.parametrize('split', [True, False])
-@pytest.mark.parametrize('how', ['adapter', 'key', 'both', 'diagonal'])
+@pytest.mark.parametrize('how', ['adapter', 'mean', 'key', 'both', 'diagonal'])
 def test_fusion_against_loops(how, split):
     "Entry by entry, with no shared code"
     torch.manual_seed(0)
-    b = Branches(6, 3, how=how, split=split)
+    b = Branches(6, 3, split=split, reading=Reading(gate=how))
     for p in b.parameters():
         p.data.normal_()
     z = torch.randn(1, 5, 6)
@@ -189,12 +192,13 @@ def test_fusion_against_loops(how, split):
             'key': s.softmax(1) / 2,
             'both': s.flatten().softmax(0).view(2, N),
             'diagonal': s.softmax(0) * F.one_hot(torch.tensor(own), N),
+            'mean': s.softmax(0).mean(1, keepdim=True) * F.one_hot(torch.tensor(own), N),
         }[how]
         want[0, i] += sum(g[x, j] * (W['v'] @ deltas[x][j]) for x in (0, 1) for j in range(N))
     assert torch.allclose(b(z), want, atol=1e-4, rtol=1e-4)
     w = b.gate.weights(z, *[torch.stack(f)[None] for f in feats])
     assert torch.allclose(
-        {'adapter': w.sum(1), 'diagonal': w.sum(1), 'key': w.sum(-1), 'both': w.sum((1, 3))}[how],
+        {'key': w.sum(-1), 'both': w.sum((1, 3))}.get(how, w.sum(1)),
         torch.ones(()),
         atol=1e-5,
     )
@@ -775,7 +779,7 @@ def test_gate_maps(k):
     T = 17 if k == 'adapter_fusion' else 18
     assert (
         len(maps) == 2
-        and all(o.shape == (3, 2, T, 1 if k in ('diagonal', 'adapter_fusion') else 17) for o in maps)
+        and all(o.shape == (3, 2, T, 1 if k in ('mean', 'diagonal', 'adapter_fusion') else 17) for o in maps)
         and torch.allclose(z, m(x), atol=1e-6)
         and repr(state_of(m)) == before
     )
@@ -783,11 +787,11 @@ def test_gate_maps(k):
     assert p.shape == (2, 3, 2, 4, 4) and p.isfinite().all() and repr(state_of(m)) == before
     w = WithGates(m)(x)
     assert w.shape == (3, 6) and (w[:, 4:] < -90).all() and torch.allclose(w[:, :4], z, atol=1e-5)
-    if k in ('tora', 'diagonal', 'folded'):
+    if k not in ('key', 'both'):
         assert ((w[:, 4:] + 100) <= 1 + 1e-4).all() and ((w[:, 4:] + 100) >= 0).all()
 
 
-@pytest.mark.parametrize('k', ['tora', 'key', 'both', 'diagonal', 'adapter_fusion'])
+@pytest.mark.parametrize('k', ['tora', 'mean', 'key', 'both', 'diagonal', 'adapter_fusion'])
 def test_pictures_are_relative_to_even_weights_and_entropies_count_all(k):
     "Weights that sum to one are even at their mean; the entropy of a softmax runs over whatever it summed over"
     m, x = make(noise=0.3, **KINDS[k]), images(3)
