@@ -183,7 +183,11 @@ def pixel_table(a, theirs, libs):
     for name in CORRUPTIONS + EXTRA_CORRUPTIONS:
         d = levels(theirs, name)
         per_severity = d.reshape(len(a), 5, -1).swapaxes(0, 1).reshape(5, -1)
-        rows[name] = {'here': d.mean(), 'most off by > 1, %': 100 * (per_severity > 1).mean(1).max(), 'largest': d.max()}
+        rows[name] = {
+            'here': d.mean(),
+            'most off by > 1, %': 100 * (per_severity > 1).mean(1).max(),
+            'largest': d.max(),
+        }
         rows[name] |= {k: attempt(lambda: levels(f, name, theirs).mean()) for k, f in libs.items()}
     return pd.DataFrame(rows).T
 
@@ -204,7 +208,10 @@ def time_table(a, others):
     for name in CORRUPTIONS + EXTRA_CORRUPTIONS:
         here = clock(lambda: [corrupt(x, name, s) for s in range(1, 6)])
         one = clock(lambda: [corrupt(o[None], name, s) for o in x for s in range(1, 6)])
-        times = {k: attempt(lambda: clock(lambda: [f(o, name, s) for o in a for s in range(1, 6)])) for k, f in others.items()}
+        times = {
+            k: attempt(lambda: clock(lambda: [f(o, name, s) for o in a for s in range(1, 6)]))
+            for k, f in others.items()
+        }
         rows[name] = {'here': 1.0, 'here, one by one': one / here, **{k: t / here for k, t in times.items()}}
     return pd.DataFrame(rows).T
 
