@@ -1314,8 +1314,8 @@ def robust_reproduce(
 
 # %% ../nbs/08_cli.ipynb #a6695c38
 def named_model(
-    # A file of `learn.export` (.pkl); a model of this package (`fashion_mnist_vit_robust`, see `small_cards`); a Hugging
-    # Face folder; a timm model with a file of weights, `NAME@FILE`, or with timm's own, `NAME`
+    # A file of `learn.export` (.pkl); a model of this package (see `small_cards`); a Hugging Face folder; a timm model
+    # with a file of weights, `NAME@FILE`, or with timm's own, `NAME`
     spec: str,
     classes: int = None,  # Classes of the images, where nothing else says them
     **kw,  # For `timm_model`: size, in_chans
