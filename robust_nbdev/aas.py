@@ -165,6 +165,11 @@ class Around(Wraps):
         return (self.attack,)
 
     @property
+    def beside(self):
+        "What belongs beside the inner attack"
+        return getattr(self.attack, 'beside', ())
+
+    @property
     def members(self):
         "Function `classes -> attacks`: the members of the inner attack, each wrapped"
         inner = self.attack.members
@@ -879,9 +884,11 @@ def before_batch(self: AASTrain):
         return
     self.left -= 1
     y = self.yb[0] if len(self.yb) == 1 else None
-    own = torch.ones_like(scales_of(self.victim)) if self.reset else None
+    before = scales_of(self.victim)
+    changes = self.aas.scope(before)
+    own = torch.where(changes, torch.ones_like(before), before) if self.reset else None
     found = self.aas.scales(self.victim, self.x, y, seed=self.epoch_seed, own=own)
-    add_scales(self.victim, found.clamp(min=self.floor))
+    add_scales(self.victim, torch.where(changes, found.clamp(min=self.floor), found))
     scales = {f's{i}': v for i, v in enumerate(scales_of(self.victim).tolist())}
     self.warn_of_uniform(scales)
     self.rows.append(dict(epoch=self.epochs.now + 1, **scales))
@@ -900,7 +907,7 @@ def warn_of_uniform(
     if low:
         warnings.warn(
             f'attention scales have gone below 0.05 ({", ".join(low)}): the attention of these blocks is nearly '
-            'uniform. Ascents from the scales of the one before can only lower them: try AASTrain(reset=True) or floor='
+            f'uniform. {"Try floor=" if self.reset else "Try AASTrain(reset=True) or floor="} or a smaller eta'
         )
 
 

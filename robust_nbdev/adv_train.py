@@ -358,7 +358,8 @@ def attack_some(self: AdvTrain):
         return
     y = self.yb[0][i] if len(self.yb) == 1 and self.wants_labels else None
     with self.amp():
-        x_adv = self.current(i)(self.victim, self.x[i], y, seed=self.seed)
+        attack, x = self.current(i), self.x[i]
+        x_adv = check_result(attack(self.victim, x, y, seed=self.seed), x, attack)
     self.learn.xb = (self.x.index_copy(0, i, x_adv),)
 
 # %% ../nbs/01a_adv_train.ipynb #cfbc2faa

@@ -1236,8 +1236,7 @@ class WorstCase(Wraps):
 
     @property
     def beside(self):
-        needed = [b for a in self.attacks for b in getattr(a, 'beside', ())]
-        return tuple(b for b in needed if b not in self.attacks)
+        return tuple(b for a in self.attacks for b in getattr(a, 'beside', ()))
 
     def __repr__(self):
         return f'WorstCase({list(self.attacks)})'

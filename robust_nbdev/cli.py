@@ -28,6 +28,7 @@ from .patch_attacks import *
 from .adv_train import *
 from .models import *
 from .robust_tokens import TokenAttack
+from .tora import GateFirst
 from .afat import Occlusion
 from .aas import AAS, Around
 from .evaluate import *
@@ -238,7 +239,7 @@ def attack_losses() -> dict:  # Name -> function
 
 def _of_attacks():
     "(name, value) of what the modules of attacks export"
-    where = Attack, AutoAttack, PatchAttack, AdvTrain, TokenAttack, Occlusion, AAS
+    where = Attack, AutoAttack, PatchAttack, AdvTrain, TokenAttack, GateFirst, Occlusion, AAS
     mods = [sys.modules[c.__module__] for c in where]
     return [(k, vars(m)[k]) for m in mods for k in m.__all__]
 
@@ -894,12 +895,12 @@ def of_imagenet(
     """An ImageNet-1k model reduced to the outputs of `vocab`; any other model, and other classes, as they are. Raises
     ValueError where only some of the names are ImageNet's"""
     head = getattr(unwrap(net), 'num_classes', None)
-    if head != 1000 or len(vocab) == 1000:
+    if head != 1000:
         return net, what
     at = _imagenet_names()
     idxs = [at.get(str(o), at.get(_plain_words(o))) for o in vocab]
     unknown = [str(o) for o, i in zip(vocab, idxs) if i is None]
-    if len(unknown) == len(vocab):
+    if len(unknown) == len(vocab) or idxs == list(range(1000)):
         return net, what
     if unknown:
         raise ValueError(
@@ -1351,7 +1352,7 @@ def _kinds(text):
 
 def _check_vocab(label, vocab, theirs):
     "Raises ValueError where a model names its classes otherwise than the images do"
-    if vocab is None or list(map(str, vocab)) == list(map(str, theirs)):
+    if vocab is None or same_names(theirs, vocab) == list(range(len(vocab))):
         return
     names = [', '.join(map(str, list(o)[:5])) for o in (vocab, theirs)]
     raise ValueError(

@@ -117,9 +117,40 @@ def _same_attacks(reports, names):
             warnings.warn(f'the rows {name} do not all say what the attack was made of: it may not have been the same')
 
 
+_how = ('cascade', 'draws', 'fast')
+
+
+def _above(report, name):
+    "The rows on whose survivors a row was measured, in a report that attacks survivors only"
+    rows = [r for r in report.rows if r.get('attack') in report.verdicts]
+    at = [r['attack'] for r in rows].index(name)
+    before = [r for r in rows[:at] if r['attack'] != 'clean' and r.get('threat') == rows[at].get('threat')]
+    return {(r['attack'], r.get('identity')) for r in before} if report.meta.get('cascade') else set()
+
+
+def _same_conditions(reports, names):
+    "Raises ValueError where rows of one name were measured in other ways"
+    if len({tuple(r.meta.get(k) for k in _how) for r in reports}) > 1:
+        raise ValueError(f'the reports were made in other ways: give {", ".join(_how)} the same values in all')
+    for name in names:
+        if len({frozenset(_above(r, name)) for r in reports if name in r.verdicts}) > 1:
+            raise ValueError(
+                f'{name} attacked the survivors of other attacks in one report than in another: list the same attacks '
+                'above it, or measure with cascade=False'
+            )
+
+
+def _same_corruptions(reports, names):
+    "Raises ValueError where the corrupted images of a row are others"
+    for name in names:
+        first = {r.rows[list(r.verdicts).index(name)].get('first') for r in reports}
+        if len(first - {None}) > 1:
+            raise ValueError(f'the images of {name} were corrupted in other ways: make all reports with one version')
+
+
 def _row_names(reports, attack):
     "The rows whose verdicts are asked for, after a look at whether they are the same attacks in all reports"
-    name = attack if attack is None or isinstance(attack, str) else repr(attack)
+    name = attack if attack is None or isinstance(attack, str) else row_name(attack)
     for r in reports:
         if name is not None and name not in r.verdicts:
             raise ValueError(f'the report has no row {name}, it has {list(r.verdicts)}')
@@ -129,8 +160,11 @@ def _row_names(reports, attack):
                 'both: give all reports the same attacks, or name one with attack='
             )
     names = list(reports[0].verdicts) if name is None else [name]
-    if not isinstance(reports[0], CorruptionReport):
+    if isinstance(reports[0], CorruptionReport):
+        _same_corruptions(reports, names)
+    else:
         _same_attacks(reports, names)
+        _same_conditions(reports, names)
     return names
 
 
@@ -144,7 +178,8 @@ def _about(report):
 def _row_verdicts(report, names):
     "[N]: of attacks the worst case, of corruptions the share of them under which an image is right"
     if not isinstance(report, CorruptionReport):
-        return np.minimum.reduce([report.verdicts[k] for k in names])
+        rows = [report.verdicts[k] for k in names]
+        return min(rows, key=np.mean) if report.meta.get('draws', 1) > 1 else np.minimum.reduce(rows)
     of = [k for k in names if k != 'clean'] or names
     return np.mean([report.verdicts[k] for k in of], axis=0)
 
@@ -647,7 +682,7 @@ def _measured(entry, data, attacks, corruptions, how):
 def _side(name, entry, attacks, reports, costs):
     "What the two reports say of a model"
     report, corrupted = reports
-    verdicts = {repr(a): report.verdicts[repr(_attack_on(a, entry))] for a in attacks}
+    verdicts = {row_name(a): report.verdicts[row_name(_attack_on(a, entry))] for a in attacks}
     says = [*report.warnings, *(corrupted.warnings if corrupted else [])]
     under = {k: v for k, v in corrupted.verdicts.items() if k != 'clean'} if corrupted else {}
     verdicts = {'clean': report.verdicts['clean'], **verdicts}
@@ -660,7 +695,7 @@ def _said(base, entries, attacks, reports, data):
     what = [f'n={report.meta["n"]}, seed={report.meta["seed"]}']
     if attacks:
         norms = ' and '.join(dict.fromkeys(str(threat(a)[0]) for a in attacks))
-        what.append(f'{norms}: {", ".join(map(repr, attacks))}, each on the images that survived those before it')
+        what.append(f'{norms}: {", ".join(map(row_name, attacks))}, each on the images that survived those before it')
     what += [f'mean of {e.draws} draws for {k}, each attack alone' for k, e in entries.items() if e.draws > 1]
     if corrupted:
         kinds, levels = [
@@ -687,9 +722,15 @@ def compare(  # noqa: PLR0913
 ) -> Comparison:  # A row per model
     """Models side by side on the same images, by `robust_report` and `corruption_report`;
     raises ValueError for what cannot be compared"""
-    if not models:
-        raise ValueError('there is nothing to compare: give at least one model, such as dict(plain=model)')
+    if not isinstance(models, dict) or not models:
+        raise ValueError(f'models to compare are given by name, such as dict(plain=model, mine=learn), got {models!r}')
     attacks = [a for a, _ in _distinct(attacks)]
+    balls = {threat(a) for a in attacks}
+    if len(balls) > 1:
+        raise ValueError(
+            f'models are ranked by the worst case of one threat model, got {sorted(balls, key=str)}: '
+            'make a comparison for each'
+        )
     entries = {str(k): _entry(o, len(_names(data) or ()) or None) for k, o in models.items()}
     _check_random(entries, data)
     folders, base, sides = _folders(entries, out), first(entries), []

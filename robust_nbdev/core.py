@@ -500,7 +500,7 @@ def _look_at(model, x):
     if span is None:
         return
     lo, hi = span
-    if max(-lo, hi) > 10:
+    if hi > 10 and lo >= 0:
         raise ValueError(f'images must lie in [0,1], got values from {lo:g} to {hi:g}: divide by 255')
     if lo >= -1e-3 and hi <= 1 + 1e-3:
         _notice(model)
@@ -582,7 +582,7 @@ def check_result(
     if norm is None:
         return x_adv
     promised = threat_model(attack.eps, norm)
-    size = promised.size(x_adv.detach().float() - x.detach().float()).max().item()
+    size = promised.size(x_adv.detach().float() - x.detach().float().clamp(0, 1)).max().item()
     if size <= promised.eps * 1.001 + getattr(attack, 'slack', 0) + 1e-5:
         return x_adv
     raise ValueError(f'{attack!r} moved an image by {size:.4g}, out of its ball {promised!r}: project(x, delta) first')

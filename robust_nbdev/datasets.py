@@ -971,6 +971,9 @@ def renumbered(
     "Images whose classes are numbered as in `vocab`; raises ValueError with the names that are not in it"
     if src.lut is not None:
         raise ValueError('vocab= is for images with one class each, these have masks')
+    twice = [k for k, same in groupby(map(str, vocab), noop).items() if len(same) > 1]
+    if twice:
+        raise ValueError(f'a class has one place in vocab, these have several: {_few(twice)}')
     at = same_names(src.vocab, vocab)
     unknown = [str(o) for o, i in zip(src.vocab, at) if i is None]
     if unknown:

@@ -11,7 +11,7 @@ __all__ = ['interval', 'row_name', 'Report', 'predict', 'self_check', 'Curve', '
 # %% ../nbs/01b_evaluate.ipynb #3a9f66eb
 import base64, io, json, os, platform, re, time, warnings, zipfile
 import torch.distributed as dist
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from html import escape
@@ -1924,8 +1924,8 @@ def _worst_cases(self: Run, rows):
         return []
     res, groups = [], groupby(rows, lambda r: tuple(r['threat']))
     for (norm, eps), same in groups.items():
-        if len(same) < 2:
-            continue
+        if len(same) < 2 or (norm is None and eps is None):
+            continue  # nobody knows whether attacks without a ball or a budget may do the same
         of = f' of {eps}' if norm is None else f' {norm} {eps_str(eps)}'
         ok = np.minimum.reduce([self.verdicts[r['attack']] for r in same])
         res.append(_row('worst case' + (of if len(groups) > 1 else ''), (norm, eps if norm else None), ok, self.seed))
@@ -1967,12 +1967,23 @@ def _weaker_below(self: Run, names):
     return says
 
 
+def _flat(attack):
+    "An attack, or those that a worst case is made of"
+    return [m for a in attack.attacks for m in _flat(a)] if isinstance(attack, WorstCase) else [attack]
+
+
+def _as_strong(a, b):
+    "Is `a` an attack like `b`, with as many steps and restarts?"
+    more = [getattr(a, k, 1) >= getattr(b, k, 1) for k in ('steps', 'restarts')]
+    return a == b or (type(a) is type(b) and threat(a) == threat(b) and all(more))
+
+
 def _lonely(attacks):
     "A sentence for each attack that is listed without those that belong beside it"
-    run = [*attacks, *(m for a in attacks if isinstance(a, WorstCase) for m in a.attacks)]
-    says = []
+    run, says = [m for a in attacks for m in _flat(a)], []
     for a in attacks:
-        missing = [b for b in getattr(a, 'beside', ()) if b not in run]
+        needed = [m for b in getattr(a, 'beside', ()) for m in _flat(b)]
+        missing = [b for b in needed if not any(_as_strong(o, b) for o in run)]
         if missing:
             says.append(
                 f'{a!r} alone may overstate robustness: its images are made on another function than the model. '

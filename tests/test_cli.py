@@ -342,20 +342,20 @@ def shout(text):
 
 
 def test_attacks_of_ones_own_module(tmp_path, monkeypatch):
-    (tmp_path / 'mine').mkdir()
-    (tmp_path / 'mine' / 'attacks.py').write_text(OWN)
+    (tmp_path / 'of_my_own').mkdir()
+    (tmp_path / 'of_my_own' / 'attacks.py').write_text(OWN)
     monkeypatch.chdir(tmp_path)
     a, b, c, d = parse_attacks(
-        'mine.attacks:Scale(.1),mine.attacks:dark,pgd5,PGD(steps=2, loss=mine.attacks:loss)', 0.1
+        'of_my_own.attacks:Scale(.1),of_my_own.attacks:dark,pgd5,PGD(steps=2, loss=of_my_own.attacks:loss)', 0.1
     )
     x = torch.rand(2, 1, 4, 4)
     assert repr(a) == 'Scale(amount=0.1)' and torch.equal(a(lambda x: x, x), x * 0.9) and c == PGD(0.1, steps=5)
     assert b.__name__ == 'dark' and d.loss.__name__ == 'loss'
     for text, says in {
-        'mine.attacks:shout("x")': 'no class of attacks, so it is not called',
-        'mine.attacks:Nope(1)': "has no 'Nope'",
-        'mine.other:Scale(1)': 'cannot be imported',
-        'mine.attacks:Scale(amont=1)': 'it takes amount',
+        'of_my_own.attacks:shout("x")': 'no class of attacks, so it is not called',
+        'of_my_own.attacks:Nope(1)': "has no 'Nope'",
+        'of_my_own.other:Scale(1)': 'cannot be imported',
+        'of_my_own.attacks:Scale(amont=1)': 'it takes amount',
         'os:system("x")': 'no class of attacks',
         'os:system': 'an attack is called as',
     }.items():
