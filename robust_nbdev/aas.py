@@ -165,11 +165,6 @@ class Around(Wraps):
         return (self.attack,)
 
     @property
-    def beside(self):
-        "What belongs beside the inner attack"
-        return getattr(self.attack, 'beside', ())
-
-    @property
     def members(self):
         "Function `classes -> attacks`: the members of the inner attack, each wrapped"
         inner = self.attack.members

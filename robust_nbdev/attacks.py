@@ -1203,6 +1203,10 @@ class Wraps(AttackBase):
     def at_eps(self, eps):
         return self.around([_at(a, eps) for a in self.attacks])
 
+    @property
+    def beside(self):
+        return tuple(b for a in self.attacks for b in getattr(a, 'beside', ()))
+
     def _names(self):
         return '_'.join(getattr(a, 'name', 'attack') for a in self.attacks)
 
@@ -1233,10 +1237,6 @@ class WorstCase(Wraps):
     ) -> list:  # Of attacks, in order
         "The attacks, each of which sees the images that survived the ones before"
         return list(self.attacks)
-
-    @property
-    def beside(self):
-        return tuple(b for a in self.attacks for b in getattr(a, 'beside', ()))
 
     def __repr__(self):
         return f'WorstCase({list(self.attacks)})'

@@ -1576,7 +1576,6 @@ def topk(
     "Share of images whose label is among the `k` likeliest classes"
     with attack_mode(model), torch.no_grad():
         z = outputs(model, x)
-    y = hard_labels(y, x)
     return (z.topk(k, dim=1).indices == y[:, None]).any(1).float().mean().item()
 
 

@@ -1079,7 +1079,14 @@ def test_reset_and_floor_keep_the_scales_up(kw, least):
     assert scales_of(l.model).min() >= least - 1e-6
 
 
-@pytest.mark.parametrize('attack', [AAS(PGD2, ascent=1), Scaled(PGD2, 0.1), GapScaled(PGD2)])
+def test_floor_and_reset_leave_blocks_out_of_scope_alone():
+    first = AAS(FGSM(), ascent=1, blocks=(0,))
+    l = learner([AASTrain(period=1, aas=first, floor=0.5, reset=True)], model=add_scales(tiny_vit(), [0.2, 0.4]))
+    l.fit(1, 1e-3)
+    assert scales_of(l.model)[0] >= 0.5 and close(scales_of(l.model)[1], torch.tensor(0.4))
+
+
+@pytest.mark.parametrize('attack', [AAS(PGD2, ascent=1), Scaled(PGD2, 0.1), GapScaled(PGD2), Float64(GapScaled(PGD2))])
 def test_a_report_of_an_attack_on_a_scaled_model_asks_for_its_base(attack):
     m, data = tiny_vit(), (torch.rand(8, 1, 28, 28), torch.randint(0, 10, (8,)))
 
@@ -1087,7 +1094,8 @@ def test_a_report_of_an_attack_on_a_scaled_model_asks_for_its_base(attack):
         return any('alone may overstate' in o for o in robust_report(m, data, attacks).warnings)
 
     assert warned([attack]) and warned([WorstCase([attack, FGSM(PGD2.eps)])])
-    assert not warned([PGD2, attack]) and not warned([WorstCase([PGD2, attack])])
+    assert not warned([PGD2, attack]) and not warned([WorstCase([WorstCase([PGD2]), attack])])
+    assert not warned([PGD2.but(steps=5), attack])
 
 
 def test_when_and_how_long():

@@ -262,6 +262,15 @@ def test_a_ball_as_eps():
         AdvTrain(PGD(0.1), eps=8)
 
 
+@pytest.mark.parametrize('clean_images', [0.0, 0.25])
+def test_images_outside_their_range_are_not_trained_on(clean_images):
+    def beyond(model, x, y, seed=0):
+        return 3 * x - 1
+
+    with pytest.raises(ValueError, match='adversarial images must lie in'):
+        synth_learner(cbs=AdvTrain(beyond, clean_images=clean_images)).fit(1)
+
+
 def test_no_attack_no_callback():
     with pytest.raises(TypeError, match='expected an attack'):
         AdvTrain(0.1)

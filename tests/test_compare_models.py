@@ -1,6 +1,7 @@
 "Models side by side, as an author or a student asks for them."
 
 import json, re
+from functools import partial
 import numpy as np, pandas as pd, pytest, torch
 from fastai.basics import AttrDict, Callback, CancelFitException, nn
 from robust_nbdev.all import (
@@ -19,8 +20,9 @@ from robust_nbdev.all import (
     robust_report,
     small_model,
 )
-from robust_nbdev import cli
+from robust_nbdev import cli, corruptions
 from robust_nbdev.cli import named_model, robust_compare, timm_model
+from robust_nbdev.compare import report_verdicts
 from robust_nbdev.core import unwrap
 from robust_nbdev.datasets import FASHION
 from robust_nbdev.test_utils import synth_learner, tiny_vit
@@ -290,3 +292,53 @@ def test_the_command(tmp_path, capsys):
 def test_the_command_names_what_is_wrong(models, says, tmp_path):
     with pytest.raises(SystemExit, match=says):
         robust_compare(*models, profile='smoke', attacks='fgsm', out=str(tmp_path))
+
+
+# --- what must match before two numbers are compared
+# ------------------------------------------------------------------------------------------------------------
+
+
+def darker(model, x, y=None, seed=0):
+    return x * 0.5
+
+
+def test_an_attack_on_the_survivors_of_others_is_not_paired_with_one_on_all_images(nets, data):
+    weak, strong = ATTACKS
+    alone, behind = [robust_report(nets.robust, data, o) for o in ([weak], [strong, weak])]
+    with pytest.raises(ValueError, match='survivors of other attacks'):
+        paired(alone, behind, attack=weak)
+    each = [robust_report(nets.robust, data, o, cascade=False) for o in ([weak], [strong, weak])]
+    assert paired(*each, attack=weak).value == 0
+    with pytest.raises(ValueError, match='made in other ways'):
+        paired(alone, each[0], attack=weak)
+
+
+def test_of_random_predictions_the_worst_row_counts_and_no_minimum_over_draws():
+    rep = robust_report(
+        Dice(), (torch.rand(32, 1, 28, 28), torch.randint(0, 10, (32,))), ATTACKS, draws=4, cascade=False
+    )
+    lowest = rep.df.accuracy[1:3].min()
+    assert report_verdicts(rep, None).mean() == pytest.approx(min(lowest, rep.df.accuracy[0]))
+
+
+def test_images_that_another_version_corrupted_are_not_paired(nets, data, monkeypatch):
+    now = corruption_report(nets.robust, data, corruptions=['fog'])
+    monkeypatch.setattr(corruptions, 'corrupt', partial(corruptions.corrupt, floor=False))
+    before = corruption_report(nets.robust, data, corruptions=['fog'])
+    for row in (None, 'fog 5'):
+        with pytest.raises(ValueError, match='corrupted in other ways'):
+            paired(now, before, attack=row)
+
+
+def test_a_comparison_has_one_threat_model(nets, data):
+    with pytest.raises(ValueError, match='one threat model'):
+        compare(nets, data, [FGSM(0.1), FGSM(0.2)])
+
+
+def test_a_plain_function_is_an_attack_of_a_comparison(nets, data):
+    assert compare(nets, data, [darker]).df['darker'].notna().all()
+
+
+def test_models_without_names_are_refused(data):
+    with pytest.raises(ValueError, match='by name'):
+        compare(['fashion_mnist_vit'], data, ATTACKS)

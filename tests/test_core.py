@@ -475,3 +475,16 @@ def test_seeds_of_epochs_meet_those_of_no_other_seed():
     seeds = [seed_in(s, e) for s in (*range(98), 2**62, 2**63 - 1) for e in range(100)]
     assert len(set(seeds)) == len(seeds) - 100 and all(0 <= o < 2**63 for o in seeds)  # 2**62 and 0 are one seed
     assert seed_in(7, 0) == 7 and seed_in(7, 3) == seed_in(7, 3)
+
+
+def test_images_a_hair_above_one_are_attacked():
+    x = torch.full((2, 3, 4, 4), 1 + 8e-5)
+    attack = FGSM(8 / 255)
+    assert check_result((check_images(x) - attack.eps).clamp(0, 1), x, attack).max() <= 1
+
+
+def test_standardised_images_of_a_bare_model_are_not_taken_for_255():
+    x = torch.linspace(-12.5, 12.5, 48).reshape(1, 3, 4, 4)
+    assert torch.equal(outputs(nn.Identity(), x), x)
+    with pytest.raises(ValueError, match='divide by 255'):
+        outputs(nn.Identity(), 255 * torch.rand(1, 3, 4, 4))

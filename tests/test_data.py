@@ -1255,6 +1255,11 @@ def test_classes_that_the_model_does_not_know_are_named(photos):
         image_dls(photos, size=32, vocab='bag boot dress jacket shirt'.split())
 
 
+def test_a_class_stands_once_in_a_vocabulary(photos):
+    with pytest.raises(ValueError, match='several: bag'):
+        image_dls(photos, size=32, vocab='bag coat dress hat shirt shoe bag'.split())
+
+
 def test_words_and_folders_of_imagenet_are_the_same(tmp_path):
     for c in ('n02102040', 'n01440764'):
         (tmp_path / 'd' / c).mkdir(parents=True)
