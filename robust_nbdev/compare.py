@@ -122,10 +122,11 @@ _how = ('cascade', 'draws', 'fast')
 
 def _above(report, name):
     "The rows on whose survivors a row was measured, in a report that attacks survivors only"
-    rows = [r for r in report.rows if r.get('attack') in report.verdicts]
-    at = [r['attack'] for r in rows].index(name)
-    before = [r for r in rows[:at] if r['attack'] != 'clean' and r.get('threat') == rows[at].get('threat')]
-    return {(r['attack'], r.get('identity')) for r in before} if report.meta.get('cascade') else set()
+    rows = {r['attack']: r for r in report.rows if r.get('attack') in report.verdicts}
+    if name not in rows or not report.meta.get('cascade'):
+        return set()
+    before = [rows[k] for k in list(rows)[: list(rows).index(name)] if k != 'clean']
+    return {(r['attack'], r.get('identity')) for r in before if r.get('threat') == rows[name].get('threat')}
 
 
 def _same_conditions(reports, names):

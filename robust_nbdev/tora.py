@@ -1127,7 +1127,8 @@ class GateFirst(PGD):
 
     def start(self, obj, x, seed):
         first = PGD(self.eps, norm=self.norm, steps=self.gate_steps, loss=self.gate)
-        return dict(d=first(obj.model, x, obj.t, seed=seed) - x)
+        moved = first(obj.model, x.to(obj.x.dtype), obj.t, seed=seed)
+        return dict(d=moved.to(x.dtype) - x)
 
 # %% ../nbs/03_tora.ipynb #d0ca0002
 @contextmanager

@@ -17,6 +17,7 @@ from robust_nbdev.patch_attacks import *
 from robust_nbdev.core import Wrapper
 from robust_nbdev.vit import attn_maps, block_outputs
 from robust_nbdev.robust_tokens import TokenAttack
+from robust_nbdev.tora import GateFirst
 from robust_nbdev.evaluate import AdvValid, RobustAccuracy, predict, robust_report, save_adv
 from robust_nbdev.test_utils import state_of, synth_learner, tiny_vit
 
@@ -54,6 +55,7 @@ ARGS = {
     GreedyOcclusion: dict(share=0.2),
     TokenAttack: dict(eps=E, steps=3, bits='inside'),
     PatchFool: dict(steps=3),
+    GateFirst: dict(eps=E, steps=3, gate=ce, gate_steps=2),
 }
 
 

@@ -333,6 +333,7 @@ ENTRIES = {
     'fair': lambda m: fair(shifted(), 20)[0][1],
     'robust_report': lambda m: robust_report(m, shifted(), [FGSM(0.01)], n=20).preds['label'],
     'Run.__init__': lambda m: Run(m, shifted(), n=20).preds['label'],
+    'compare': lambda m: lib.compare({'m': m}, shifted(), [FGSM(0.01)], n=20) and None,
     'eps_curve': lambda m: drawn(lambda: eps_curve(m, shifted(), FGSM(), [0.01], n=20)),
     'steps_curve': lambda m: drawn(lambda: steps_curve(m, shifted(), PGD(0.01), [1], n=20)),
     'Learner.robust_report': lambda m: learner(m).robust_report([FGSM(0.01)], n=20).preds['label'],
@@ -367,7 +368,7 @@ OTHER = set(
     RandomTokens.__init__ Replay.__init__ XcitRecipe.in_epochs add_tokens check_logits gaussian_images interval
     n_occluded planted_images random_keep sketch token_sets unfair camvid cifar10 cifar100 fashion_mnist imagenet
     imagenet100 imagenette find_source Difference.__init__ above_chance check_rows
-    CifarP.__init__""".split()
+    CifarP.__init__ Reading.divisor Report.show_hardest Report.add_hardest""".split()
 )
 
 

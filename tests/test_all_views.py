@@ -43,6 +43,7 @@ VIEWS = {
     'loss_trace': lambda m, x: lib.loss_trace(PGD1, m, x, Y),
     'n_classes': lambda m, x: core.n_classes(m, x),
     'outputs': lambda m, x: core.outputs(m, x),
+    'patch_effects': lambda m, x: lib.patch_effects(m, x, lib.patch_cover(x, 0, 'noise', m), lib.patch_size(m, x)),
     'patch_attention': lambda m, x: lib.patch_attention(m, x),
     'predict': lambda m, x: lib.predict(m, x),
     'restart_losses': lambda m, x: lib.restart_losses(PGD1, m, x, Y, restarts=1),

@@ -174,7 +174,7 @@ def test_another_model_of_the_same_name_is_refused(nets, data, tmp_path):
 
 
 def test_what_cannot_be_compared_is_refused(data, tmp_path):
-    with pytest.raises(ValueError, match='at least one model'):
+    with pytest.raises(ValueError, match='by name'):
         compare({}, data, ATTACKS)
     m = tiny_vit()
     with pytest.raises(ValueError, match='different folders'):

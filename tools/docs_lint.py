@@ -7,7 +7,7 @@ docments, the comments that nbdev's pages are made of.
 Counts as described: what an override shares with the method of its base class, and what `@delegates` takes from
 another function."""
 
-import ast, importlib, inspect, sys, textwrap
+import ast, importlib, inspect, re, sys, textwrap
 from dataclasses import fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
@@ -90,11 +90,17 @@ def function_parts(o, bases):
     return doc, [] if theirs or is_prop(o) else wanted(fs[0]), [docments(b, args_kwargs=True) for b in fs if ours(b)]
 
 
+def own(doc):
+    "A docstring without the list of parameters that the package adds to it for `help`"
+    return re.split(r'\n\n(?:Parameters|Returns)\n', doc or '')[0]
+
+
 def lacks(o, bases=()):
     "What symbol `o` lacks; `bases`: the same method in its class's bases, nearest first"
     if not (inspect.isclass(o) or function(o)):
         return []
     doc, names, docs = class_parts(o) if inspect.isclass(o) else function_parts(o, bases)
+    doc = own(doc)
     bad = [] if doc and '\n\n' not in doc.strip() else ['docstring of one paragraph'] if doc else ['docstring']
     return bad + [k for k in names if not any(d.get(k) for d in docs)]
 
