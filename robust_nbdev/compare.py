@@ -16,7 +16,7 @@ from .vit import multiply_adds
 from .vit import _unfused
 from .attacks import *
 from .evaluate import *
-from .evaluate import _as_html, _as_text, _atomic, _distinct, _short
+from .evaluate import _as_html, _as_markdown, _as_text, _atomic, _distinct, _short, _tex
 from .eval_data import _batches, _names
 from .corruptions import *
 
@@ -524,9 +524,7 @@ def to_markdown(
 ) -> str:  # Lines
     "The table for a README"
     t = self.shown(few, mark='**{}**'.format)
-    rows = [t.columns, ['---'] * len(t.columns), *t.values]
-    lines = ['| ' + ' | '.join(str(o).replace('|', r'\|') for o in row) + ' |' for row in rows]
-    return '\n'.join([*lines, '', self.about, ''])
+    return '\n'.join([_as_markdown(t), '', self.about, ''])
 
 
 @patch
@@ -538,13 +536,6 @@ def to_latex(
     t = self.shown(few, mark='\x01{}\x02'.format)
     text = t.rename(columns=_tex).map(_tex).to_latex(index=False, escape=False, caption=_tex(self.about))
     return text.replace('\x01', r'\textbf{').replace('\x02', '}')
-
-
-def _tex(s):
-    "Text whose special signs LaTeX prints as they are"
-    signs = {o: '\\' + o for o in '&%$#_{}'}
-    signs |= {'\\': r'\textbackslash{}', '~': r'\textasciitilde{}', '^': r'\textasciicircum{}', '<': '$<$', '>': '$>$'}
-    return str(s).translate(str.maketrans(signs))
 
 # %% ../nbs/01f_compare.ipynb #a56e332a
 _markers = {'white box': 'o', 'transfer': '^', 'randomised': 's'}

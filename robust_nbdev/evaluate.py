@@ -206,25 +206,35 @@ def _for_paper(rep):
 @patch
 def to_markdown(self: Report) -> str:  # A table with a line for each row
     "The table of a paper as Markdown"
-    t = _for_paper(self)
-    line = lambda cells: '| ' + ' | '.join(str(o).replace('|', '/') for o in cells) + ' |'
-    return '\n'.join(
-        [line(t.columns), line('---' if i == 0 else '---:' for i in range(t.shape[1])), *map(line, t.values)]
-    )
+    return _as_markdown(_for_paper(self))
 
 
-_TEX = {o: f'\\{o}' for o in '%&_#$'}
+def _as_markdown(t):
+    "A table of text as Markdown, numbers to the right"
+    marks = ['---'] + ['---:'] * (t.shape[1] - 1)
+    return '\n'.join(['| ' + ' | '.join(_cell(o) for o in row) + ' |' for row in (t.columns, marks, *t.values)])
+
+
+def _cell(o):
+    return str(o).replace('|', r'\|')
+
+
+def _tex(s):
+    "Text whose special signs LaTeX prints as they are"
+    signs = {o: '\\' + o for o in '&%$#_{}'}
+    signs |= {'\\': r'\textbackslash{}', '~': r'\textasciitilde{}', '^': r'\textasciicircum{}', '<': '$<$', '>': '$>$'}
+    return str(s).translate(str.maketrans(signs))
 
 
 @patch
 def to_latex(self: Report) -> str:  # A tabular environment, with the rules of booktabs
     "The table of a paper as LaTeX"
     t = _for_paper(self)
-    t['attack'] = [o.replace('&nbsp;&nbsp;- ', '\\quad ') for o in t.attack]
-    safe = lambda o: ''.join(_TEX.get(c, c) for c in str(o))
-    line = lambda cells: ' & '.join(map(safe, cells)) + r' \\'
-    head = [r'\begin{tabular}{l' + 'r' * (t.shape[1] - 1) + '}', r'\toprule', line(t.columns), r'\midrule']
-    return '\n'.join([*head, *map(line, t.values), r'\bottomrule', r'\end{tabular}'])
+    member = t.attack.str.startswith('&nbsp;')
+    t['attack'] = t.attack.str.removeprefix('&nbsp;&nbsp;- ')
+    t = t.rename(columns=_tex).map(_tex)
+    t.loc[member, 'attack'] = r'\quad ' + t.attack[member]
+    return t.to_latex(index=False, escape=False, column_format='l' + 'r' * (t.shape[1] - 1))
 
 # %% ../nbs/01b_evaluate.ipynb #d91e64b8
 def _class_name(i, vocab=None):
@@ -859,7 +869,7 @@ def show_hardest(  # noqa: PLR0913
     n: int = 3,  # How many of each kind
     fig=None,  # A matplotlib figure to draw in; None: a new one
 ) -> plt.Figure:  # A row per image
-    "Clean | delta, magnified | adversarial, for images that are wrong without attack and images that fall first"
+    "Clean | delta, magnified | adversarial: images that are misclassified, and images that the first attack fools"
     at = _hardest(self, n)
     fig = fig or plt.figure(figsize=(6, 2.1 * max(len(at), 1)), layout='constrained')
     if not at:
@@ -1460,7 +1470,7 @@ def refuse_other_radius(
     asked = {threat(a) for a in attacks}
     found = {tuple(r['threat']) for r, *_ in self.saved.values() if r.get('threat')} - asked
     for norm, eps in sorted(found, key=str):
-        ours = [e for k, e in asked if k == norm is not None]
+        ours = [e for k, e in asked if norm is not None and k == norm]
         if not ours:
             continue
         raise ValueError(

@@ -393,10 +393,10 @@ def test_parts_gates_and_corruptions_give_verdicts(kept):
     where = dict(method='TORA', reading='mean over tokens')
     parts, gate = [smoke(o, **where) for o in ('tora.parts', 'tora.gate')]
     assert set(parts.fn(**parts.key).verdicts) >= {'phase 1 clean', 'QK of phase 2 pgd5', 'robustness adapter pgd5'}
-    got = gate.fn(**gate.key)
+    got = gate.fn(**gate.key | dict(bs=4))  # more images than fit into one batch
     assert len(got.verdicts) == 12 and got.numbers['PGD: most'] < 0.5
     t = smoke('tora.corruptions', method='pretrained')
-    rows = t.fn(**t.key)
+    rows = t.fn(**t.key | dict(bs=4))
     assert len(rows.verdicts) == 16 and rows.numbers['corrupted'] == pytest.approx(
         100 * np.mean([v.mean() for k, v in rows.verdicts.items() if k != 'clean'])
     )
