@@ -11,6 +11,7 @@ from scipy.stats import poisson
 from sklearn.datasets import load_sample_images
 import robust_nbdev.corruptions as C
 from robust_nbdev.all import *
+from robust_nbdev.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS
 
 ORIGINALS = {32: 'make_cifar_c.py', 224: 'make_imagenet_c.py'}
 

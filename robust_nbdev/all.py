@@ -1,32 +1,36 @@
 "What a user types: `from robust_nbdev.all import *`, as with fastai's own `all` modules. The rest stays in its module"
-import timm
+import sys, timm
 from fastai.vision.all import *
-from .core import (eps_str, Ball, Linf, L2, threat_model, Wrapper, unwrap, Normalized, Logits, attack_mode, AdvCallback)
-from .vit import (vit_blocks, patch_grid, block_outputs, attn_maps, multiply_adds, attn_scale, add_scales, remove_scales,
-    add_tokens, remove_tokens, no_tokens, add_after_mlp, remove_adapters, xcit_stem, vit_splitter, token_splitter,
-    no_decay_split, NoDecay)
+from . import docstrings
+from .core import Linf, L2, Normalized, Logits, attack_mode, unwrap, eps_str, AdvCallback
+from .vit import (vit_blocks, patch_grid, block_outputs, attn_maps, multiply_adds, add_tokens, remove_tokens, NoDecay)
 from .datasets import (settings, image_dls, dataset, profile_dls, fashion_mnist, cifar10, cifar100, imagenette, imagenet,
-    imagenet100, camvid, embedded_fashion, balanced, by_value, class_notice, timm_fit, CropFlip)
-from .models import small_model,small_cards,small_dls
-from .rvt_fan import RVT,FAN,model_cost
-from .attacks import (Loss, ce, margin, cw, scaled_ce, dlr, kl, feat_cos, Attack, PGD, FGSM, FGSM_RS, MIFGSM, CWPGD,
-    GAMAPGD, GAMAFW, APGD, WorstCase, Transfer, choose_target, loss_trace, Counted)
-from .autoattack import *
-from .patch_attacks import PatchAttack,PatchFool,RandomOcclusion,patch_attention
-from .adv_train import (warmup, switch, AdvTrain, TRADES, NearPGD, MART, GAT, BernoulliFGSM, NFGSM, FreeAT, ARDPRM, AWP,
-    CatchOverfit, EMA, OnAverage, SaveEMA, SaveRun)
-from .evaluate import (Report, robust_report, Run, interval, self_check, predict, show_adv, save_adv, Curve, eps_curve,
+    imagenet100, camvid, timm_fit)
+from .models import small_model, small_cards, small_dls
+from .rvt_fan import RVT, FAN
+from .attacks import (Loss, ce, margin, cw, dlr, kl, feat_cos, Attack, PGD, FGSM, FGSM_RS, MIFGSM, CWPGD, GAMAPGD, APGD,
+    WorstCase, Transfer, Counted, loss_trace)
+from .autoattack import AutoAttack, APGDT, FAB, Square, Fast
+from .patch_attacks import PatchAttack, PatchFool, RandomOcclusion
+from .adv_train import (warmup, AdvTrain, TRADES, MART, GAT, BernoulliFGSM, NFGSM, FreeAT, ARDPRM, AWP, CatchOverfit, EMA,
+    SaveRun)
+from .evaluate import (Report, robust_report, Run, interval, self_check, predict, show_adv, save_adv, eps_curve,
     steps_curve, AdvValid, RobustAccuracy, lpips_dist)
-from .compare import *
-from .experiments import *
-from .corruptions import *
-from .robust_tokens import *
-from .tora import *
-from .xcit_recipe import *
-from .afat import *
-from .aas import *
-from .explorer import *
-from .methods import METHODS, Method, compared, fit_method, method_run, methods_table
+from .corruptions import (corrupt, show_corruptions, mce, corruption_report, CorruptValid, CifarC, ImageNetC,
+    subset_report)
+from .compare import compare, Entry, StepCost, paired, Claim, Need, judge
+from .experiments import reproduce, status
+from .robust_tokens import (RobustTokens, fit_tokens, save_tokens, load_tokens, FeatCos, TokenAttack, WithoutTokens,
+    LinearProbe, fit_head)
+from .tora import (tora_vit, TORA, Reading, READINGS, GateFirst, decompose, save_adapters, load_adapters, show_gates,
+    lam_slider)
+from .xcit_recipe import xcit_recipe, XcitRecipe, Augment, CleanPass
+from .afat import (AFAT, Occlusion, PatchOcclusion, RankedOcclusion, GreedyOcclusion, fit_corruption, show_occlusion,
+    afat_recipe)
+from .aas import AAS, AASTrain, Scaled, GapScaled, with_scales, scale_report
+from .explorer import (explore_attack, explore_corruption, explore_tokens, explore_lam, explore_masks, explore_scales)
+from .methods import METHODS, compared
 from .cli import robust_bench
-from . import docstrings as _docstrings
-_docstrings.document(globals())  # `help(f)` shows what each parameter means
+# `help(f)` shows what each parameter means, of names that stay in their modules too
+docstrings.document(*(vars(module) for name, module in [*sys.modules.items()] if name.startswith('robust_nbdev.')))
+del docstrings

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from fastai.vision.all import *
 from fastai.distributed import *
 from robust_nbdev.all import *
+from robust_nbdev.adv_train import OnAverage, SaveEMA
 from robust_nbdev.test_utils import tiny_vit
 
 RANK, WORLD, OUT = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1)), Path(sys.argv[1])

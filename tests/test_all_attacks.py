@@ -7,7 +7,7 @@ import inspect
 from contextlib import nullcontext
 import pytest, torch, warnings
 from torch import nn
-import robust_nbdev.all as everything
+from package import everything
 from robust_nbdev.aas import AAS, Around, Float64, GapScaled, Scaled
 from robust_nbdev.adv_train import AdvTrain, NFGSM
 from robust_nbdev.afat import GreedyOcclusion

@@ -5,6 +5,11 @@ weights that are equal change nothing."""
 import pytest, torch
 from fastai.vision.all import Callback, CrossEntropyLossFlat, CutMix, MixUp, SaveModelCallback, SGD
 from robust_nbdev.all import *
+from robust_nbdev.adv_train import NearPGD, SaveEMA
+from robust_nbdev.tora import tora_splitter
+from robust_nbdev.vit import token_splitter
+from robust_nbdev.xcit_recipe import AttackEffect, KeepBest, MixOrCut
+from package import everything
 from robust_nbdev.test_utils import *
 
 # fastcore's, which pytest would collect
@@ -18,7 +23,7 @@ def of_package(kind):
     "All public subclasses of a class that the package defines"
     return {
         k: v
-        for k, v in globals().items()
+        for k, v in vars(everything).items()
         if isinstance(v, type)
         and issubclass(v, kind)
         and v.__module__.startswith('robust_nbdev.')

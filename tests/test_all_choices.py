@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 import matplotlib.pyplot as plt
 from PIL import Image
-import robust_nbdev.all as lib
+from package import everything as lib
 from fastai.vision.all import Learner, CrossEntropyLossFlat, DataLoaders
 from fastai.data.load import DataLoader as FastDataLoader
 from robust_nbdev.core import Wrapper

@@ -3,7 +3,7 @@
 import inspect, tempfile, warnings
 import pytest, torch
 import matplotlib.pyplot as plt
-import robust_nbdev.all as lib
+from package import everything as lib
 from robust_nbdev import core, evaluate
 from robust_nbdev.attacks import *
 from robust_nbdev.core import Normalized, unwrap

@@ -311,7 +311,7 @@ def test_every_attack_of_the_package_has_a_name():
         GreedyOcclusion(share=0.1),
         Scaled(PGD(2 / 255), 0.5),
     ]
-    import robust_nbdev.all as everything
+    from package import everything
     from robust_nbdev.aas import Around
     from robust_nbdev.patch_attacks import PatchAttack
 

@@ -4,25 +4,11 @@ import json, re
 from functools import partial
 import numpy as np, pandas as pd, pytest, torch
 from fastai.basics import AttrDict, Callback, CancelFitException, nn
-from robust_nbdev.all import (
-    FGSM,
-    PGD,
-    TRADES,
-    AdvTrain,
-    Comparison,
-    Entry,
-    Side,
-    StepCost,
-    compare,
-    corruption_report,
-    fashion_mnist,
-    paired,
-    robust_report,
-    small_model,
-)
+from robust_nbdev.all import FGSM, PGD, TRADES, AdvTrain, Entry, StepCost, compare, corruption_report, fashion_mnist
+from robust_nbdev.all import paired, robust_report, small_model
 from robust_nbdev import cli, corruptions
 from robust_nbdev.cli import named_model, robust_compare, timm_model
-from robust_nbdev.compare import report_verdicts
+from robust_nbdev.compare import Comparison, Side, report_verdicts
 from robust_nbdev.core import unwrap
 from robust_nbdev.datasets import FASHION
 from robust_nbdev.test_utils import synth_learner, tiny_vit

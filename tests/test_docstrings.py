@@ -11,7 +11,7 @@ import pytest
 from fastai.vision.all import Learner
 from fastcore.docments import docments
 
-import robust_nbdev.all as everything
+from package import everything
 from robust_nbdev.docstrings import *
 from robust_nbdev.docstrings import _of_call, _ours
 

@@ -2,7 +2,9 @@
 
 import json
 import numpy as np, pytest
-from robust_nbdev.all import METHODS, PGD, AdvTrain, Method, compared, method_run, methods_table, profile_for
+from robust_nbdev.all import METHODS, PGD, AdvTrain, compared
+from robust_nbdev.experiments import profile_for
+from robust_nbdev.methods import Method, method_run, methods_table
 from robust_nbdev import experiments as ex, methods
 
 LITTLE = dict(n_train=64, n=16, bs=16, budget=2, attacks='fgsm')

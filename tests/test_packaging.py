@@ -148,6 +148,7 @@ def test_all_brings_what_a_user_types(seen):
         'is_summed',
     }
     assert typed <= set(seen['names']) and not internal & set(seen['names'])
+    assert len(seen['names']) <= 150
 
 
 def test_installed_command(installed):

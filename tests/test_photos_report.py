@@ -12,7 +12,7 @@ import torch
 from fastai.vision.all import Learner, nn, plt
 from PIL import Image
 
-import robust_nbdev.all as everything
+from package import everything
 from robust_nbdev.attacks import *
 from robust_nbdev.datasets import image_dls
 from robust_nbdev.evaluate import *

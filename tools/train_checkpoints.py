@@ -9,6 +9,9 @@ from types import SimpleNamespace as Row
 from fastcore.script import call_parse
 from safetensors.torch import load_file, save_file
 from robust_nbdev.all import *
+from robust_nbdev.adv_train import OnAverage
+from robust_nbdev.datasets import CropFlip
+from robust_nbdev.vit import no_decay_split
 from robust_nbdev.models import _DATA, _NETS, half_weights, small_model
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
