@@ -1843,6 +1843,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'robust_nbdev.methods.method_run': ('methods.html#method_run', 'robust_nbdev/methods.py'),
                                       'robust_nbdev.methods.methods_table': ('methods.html#methods_table', 'robust_nbdev/methods.py'),
                                       'robust_nbdev.methods.plan_of': ('methods.html#plan_of', 'robust_nbdev/methods.py'),
+                                      'robust_nbdev.methods.predict_cost': ('methods.html#predict_cost', 'robust_nbdev/methods.py'),
                                       'robust_nbdev.methods.side_of': ('methods.html#side_of', 'robust_nbdev/methods.py'),
                                       'robust_nbdev.methods.step_cost': ('methods.html#step_cost', 'robust_nbdev/methods.py'),
                                       'robust_nbdev.methods.trained_method': ('methods.html#trained_method', 'robust_nbdev/methods.py'),

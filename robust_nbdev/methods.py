@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['METHODS', 'fit_usual', 'Method', 'fit_by_recipe', 'fit_adapters', 'with_tokens', 'fit_secret', 'without_tokens',
-           'images_for_methods', 'backbone_of', 'fit_method', 'step_cost', 'plan_of', 'trained_method', 'compared',
-           'method_run', 'side_of', 'methods_table']
+           'images_for_methods', 'backbone_of', 'fit_method', 'predict_cost', 'step_cost', 'plan_of', 'trained_method',
+           'compared', 'method_run', 'side_of', 'methods_table']
 
 # %% ../nbs/09_methods.ipynb #531efc59
 import hashlib, json, warnings
@@ -217,21 +217,31 @@ def fit_method(
     return model.eval()
 
 
+def predict_cost(
+    model: nn.Module,  # Of a method
+    how: dict,  # Key of its run
+    dls: DataLoaders,  # Its images
+) -> float:  # 1.0 for a method that adds nothing to the backbone
+    "What a forward of the model costs, in forwards F of the backbone"
+    x = dls.valid.one_batch()[0][:1].as_subclass(Tensor)
+    return multiply_adds(model, x) / multiply_adds(backbone_of(how, dls.c).to(x.device), x)
+
+
 def step_cost(
     how: dict,  # Key of a run
     dls: DataLoaders,  # Its images
-) -> float:  # Forwards F of the method's model
+) -> float:  # Forwards F of the backbone
     "What a training step costs, counted on six batches; the first two are left out, since the radius is still 0 there"
     count = StepCost(batches=None)
-    fit_method(how, _epochs_of(dls, 6 * how['bs'], how['seed']), 1, count)
-    return float(np.mean(count.counted[2:6]))
+    model = fit_method(how, _epochs_of(dls, 6 * how['bs'], how['seed']), 1, count)
+    return float(np.mean(count.counted[2:6])) * predict_cost(model, how, dls)
 
 
 def plan_of(
     how: dict,  # Key of a run
     dls: DataLoaders,  # Its images
 ) -> tuple:  # (cost of a step in F, epochs, images of an epoch)
-    "How much of a method the budget pays for: `how['budget']` forwards for each training image"
+    "How much of a method the budget pays for: `how['budget']` forwards of the backbone for each training image"
     step, total = step_cost(how, dls), len(dls.train.dataset)
     images = how['budget'] * total / step
     epochs = math.ceil(images / total)
@@ -243,7 +253,7 @@ _NOT_TRAINING = 'n attacks corruptions severities threat'.split()  # parts of a 
 
 def _file_of(how):
     "Where the trained weights of a run are kept"
-    text = json.dumps([_code_of(fit_method), {k: v for k, v in how.items() if k not in _NOT_TRAINING}], sort_keys=True)
+    text = json.dumps([_code_of(plan_of), {k: v for k, v in how.items() if k not in _NOT_TRAINING}], sort_keys=True)
     return settings().out / 'methods' / hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -281,11 +291,9 @@ def compared(
     name, entry = how['method'], METHODS[how['method']].entry(model)
     report = _file_of(how) / f'report {len(kinds)} {how["severities"]}'
     res = compare({name: entry}, dls.valid, attacks, kinds, levels, seed=how['seed'], bs=125, out=report)
-    side, x = res.first, dls.valid.one_batch()[0][:1].as_subclass(Tensor)
-    ratio = multiply_adds(model, x) / multiply_adds(backbone_of(how, dls.c).to(x.device), x)
+    side = res.first
     numbers = {dict(corruptions='corrupted').get(k, k): 100 * side.column(k).mean() for k in res.columns}
-    costs = dict(step=cost['step'] * ratio, training=cost['training'] * ratio, epochs=cost['epochs'])
-    numbers |= dict(costs, predict=ratio, params=side.params)
+    numbers |= dict(cost, predict=predict_cost(model, how, dls), params=side.params)
     return Outcome(numbers, side.verdicts | side.corrupted, f'{how["dataset"]} test, {res.images}', side.warnings)
 
 # %% ../nbs/09_methods.ipynb #68a2ff0c

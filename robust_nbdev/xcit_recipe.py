@@ -1570,10 +1570,13 @@ def delta_image(
 def topk(
     model,  # Takes images [B,C,H,W] in [0,1], returns logits [B,C]
     x: Tensor,  # Images
-    y: Tensor,  # Labels [B]
+    y: Tensor,  # Labels [B], or soft labels [B,C], of which the largest counts
     k: int = 1,  # How many guesses
 ) -> float:  # 0 to 1
     "Share of images whose label is among the `k` likeliest classes"
+    y = check_labels(y, x)
+    if y.ndim == 2:
+        y = y.argmax(1)
     with attack_mode(model), torch.no_grad():
         z = outputs(model, x)
     return (z.topk(k, dim=1).indices == y[:, None]).any(1).float().mean().item()

@@ -42,6 +42,16 @@ def test_the_budget_buys_fewer_images_of_a_dearer_method(little):
     assert plans['TRADES'][0] > 3 * plans['plain'][0] and plans['TRADES'][1] < plans['plain'][1]
 
 
+def test_added_parts_are_paid_for(little):
+    "A forward through adapters and gates costs more than one of the backbone, so the budget buys fewer of them"
+    how = method_run(little, 'TORA').key | dict(budget=24)
+    dls = methods.images_for_methods(how)
+    model = METHODS['TORA'].model(methods.backbone_of(how, dls.c))
+    dearer = methods.predict_cost(model, how, dls)
+    step, epochs, n = methods.plan_of(how, dls)
+    assert dearer > 1.2 and step > 5 * dearer and step * epochs * n == pytest.approx(24 * 64, rel=0.2)
+
+
 def test_images_come_in_turns():
     draw = methods._in_turns(5, 3, seed=1)
     got = [draw() for _ in range(5)]
@@ -56,7 +66,7 @@ def test_a_run_gives_its_numbers_and_a_second_one_does_not_train(name, little, m
     first = compared(**run.key)
     assert {'clean', 'fog 1'} < set(first.verdicts) and all(len(v) == 16 for v in first.verdicts.values())
     assert first.numbers['step'] > 3 and 0 <= first.numbers['corrupted'] <= 100
-    monkeypatch.setattr(methods, 'plan_of', None)  # not asked for: the weights are on disk
+    monkeypatch.setattr(methods, 'Learner', None)  # not asked for: the weights are on disk
     again = compared(**run.key)
     assert again.numbers == first.numbers
     assert all(np.array_equal(again.verdicts[k], v) for k, v in first.verdicts.items())

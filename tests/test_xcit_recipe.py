@@ -1476,3 +1476,11 @@ def test_another_optimiser_comes_back_and_missing_generated_images_are_named():
     with learn.no_bar(), learn.no_logging():
         learn.fit(1, 1e-3)
     assert type(learn.opt) is Optimizer
+
+
+def test_topk_reads_soft_labels_as_reports_do():
+    "By their largest class; columns of [B,1] labels are no soft labels"
+    x = torch.eye(4)[:, :, None, None]
+    model = nn.Flatten()
+    soft = torch.tensor([[0.9, 0.1, 0, 0], [0.1, 0.9, 0, 0], [0, 0, 0.2, 0.8], [0, 0, 0.2, 0.8]])
+    assert topk(model, x, soft) == topk(model, x, soft.argmax(1)[:, None]) == 0.75
