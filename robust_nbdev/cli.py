@@ -6,8 +6,8 @@
 __all__ = ['demo_vit', 'demo_train', 'demo_table', 'both_right', 'demo_figure', 'number', 'demo_settings', 'run_demo',
            'robust_demo', 'attack_types', 'attack_losses', 'parse_attacks', 'read_checkpoint', 'load_weights',
            'fixed_size', 'timm_model', 'Found', 'folder_model', 'learner_model', 'find_model', 'eval_model',
-           'eval_images', 'SomeOutputs', 'of_imagenet', 'by_name', 'eval_settings', 'run_eval', 'numbers',
-           'robust_eval', 'BenchResult', 'robust_bench', 'reproduce_all', 'robust_reproduce', 'named_model',
+           'eval_images', 'SomeOutputs', 'of_imagenet', 'by_name', 'outputs_by_name', 'eval_settings', 'run_eval',
+           'numbers', 'robust_eval', 'BenchResult', 'robust_bench', 'reproduce_all', 'robust_reproduce', 'named_model',
            'run_compare', 'robust_compare']
 
 # %% ../nbs/08_cli.ipynb #6beff8b5
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from .core import *
 from .vit import *
 from .datasets import *
-from .datasets import _few, _online
+from .datasets import _few, _online, _places
 from .attacks import *
 from .autoattack import *
 from .patch_attacks import *
@@ -142,6 +142,33 @@ def number(
         raise ValueError(f'{s} divides by zero') from None
 
 
+def _as_options(error):
+    "The text of an error on one line, with options of the command in place of arguments, and without addresses"
+    says = str(error).replace('overwrite=True', '--overwrite').replace('pass path=', 'give --data a copy')
+    return re.sub(r'<(?:[\w-]+ )+?([\w.<>]+)(?: of .*?| object)? at 0x[0-9a-f]+>', r'\1', ' '.join(says.split()))
+
+
+@contextmanager
+def _command(name, again=''):
+    "What can go wrong ends a command with one line and status 1, Ctrl-C with 130; each warning is one line, once"
+    said = set()
+
+    def show(message, *_, **__):
+        if str(message) not in said:
+            print(f'{name}: {_as_options(message)}', file=sys.stderr)
+        said.add(str(message))
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        try:
+            yield
+        except (ValueError, TypeError, OSError, RuntimeError, ImportError) as e:
+            sys.exit(f'{name}: {_as_options(e)}')
+        except KeyboardInterrupt:
+            print(f'\n{name}: interrupted{again}', file=sys.stderr)
+            sys.exit(130)
+
+
 def demo_settings(
     profile: str = None,  # Section of settings.ini
     eps: float = None,  # Radius in pixel units of [0,1]
@@ -207,12 +234,10 @@ def robust_demo(
 ):
     "Train a plain and a robust vision transformer, attack both, print the table and draw the picture"
     t0 = time.time()
-    try:
+    with _command('robust-demo'):
         s = demo_settings(profile, eps, epochs, seed, device)
         out = out or s.out
         t = run_demo(s, out, bar=sys.stdout.isatty())
-    except (ValueError, TypeError, OSError, RuntimeError) as e:
-        sys.exit(f'robust-demo: {e}')
     print(
         f'\nAccuracy in %, each row on the images that survived the rows above: Linf, eps={eps_str(s.eps)},'
         f' n={t.attrs["n"]}, seed={s.seed}\n'
@@ -265,7 +290,9 @@ def _make(cls, args, kw, eps, norm):
             *args, **{k: v for k, v in more.items() if k in sig.parameters and k not in given and v is not None}, **kw
         )
     except (TypeError, ValueError) as e:
-        raise ValueError(f'{cls.__name__}: {e}') from None
+        needs = [k for k, o in sig.parameters.items() if o.default is o.empty and k not in {**more, **given}]
+        written = f'; it is written {cls.__name__}({", ".join(f"{k}=..." for k in needs)})' if needs else ''
+        raise ValueError(f'{cls.__name__}: {e}{written}') from None
 
 
 def _short(s, eps, norm):
@@ -364,7 +391,7 @@ def _expr(o, eps, norm):
     if isinstance(o, ast.Name):
         return attack_losses()[o.id] if o.id in attack_losses() else _short(o.id, eps, norm)
     if _is_path(o):
-        return _own(o)
+        return _make(_class(o), [], {}, eps, norm) if isinstance(_own(o), type) else _own(o)
     if (
         isinstance(o, ast.Call)
         and (isinstance(o.func, ast.Name) or _is_path(o.func))
@@ -502,10 +529,13 @@ def _cfg_of(name):
     "timm's configuration of a model; raises ValueError with names that are near"
     base = name.split('.')[0]
     if ':' not in name and not timm.is_model(base):
-        near = difflib.get_close_matches(base, timm.list_models(), 4)
+        if '/' in name:
+            raise ValueError(f'no folder {name}; a model is a folder, a name of timm, or a small model of this package')
+        ours = small_cards().index
+        near = difflib.get_close_matches(base, [*ours, *timm.list_models()], 4)
         raise ValueError(
             f'timm has no model {name!r}; near: {", ".join(near) or "none"}; timm.list_models() lists'
-            f' {len(timm.list_models())}'
+            f' {len(timm.list_models())}, small_cards() the {len(ours)} of this package'
         )
     try:
         return timm.get_pretrained_cfg(name) if ':' not in name else None
@@ -520,12 +550,12 @@ def _dims(cfg, sd):
 
 
 @contextmanager
-def _short_wait(pretrained):
+def _short_wait(asks):
     "Where the server of the weights does not answer within 3 seconds only the cache is asked, without retries"
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
-    if pretrained and not before and not _online(constants.ENDPOINT):
+    if asks and not before and not _online(constants.ENDPOINT):
         constants.HF_HUB_OFFLINE = True
     try:
         yield
@@ -535,18 +565,23 @@ def _short_wait(pretrained):
 
 def _create(name, pretrained, own, kw):
     "`timm.create_model`, without `img_size` where the model takes any; its errors in words"
+    on_hub = name.startswith(('hf-hub:', 'hf_hub:'))
     try:
-        with _short_wait(pretrained):
+        with _short_wait(pretrained or on_hub):
             return timm.create_model(name, pretrained=pretrained, **kw)
     except Exception as e:
         if 'img_size' in str(e) and isinstance(e, TypeError) and 'img_size' in kw and 'img_size' not in own:
             return _create(name, pretrained, own, {k: v for k, v in kw.items() if k != 'img_size'})
         says = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        if on_hub:
+            raise OSError(
+                f'{name} cannot be had from the Hugging Face Hub ({says}): give a folder that holds it'
+            ) from None
         if not pretrained:
             raise ValueError(f'{name} with {kw}: {says}') from None
         raise OSError(
-            f'the weights of {name} cannot be had ({says}): give --checkpoint FILE, or leave --pretrained out for'
-            ' random weights'
+            f'the weights of {name} cannot be had ({says}): give --checkpoint FILE (robust-compare: NAME@FILE), or'
+            ' leave --pretrained out for random weights'
         ) from None
 
 
@@ -631,6 +666,7 @@ class Found(NamedTuple):
     what: str  # A line about it
     vocab: list = None  # Its class names, if they are known
     folder: str = ''  # The `folder_digest` of what it was trained on, if that is known
+    fit: CenterFit = None  # How the images that it was trained on were cut to size, if that is known
 
 
 def _named(names):
@@ -680,11 +716,14 @@ def learner_model(
 
 
 def _opened(path):
-    "The Learner in a file"
+    "The Learner in a file, with one warning in place of fastai's"
     if not Path(path).is_file():
         raise FileNotFoundError(f'no checkpoint {path}')
+    warnings.warn('a .pkl file is a pickle, and opening one can run code: open only files that you trust')
     try:
-        learn = load_learner(path)
+        with warnings.catch_warnings():
+            warnings.filterwarnings('ignore', '.*insecure pickle')
+            learn = load_learner(path)
     except Exception as e:
         raise ValueError(
             f'{path} cannot be opened as a Learner ({type(e).__name__}: {e}): functions that it uses must be importable'
@@ -703,12 +742,76 @@ def _trained_in(learn):
     return vars(numbers[0]).get('folder', '') if numbers else ''
 
 
+def _fit_of(learn):
+    "How a Learner cuts images to size, fastai's `Resize` included; None where it does not"
+    fs = getattr(learn.dls.valid.after_item, 'fs', [])
+    fit, resize = first(fs, risinstance(CenterFit)), first(fs, risinstance(Resize))
+    if fit is not None or resize is None:
+        return fit
+    return CenterFit(resize.size[::-1], crop_mode='squash' if resize.method == ResizeMethod.Squish else 'center')
+
+
 def _of_learner(learn):
     norm = first(o for o in getattr(learn.dls.valid.after_batch, 'fs', []) if isinstance(o, Normalize))
     net = get_model(learn.model)
     return (net if norm is None else Normalized(net, norm.mean.flatten().cpu(), norm.std.flatten().cpu())), getattr(
         learn.dls, 'vocab', None
     )
+
+
+def _is_pickle(checkpoint):
+    return checkpoint is not None and Path(checkpoint).suffix == '.pkl'
+
+
+def _has_weights(model):
+    "Is this a model whose weights come with it: a small one of the package, or a folder?"
+    return bool(model) and (small_key(model) is not None or Path(model).expanduser().is_dir())
+
+
+def _check_choice(model, checkpoint, pretrained):
+    "Raises ValueError where a model has no weights to choose from, or several"
+    pkl = _is_pickle(checkpoint)
+    if not (pkl or model):
+        raise ValueError(
+            "say which model: --model NAME of timm (with --checkpoint FILE or --pretrained), of a small model or of a"
+            " Hugging Face folder, or --checkpoint FILE.pkl of fastai's learn.export"
+        )
+    if pkl and (model or pretrained):
+        raise ValueError('a .pkl file holds the whole model: leave --model and --pretrained out')
+    if checkpoint and pretrained:
+        raise ValueError('--checkpoint and --pretrained are two sets of weights: choose one')
+    if _has_weights(model) and (checkpoint or pretrained):
+        raise ValueError(f'{model} has weights of its own: leave --checkpoint and --pretrained out')
+
+
+def _whole(model, checkpoint):
+    "A model that needs nothing more: of a Learner, of this package, or of a Hugging Face folder"
+    if _is_pickle(checkpoint):
+        learn = _opened(checkpoint)
+        net, vocab = _of_learner(learn)
+        what = f'{type(unwrap(net)).__name__}, weights of {Path(checkpoint).name}'
+        return Found(net, what, vocab, _trained_in(learn), _fit_of(learn))
+    key = small_key(model)
+    net, vocab = (small_model(model), small_classes(key[2])) if key else folder_model(Path(model).expanduser())
+    return Found(net, f'{model}, pretrained weights', vocab)
+
+
+def _of_timm(model, checkpoint, pretrained, seed, **kw):
+    "A network of timm, a line about it, and the mean and std that stand beside its weights"
+    sd, mean, std = read_checkpoint(checkpoint) if checkpoint else (None, None, None)
+    net = timm_model(model, sd, pretrained, path=checkpoint, **kw)
+    given = f'weights of {Path(checkpoint).name}' if checkpoint else 'pretrained weights'
+    return net, f'{model}, {given if checkpoint or pretrained else f"random weights, seed {seed}"}', mean, std
+
+
+def _with_statistics(net, **given):
+    "The network for images in [0,1]; raises ValueError for a mean or std that do not fit it"
+    if any(isinstance(m, Normalized) for m in net.modules()):
+        raise ValueError('the model has a mean and std of its own: leave --mean and --std out')
+    for k, v in given.items():
+        if v is not None and len(v) not in (1, in_chans(net) or len(v)):
+            raise ValueError(f'{k} needs one number, or one per channel ({in_chans(net)}), got {len(v)}')
+    return Normalized(net, **given)
 
 
 def find_model(  # noqa: PLR0913
@@ -722,52 +825,17 @@ def find_model(  # noqa: PLR0913
     **kw,  # For `timm_model`: size; and what random weights need, `classes` and `in_chans`
 ) -> Found:  # The model, a line about it, and what is known
     "A model to attack, from the names that a command line has"
-    pkl = checkpoint is not None and Path(checkpoint).suffix == '.pkl'
-    if not (pkl or model):
-        raise ValueError(
-            "say which model: --model NAME of timm (with --checkpoint FILE or --pretrained), of a small model or of a"
-            " Hugging Face folder, or --checkpoint FILE.pkl of fastai's learn.export"
-        )
-    if pkl and (model or pretrained):
-        raise ValueError('a .pkl file holds the whole model: leave --model and --pretrained out')
-    if checkpoint and pretrained:
-        raise ValueError('--checkpoint and --pretrained are two sets of weights: choose one')
+    _check_choice(model, checkpoint, pretrained)
     set_seed(seed)
-    classes, folder, small = kw.pop('classes', None), '', model and small_key(model)
-    is_folder = bool(model) and Path(model).expanduser().is_dir()
-    if (small or is_folder) and (checkpoint or pretrained):
-        raise ValueError(f'{model} has weights of its own: leave --checkpoint and --pretrained out')
-    if pkl:
-        learn = _opened(checkpoint)
-        (net, vocab), folder = _of_learner(learn), _trained_in(learn)
-    elif small:
-        net, vocab = small_model(model), small_classes(small[2])
-    elif is_folder:
-        net, vocab = folder_model(Path(model).expanduser())
-    else:
-        sd, m, s = read_checkpoint(checkpoint) if checkpoint else (None, None, None)
-        mean, std, vocab = ifnone(mean, m), ifnone(std, s), None
-        net = timm_model(
-            model,
-            sd,
-            pretrained,
-            path=checkpoint,
-            num_classes=ifnone(n_classes, None if checkpoint or pretrained else classes),
-            **kw,
-        )
-    what = (
-        f'weights of {Path(checkpoint).name}'
-        if checkpoint
-        else 'pretrained weights'
-        if pretrained or small or is_folder
-        else f'random weights, seed {seed}'
-    )
-    for k, v in dict(mean=mean, std=std).items():
-        if v is not None and len(v) not in (1, in_chans(net) or len(v)):
-            raise ValueError(f'{k} needs one number, or one per channel ({in_chans(net)}), got {len(v)}')
-    if not (pkl or small or is_folder) or mean is not None:
-        net = Normalized(net, mean, std)
-    return Found(net.eval(), f'{model or type(unwrap(net)).__name__}, {what}', vocab, folder)
+    classes = kw.pop('classes', None)
+    if _is_pickle(checkpoint) or _has_weights(model):
+        found = _whole(model, checkpoint)
+        own = mean is None and std is None
+        return found._replace(net=(found.net if own else _with_statistics(found.net, mean=mean, std=std)).eval())
+    outputs = ifnone(n_classes, None if checkpoint or pretrained else classes)
+    net, what, *stats = _of_timm(model, checkpoint, pretrained, seed, num_classes=outputs, **kw)
+    net = _with_statistics(net, mean=ifnone(mean, stats[0]), std=ifnone(std, stats[1]))
+    return Found(net.eval(), what)
 
 
 @delegates(find_model)
@@ -920,17 +988,29 @@ def _same_classes(model, dl, n_classes, vocab):
     except (RuntimeError, ValueError, TypeError, AssertionError) as e:
         raise ValueError(f'the model cannot take images of shape {list(x.shape[1:])}: {e}') from None
     c = len(dl.vocab)
-    if z.shape[1] not in (c, n_classes):
-        raise ValueError(
-            f'the model has {z.shape[1]} outputs and the images have {c} classes: give weights for these classes, or'
-            f' --n-classes {z.shape[1]} if the first {c} outputs are them'
-        )
     names, theirs = [list(map(str, o or [])) for o in (vocab, dl.vocab)]
-    if not names or names == theirs:
+    begins = z.shape[1] == len(names) and names[:c] == theirs
+    if z.shape[1] not in (c, n_classes) and not begins:
+        raise ValueError(
+            f'the model has {z.shape[1]} outputs and the images have {c} classes: give weights for these classes, or,'
+            f' to robust-eval, --n-classes {z.shape[1]} if the first {c} outputs are them'
+        )
+    if not names or names == theirs or begins:
         return []
     differ = [(a, b) for a, b in zip(names, theirs) if a != b]
     pairs = _few([f'{a} (the images: {b})' for a, b in differ])
     return [f'classes are taken by their order, and the model calls some otherwise: {pairs}']
+
+
+def _matched(names, vocab, n_classes=None):
+    """Where classes stand among a model's, and what to add to a line about them; None where they are taken by their
+    order, since one side has no names. Raises ValueError for names that the model does not have"""
+    at = same_names(names, vocab) if vocab else [None]
+    if None in at and (not vocab or numeric(names) or numeric(vocab) or n_classes is not None):
+        return None, ''
+    without = [str(o) for i, o in enumerate(vocab) if i not in at]
+    line = f', {len(at)} of the {len(vocab)} classes of the model (none of {_few(without)})' if without else ''
+    return _places(names, vocab), line
 
 
 def by_name(
@@ -939,20 +1019,29 @@ def by_name(
     n_classes: int = None,  # Where it is given, classes whose names differ are taken by their order
 ) -> tuple:  # (the images with the numbers that their classes have in the model, what to add to the line about them)
     "Images numbered as the model numbers its classes, where both have names; raises ValueError with those that differ"
-    if not vocab:
-        return src, ''
-    at = same_names(src.vocab, vocab)
-    no_names = numeric(src.vocab) or numeric(vocab)
-    if None in at and (no_names or n_classes is not None):
-        return src, ''
     try:
-        src = renumbered(src, vocab)
+        at, line = _matched(src.vocab, vocab, n_classes)
     except ValueError as e:
         raise ValueError(
             f'{e}. --n-classes {len(vocab)} takes the classes by their order, whatever their names'
         ) from None
-    without = [str(o) for i, o in enumerate(vocab) if i not in at]
-    return src, f', {len(at)} of the {len(vocab)} classes of the model (none of {_few(without)})' if without else ''
+    return (src if at is None else renumbered(src, vocab)), line
+
+
+def outputs_by_name(
+    net: nn.Module,  # Any model
+    names,  # Names of the images' classes, in the order of their numbers
+    vocab,  # The model's class names, or None
+) -> tuple:  # (the model, its class names, what to add to a line about it): `names` first, then what else it has
+    """The other way round, for several models on the same images: a model that numbers classes as the images do;
+    raises ValueError for names that it does not have"""
+    at, line = _matched(names, vocab)
+    if at is None:
+        return net, vocab, line
+    rest = [i for i in range(len(vocab)) if i not in at]
+    if at + rest != list(range(len(vocab))):
+        net = SomeOutputs(net, at + rest).train(net.training)
+    return net, [*names, *(vocab[i] for i in rest)], line
 
 
 def eval_settings(
@@ -998,19 +1087,61 @@ def _at_size(net, what, size):
     return net, f'{what}, position embedding resized from {now} to {size} pixels'
 
 
-def _seen_in_training(found, src, data, split, valid, checkpoint):
+def _seen_in_training(found, images, data, valid, checkpoint):
     "Sentences where the model may have been trained on the images"
-    if valid == 'holdout' or split != 'train':
+    if valid == 'holdout' or images.split != 'train':
         return []
     better = 'on images that it was trained on a model looks better than it is'
-    if _trained_on(data, split):
+    if _trained_on(data, images.split):
         return [f'these are the images in the folder train: {better}']
-    same = found.folder and found.folder == folder_digest(src)
+    same = found.folder and found.folder == folder_digest(images.src)
     if same:
         return [f'the model was trained in this folder: {better}. --valid holdout takes the images that were held out']
-    if checkpoint is None or found.folder or isinstance(src.splits[split][0], np.ndarray):
+    if checkpoint is None or found.folder or isinstance(images.src.splits[images.split][0], np.ndarray):
         return []
     return ['all images of the folder are used: if the model was trained in it, take those held out, --valid holdout']
+
+
+class _Images(NamedTuple):
+    "Images that are given by name, before they are cut to size"
+
+    src: ImageSource  # Where they are
+    name: str  # What they are called
+    usual: int  # The size they are known by; None: no such
+    split: str  # The part that is taken
+    size: int  # Pixels that are asked for, or known; None: the model's
+
+
+def _images(s, valid):
+    "The images that settings name; raises ValueError for masks"
+    src, name, usual = find_source(s.data, s.n)
+    if src.lut is not None:
+        raise ValueError(f'{s.data} has masks: accuracy needs one class per image')
+    split = choose_images(src, valid, n_valid=s.n)[1][0]
+    return _Images(src, name, usual, split, _size(src, split, s.size, usual))
+
+
+def _prepared(found, s, size, names):
+    "A model as these images need it: their size, of ImageNet's outputs theirs, the device"
+    net, what = _at_size(found.net, found.what, size)
+    if names is not None and found.vocab is None:
+        net, what = of_imagenet(net, names, what)
+    return found._replace(net=net.to(ifnone(s.device, default_device())), what=what)
+
+
+def _trained_at(found):
+    "The size of the images that a model was made for, where it or its Learner says; None where they may have any"
+    if found.fit:
+        return found.fit.size
+    return fixed_size(found.net) or getattr(getattr(unwrap(found.net), 'config', None), 'image_size', None)
+
+
+def _loaded(images, found, s, **kw):
+    "The images in a DataLoader, cut as the model was trained where nothing else is said, and a line about them"
+    net, fit, given = found.net, found.fit, {k: v for k, v in kw.items() if v is not None}
+    cut = dict(pct=fit.pct, interp=fit.interp, crop_mode=fit.crop_mode) if fit else {}
+    size, device = s.size or _trained_at(found), next(net.parameters()).device
+    return eval_images(images[:3], net, s.n, size, s.bs, device, **(cut | given))
 
 
 def run_eval(  # noqa: PLR0913
@@ -1026,38 +1157,22 @@ def run_eval(  # noqa: PLR0913
 ) -> Report:  # A row per attack
     "The report of a model on images, all given by name; continued if `out` holds its beginning"
     cut = {k: kw.pop(k, None) for k in ('pct', 'interp', 'crop_mode')}
-    valid, pictures, images = kw.pop('valid', 'only'), kw.pop('pictures', 0), kw.pop('images', False)
-    src, name, usual = find_source(s.data, s.n)
-    if src.lut is not None:
-        raise ValueError(f'{s.data} has masks: accuracy needs one class per image')
-    split = choose_images(src, valid, n_valid=s.n)[1][0]
-    grey = getattr(src.splits[split][0], 'ndim', 0) == 3 and not kw.get('pretrained')
-    found = find_model(
-        model,
-        checkpoint,
-        n_classes=n_classes,
-        size=_size(src, split, s.size, usual),
-        classes=len(src.vocab),
-        in_chans=1 if grey else None,
-        seed=s.seed,
-        **kw,
-    )
-    net, what, vocab = found[:3]
-    net, what = _at_size(net, what, s.size)
-    says = _seen_in_training(found, src, s.data, split, valid, checkpoint)
-    if n_classes is None and vocab is None:
-        net, what = of_imagenet(net, src.vocab, what)
-    src, part = by_name(src, vocab, n_classes)
-    net = net.to(ifnone(s.device, default_device()))
-    size = s.size or fixed_size(net) or getattr(getattr(unwrap(net), 'config', None), 'image_size', None)
-    dl, line = eval_images((src, name, usual), net, s.n, size, s.bs, next(net.parameters()).device, valid=valid, **cut)
-    says += _same_classes(net, dl, n_classes, vocab)
-    if 'random weights' in what:
+    valid, pictures, per_image = kw.pop('valid', 'only'), kw.pop('pictures', 0), kw.pop('images', False)
+    images = _images(s, valid)
+    grey = getattr(images.src.splits[images.split][0], 'ndim', 0) == 3 and not kw.get('pretrained')
+    shape = dict(size=images.size, classes=len(images.src.vocab), in_chans=1 if grey else None)
+    found = find_model(model, checkpoint, n_classes=n_classes, seed=s.seed, **shape, **kw)
+    says = _seen_in_training(found, images, s.data, valid, checkpoint)
+    found = _prepared(found, s, s.size, images.src.vocab if n_classes is None else None)
+    src, part = by_name(images.src, found.vocab, n_classes)
+    dl, line = _loaded(images._replace(src=src), found, s, valid=valid, **cut)
+    says += _same_classes(found.net, dl, n_classes, found.vocab)
+    if 'random weights' in found.what:
         says.append('the weights are random: give --checkpoint or --pretrained')
-    rep = robust_report(net, dl, attacks, seed=s.seed, bs=s.bs, out=out, overwrite=overwrite, progress=bar)
+    rep = robust_report(found.net, dl, attacks, seed=s.seed, bs=s.bs, out=out, overwrite=overwrite, progress=bar)
     if out is not None and pictures:
-        rep.add_hardest(net, dl, attacks, pictures)
-    return _noted(rep, f'Model: {what}. Images: {line}{part}', says, out, images)
+        rep.add_hardest(found.net, dl, attacks, pictures)
+    return _noted(rep, f'Model: {found.what}. Images: {line}{part}', says, out, per_image)
 
 # %% ../nbs/08_cli.ipynb #88bb825a
 def numbers(
@@ -1073,11 +1188,6 @@ def _out(s, model, checkpoint):
         / 'eval'
         / re.sub(r'[^\w.=-]+', '_', f'{Path(checkpoint).stem if checkpoint else model}_{Path(s.data).stem}').strip('_')
     )
-
-
-def _as_options(error):
-    "The text of an error, with options of the command in place of arguments"
-    return str(error).replace('overwrite=True', '--overwrite').replace('pass path=', 'give --data a copy')
 
 
 @call_parse
@@ -1126,33 +1236,14 @@ def robust_eval(  # noqa: PLR0913
     """Attack a timm model, a checkpoint or a fastai export on a dataset or folder, print the table and save it; run
     again to continue"""
     t0 = time.time()
-    try:
+    how = dict(pretrained=pretrained, mean=mean, std=std, pct=crop_pct, interp=interpolation, crop_mode=crop_mode)
+    bar = sys.stdout.isatty()
+    with _command('robust-eval', '; the same command continues where this one stopped'):
         s = eval_settings(profile, norm, data=data, eps=eps, n=n, seed=seed, bs=bs, device=device, size=size)
+        found = parse_attacks(attacks, s.eps, norm)
         out = Path(out or _out(s, model, checkpoint))
-        rep = run_eval(
-            s,
-            parse_attacks(attacks, s.eps, norm),
-            model,
-            checkpoint,
-            n_classes,
-            out,
-            overwrite,
-            sys.stdout.isatty(),
-            pretrained=pretrained,
-            mean=mean,
-            std=std,
-            pct=crop_pct,
-            interp=interpolation,
-            crop_mode=crop_mode,
-            valid=valid or 'only',
-            pictures=3,
-            images=per_image,
-        )
-    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as e:
-        sys.exit(f'robust-eval: {" ".join(_as_options(e).split())}')
-    except KeyboardInterrupt:
-        print('\nrobust-eval: interrupted; the same command continues where this one stopped', file=sys.stderr)
-        sys.exit(130)
+        how.update(valid=valid or 'only', pictures=3, images=per_image)
+        rep = run_eval(s, found, model, checkpoint, n_classes, out, overwrite, bar, **how)
     print(
         f'{rep}\n\n{time.time() - t0:.0f} seconds. In {out}/: report.html, report.png, report.json, report.csv,'
         f' verdicts.npz, predictions.npz{", images.csv" if per_image else ""}'
@@ -1301,17 +1392,12 @@ def robust_reproduce(
     import robust_nbdev.all
     from robust_nbdev.experiments import _named
 
-    try:
+    with _command('robust-reproduce', '; the same command goes on where this one stopped'):
         found = _named(names)
         if list or not names:
             print(_listed(names, profile, out))
         else:
             reproduce_all(found, profile, out, check)
-    except (ValueError, OSError) as e:
-        sys.exit(f'robust-reproduce: {e}')
-    except KeyboardInterrupt:
-        print('\nrobust-reproduce: interrupted; the same command goes on where this one stopped', file=sys.stderr)
-        sys.exit(130)
 
 # %% ../nbs/08_cli.ipynb #a6695c38
 def named_model(
@@ -1343,22 +1429,43 @@ def _labelled(spec):
 # %% ../nbs/08_cli.ipynb #24ae74a7
 def _kinds(text):
     "Names of corruptions, from a list between commas; `all` for the fifteen"
-    from robust_nbdev.corruptions import CORRUPTIONS
+    from robust_nbdev.corruptions import CORRUPTIONS, EXTRA_CORRUPTIONS
 
     if text in (None, '', 'none'):
         return None
-    return list(CORRUPTIONS) if text == 'all' else [o.strip() for o in text.split(',')]
+    if text == 'all':
+        return list(CORRUPTIONS)
+    kinds, known = [o.strip() for o in text.split(',')], CORRUPTIONS + EXTRA_CORRUPTIONS
+    if unknown := [o for o in kinds if o not in known]:
+        raise ValueError(f'no corruption {unknown[0]!r}, there are: all, {", ".join(known)}')
+    return kinds
 
 
-def _check_vocab(label, vocab, theirs):
-    "Raises ValueError where a model names its classes otherwise than the images do"
-    if vocab is None or same_names(theirs, vocab) == list(range(len(vocab))):
-        return
-    names = [', '.join(map(str, list(o)[:5])) for o in (vocab, theirs)]
-    raise ValueError(
-        f'{label} knows the classes {names[0]}, ..., and the images have {names[1]}, ...: one comparison needs the '
-        'same classes in the same order'
-    )
+def _levels(text):
+    "Severities, from a list between commas"
+    levels = [o.strip() for o in text.split(',')]
+    if not {*levels} <= {*'12345'}:
+        raise ValueError(f'severities are whole numbers from 1 to 5 between commas, got {text}')
+    return [int(o) for o in levels]
+
+
+def _compared(spec, images, s, size):
+    "A model by its name that numbers classes as the images do, and what there is to say of it"
+    names = images.src.vocab
+    was = named_model(spec, len(names), size=images.size)
+    found = _prepared(was, s, size, names)
+    net, vocab, part = outputs_by_name(found.net, names, found.vocab)
+    says = [o for o in (found.what, part.strip(', ')) if o and o != was.what]
+    return found._replace(net=net, vocab=vocab), says
+
+
+@contextmanager
+def _named_in_errors(label):
+    "What is wrong with one of several models, with its label"
+    try:
+        yield
+    except (ValueError, OSError) as e:
+        raise ValueError(f'{label}: {e}') from None
 
 
 def run_compare(  # noqa: PLR0913
@@ -1371,25 +1478,25 @@ def run_compare(  # noqa: PLR0913
     overwrite: bool = False,  # Start anew although `out` holds reports
     bar: bool = False,  # Show progress bars
     say=noop,  # Told which model is measured
+    valid: str = 'only',  # See `eval_images`
 ) -> object:  # A `Comparison`
     "The comparison of models and images that are given by name"
     from robust_nbdev.compare import compare
 
-    src, _, usual = source = find_source(s.data, s.n)
-    (split, _), _ = choose_images(src, 'only', n_valid=s.n)
-    size, nets, dl, says = _size(src, split, s.size, usual), {}, None, []
+    from robust_nbdev.compare import compare
+
+    images, nets, dl, says = _images(s, valid), {}, None, []
     for label, spec in map(_labelled, models):
         if label in nets:
             raise ValueError(f'two models are called {label}: give each a label, first={spec}')
-        net, what, vocab = named_model(spec, len(src.vocab), size=size)[:3]
-        if vocab is None:
-            net, what = of_imagenet(net, src.vocab, what)
-        nets[label] = net.to(ifnone(s.device, default_device()))
-        if dl is None:
-            dl, line = eval_images(source, nets[label], s.n, s.size, s.bs, next(net.parameters()).device)
-        _check_vocab(label, vocab, src.vocab)
-        says += [f'{label}: {o}' for o in _same_classes(nets[label], dl, None, vocab)]
-        say(f'{label}: {what}')
+        with _named_in_errors(label):
+            found, said = _compared(spec, images, s, s.size if dl is None else dl.one_batch()[0].shape[-1])
+            if dl is None:
+                dl, line = _loaded(images, found, s, valid=valid)
+            said += _seen_in_training(found, images, s.data, valid, '@' in spec or spec.endswith('.pkl') or None)
+            said += _same_classes(found.net, dl, None, found.vocab)
+        nets[label], says = found.net, says + [f'{label}: {o}' for o in said]
+        say(f'{label}: {found.what}')
     dl.about = line
     same = dict(seed=s.seed, bs=s.bs, out=out, overwrite=overwrite, progress=bar, say=say)
     res = compare(nets, dl, attacks, corruptions, severities, **same)
@@ -1404,6 +1511,7 @@ def robust_compare(  # noqa: PLR0913
     # only files that you trust)
     *models: str,
     data: str = None,  # As for robust-eval (default: the profile's dataset, with its size, n and eps)
+    valid: str = None,  # holdout: those that image_dls holds out, as for robust-eval (default: test images, or all)
     attacks: str = 'fgsm,pgd20,apgd',  # Weak to strong, as for robust-eval; autoattack is one of them
     corruptions: str = None,  # all, or some between commas: fog,gaussian_noise (default: none)
     severities: str = '1,2,3,4,5',  # Of the corruptions
@@ -1421,19 +1529,13 @@ def robust_compare(  # noqa: PLR0913
     """Models side by side: clean, attacked and corrupted accuracy on the same images, differences to the first model;
     run again to go on"""
     t0 = time.time()
-    try:
+    with _command('robust-compare', '; the same command goes on where this one stopped'):
         if not models:
             raise ValueError('say which models: robust-compare plain=fashion_mnist_vit mine=export.pkl')
         s = eval_settings(profile, norm, data=data, eps=eps, n=n, seed=seed, bs=bs, device=device, size=size)
         out = Path(out or Path(s.out) / 'compare' / Path(s.data).stem)
-        levels = [int(o) for o in severities.split(',')]
-        found = parse_attacks(attacks, s.eps, norm), _kinds(corruptions), levels
-        res = run_compare(s, models, *found, out, overwrite, sys.stdout.isatty(), _told)
-    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as e:
-        sys.exit(f'robust-compare: {" ".join(_as_options(e).split())}')
-    except KeyboardInterrupt:
-        print('\nrobust-compare: interrupted; the same command goes on where this one stopped', file=sys.stderr)
-        sys.exit(130)
+        found = parse_attacks(attacks, s.eps, norm), _kinds(corruptions), _levels(severities)
+        res = run_compare(s, models, *found, out, overwrite, sys.stdout.isatty(), _told, valid or 'only')
     print(
         f'\n{res}\n\n{time.time() - t0:.0f} seconds. In {out}/: compare.csv, compare.md, compare.tex, compare.png,'
         ' differences.csv, and for each model its reports'

@@ -585,18 +585,34 @@ def save(
     plt.close(fig)
 
 # %% ../nbs/01f_compare.ipynb #7e9eaa29
-def _entry(o, classes):
-    "What was given, as an `Entry` of a model"
+def _entry(o, names):
+    "What was given, as an `Entry` of a model; where it and the images have class names, in the order of the images'"
     e = o if isinstance(o, Entry) else Entry(o)
+    vocab = None
     if isinstance(e.model, (str, Path)):
-        from robust_nbdev.cli import named_model
+        from robust_nbdev.cli import named_model, of_imagenet
 
-        return replace(e, model=named_model(str(e.model), classes)[0])
-    if not isinstance(e.model, Learner):
-        return e
-    cost = first(c for c in e.model.cbs if isinstance(c, StepCost))
-    e.model.model.to(e.model.dls.device)
-    return replace(e, model=get_model(e.model.model), step=ifnone(e.step, cost and cost.step))
+        found = named_model(str(e.model), len(names) or None)
+        vocab = found.vocab
+        e = replace(e, model=of_imagenet(found.net, names)[0] if names and vocab is None else found.net)
+    elif isinstance(e.model, Learner):
+        learn = e.model
+        cost = first(c for c in learn.cbs if isinstance(c, StepCost))
+        learn.model.to(learn.dls.device)
+        vocab = getattr(learn.dls, 'vocab', None)
+        e = replace(e, model=get_model(learn.model), step=ifnone(e.step, cost and cost.step))
+    return _in_order(e, names, vocab) if names else e
+
+
+def _in_order(entry, names, vocab):
+    "An entry with the outputs of its model, and of what is attacked in its place, in the order of `names`"
+    from robust_nbdev.cli import outputs_by_name
+
+    turned = lambda net: None if net is None else outputs_by_name(net, names, vocab)[0]
+    try:
+        return replace(entry, model=turned(entry.model), surrogate=turned(entry.surrogate))
+    except ValueError as e:
+        raise ValueError(f'{e}. The outputs of a module, such as learn.model, are taken by their order') from None
 
 
 def _random(model, x):
@@ -698,6 +714,28 @@ def _said(base, entries, attacks, reports, data):
     return f'{f"{name}; " if name else ""}{"; ".join(what)}; F is a forward of {base}; differences are to {base}'
 
 
+def _attacks_of_one_ball(attacks):
+    "The attacks, each once; raises ValueError where they are of several threat models"
+    attacks = [a for a, _ in _distinct(attacks)]
+    balls = {threat(a) for a in attacks}
+    if len(balls) > 1:
+        raise ValueError(
+            f'models are ranked by the worst case of one threat model, got {sorted(balls, key=str)}: '
+            'make a comparison for each'
+        )
+    return attacks
+
+
+def _entries(models, data):
+    "The models as `Entry`s by their names, each looked at before the first is attacked"
+    if not isinstance(models, dict) or not models:
+        got = 'none' if isinstance(models, dict) else f'a {type(models).__name__}'
+        raise ValueError(f'models to compare are given by name, such as dict(plain=model, mine=learn), got {got}')
+    entries = {str(k): _entry(o, list(_names(data) or ())) for k, o in models.items()}
+    _check_random(entries, data)
+    return entries
+
+
 def compare(  # noqa: PLR0913
     models: dict,  # Name -> a module, a `Learner`, a name (see `named_model`) or an `Entry`; the baseline first
     data,  # A DataLoader or (images, labels), see `eval_batches`: the same images for all
@@ -714,17 +752,7 @@ def compare(  # noqa: PLR0913
 ) -> Comparison:  # A row per model
     """Models side by side on the same images, by `robust_report` and `corruption_report`;
     raises ValueError for what cannot be compared"""
-    if not isinstance(models, dict) or not models:
-        raise ValueError(f'models to compare are given by name, such as dict(plain=model, mine=learn), got {models!r}')
-    attacks = [a for a, _ in _distinct(attacks)]
-    balls = {threat(a) for a in attacks}
-    if len(balls) > 1:
-        raise ValueError(
-            f'models are ranked by the worst case of one threat model, got {sorted(balls, key=str)}: '
-            'make a comparison for each'
-        )
-    entries = {str(k): _entry(o, len(_names(data) or ()) or None) for k, o in models.items()}
-    _check_random(entries, data)
+    attacks, entries = _attacks_of_one_ball(attacks), _entries(models, data)
     folders, base, sides = _folders(entries, out), first(entries), []
     forward = _forward(entries[base], _first_images(data, entries[base].model))
     for name, entry in entries.items():

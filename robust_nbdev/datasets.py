@@ -971,19 +971,25 @@ def renumbered(
     "Images whose classes are numbered as in `vocab`; raises ValueError with the names that are not in it"
     if src.lut is not None:
         raise ValueError('vocab= is for images with one class each, these have masks')
+    at = _places(src.vocab, vocab)
+    splits = {k: (x, np.array(at)[y]) for k, (x, y) in src.splits.items()}
+    return ImageSource(splits, vocab, order=src.order, keep=src.keep, root=src.root)
+
+
+def _places(names, vocab):
+    "`same_names`, for names that must all be in `vocab`; raises ValueError with those that are not"
     twice = [k for k, same in groupby(map(str, vocab), noop).items() if len(same) > 1]
     if twice:
         raise ValueError(f'a class has one place in vocab, these have several: {_few(twice)}')
-    at = same_names(src.vocab, vocab)
-    unknown = [str(o) for o, i in zip(src.vocab, at) if i is None]
+    at = same_names(names, vocab)
+    unknown = [str(o) for o, i in zip(names, at) if i is None]
     if unknown:
         spare = [str(o) for i, o in enumerate(vocab) if i not in at]
         raise ValueError(
             f'these classes of the images are not among those of the model: {_few(unknown)}; the model also has '
             f'{_few(spare)}: rename the folders that mean the same class, leave out those that the model does not know'
         )
-    splits = {k: (x, np.array(at)[y]) for k, (x, y) in src.splits.items()}
-    return ImageSource(splits, vocab, order=src.order, keep=src.keep, root=src.root)
+    return at
 
 
 def _few(names):

@@ -6,7 +6,7 @@
 __all__ = ['small_key', 'small_classes', 'half_weights', 'weights_used', 'small_model', 'small_dls', 'small_cards']
 
 # %% ../nbs/00c_models.ipynb #2863fae0
-import hashlib, json
+import difflib, hashlib, json
 from functools import lru_cache
 from importlib.resources import files
 from fastai.vision.all import *
@@ -36,7 +36,9 @@ def _net(name, data):
     "The architecture with random weights"
     if (name, data) not in _NETS:
         known = ', '.join(f'{n} for {d}' for n, d in _NETS)
-        raise ValueError(f'no small model {name!r} for {data!r}, there are: {known}')
+        near = difflib.get_close_matches(str(name), [*(n for n, d in _NETS if d == data), *_cards()], 1)
+        meant = f'did you mean {near[0]}? ' if near else ''
+        raise ValueError(f'no small model {name!r} for {data!r}, {meant}there are: {known}')
     images, kw = _DATA[data], dict(_NETS[name, data])
     size = images['img_size']
     base = dict(in_chans=images['in_chans'], num_classes=10)

@@ -1,6 +1,6 @@
 "`robust-demo` and `robust-eval` as a newcomer types them, and what they are made of."
 
-import argparse, gzip, json, os, re, signal, subprocess, sys, time
+import argparse, gzip, json, os, re, signal, subprocess, sys, time, warnings
 from pathlib import Path
 import numpy as np, pandas as pd, pytest, timm, torch
 from PIL import Image
@@ -338,6 +338,22 @@ def loss(z, y):
 
 def shout(text):
     raise SystemExit(text)
+
+@dataclass(frozen=True, repr=False)
+class Needs(AttackBase):
+    amount: float
+    def make(self, model, x, y, target, seed):
+        return x * (1 - self.amount)
+
+class Plain:
+    def __call__(self, model, x, y, *, seed=0):
+        return x
+
+def short(x):
+    return x
+
+def bright(model, x, y, *, seed=0):
+    return x + 1
 """
 
 
@@ -361,6 +377,33 @@ def test_attacks_of_ones_own_module(tmp_path, monkeypatch):
     }.items():
         with pytest.raises((ValueError, TypeError), match=re.escape(says)):
             parse_attacks(text)
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    "A module in the working folder"
+    name = f'mine_{tmp_path.name}'
+    (tmp_path / f'{name}.py').write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    yield name
+    sys.path.remove(str(tmp_path))
+
+
+def test_a_class_is_an_attack_with_its_own_defaults(mine):
+    "As `pgd` is one; where a field must be given, the message names it"
+    (a,) = parse_attacks(f'{mine}:Scale')
+    assert repr(a) == 'Scale()' and a.amount == 0.5
+    with pytest.raises(ValueError, match=r'written Needs\(amount=\.\.\.\)'):
+        parse_attacks(f'{mine}:Needs')
+    with pytest.raises(ValueError, match='derive it from Attack or AttackBase'):
+        parse_attacks(f'{mine}:Plain')
+
+
+def test_errors_of_a_command_have_names_and_no_addresses(mine):
+    for attack, says in dict(short='which short does not accept', bright='bright returned pixels from').items():
+        with pytest.raises(SystemExit) as e:
+            robust_eval(model='fashion_mnist_vit', attacks=f'{mine}:{attack}', n=10, profile='smoke', out='o')
+        assert says in e.value.code and '0x' not in e.value.code and e.value.code.startswith('robust-eval: ')
 
 
 def test_new_attacks_are_found(monkeypatch):
@@ -474,6 +517,9 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path, monkeypatch):
 
 def test_timm_names():
     for spec, says in {
+        'cifar10_vit_robst': 'near: cifar10_vit_robust,',
+        'fashion_mnist_vt': 'near: fashion_mnist_vit,',
+        'models/nowhere': 'no folder models/nowhere',
         'vit_smal_patch16_224': 'near: vit_small_patch16_224',
         'resnet18(nope=1)': 'nope',
         'resnet18(': 'name',
@@ -619,6 +665,59 @@ def test_fastai_export(folder, tmp_path):
     (tmp_path / 'bad.pkl').write_bytes(b'abc')
     with pytest.raises(ValueError, match='cannot be opened as a Learner'):
         eval_model(checkpoint=tmp_path / 'bad.pkl')
+
+
+def test_one_sentence_about_pickles(tmp_path, capsys):
+    "In place of fastai's warning of several lines with its place in the code"
+    exported(d := photos(tmp_path / 'train', SIX), tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        warnings.simplefilter('always', UserWarning)
+        robust_eval(checkpoint=str(tmp_path / 'few.pkl'), data=str(d), attacks='fgsm', size=28, out=str(tmp_path / 'o'))
+    assert capsys.readouterr().err.splitlines() == [
+        'robust-eval: a .pkl file is a pickle, and opening one can run code: open only files that you trust'
+    ]
+
+
+def test_statistics_for_a_learner_that_has_none(tmp_path):
+    "They are used, one without the other is not, and for a model that has its own they are refused"
+    from fastai.vision.all import CrossEntropyLossFlat, Learner
+
+    dls = datasets.fashion_mnist(n_train=32, n_valid=32, bs=32)
+    net = small().model
+    Learner(dls, net, loss_func=CrossEntropyLossFlat(), path=tmp_path).export('m.pkl')
+    x = torch.rand(2, 1, 28, 28)
+    got = eval_model(checkpoint=tmp_path / 'm.pkl', mean=[0.2], std=[0.7])[0]
+    assert torch.allclose(got(x), net.eval()((x - 0.2) / 0.7), atol=1e-5)
+    got = eval_model(checkpoint=tmp_path / 'm.pkl', std=[0.7])[0]
+    assert got.std.item() == pytest.approx(0.7)
+    with pytest.raises(ValueError, match='mean and std of its own'):
+        eval_model('fashion_mnist_vit', std=[0.7])
+
+
+@pytest.mark.parametrize('by_fastai', [False, True])
+def test_a_learner_is_shown_images_of_the_size_it_was_trained_on(tmp_path, by_fastai):
+    "And not of the size that timm knows its network by; in the same way of cutting, with the numbers of the Learner"
+    from fastai.vision.all import ImageDataLoaders, Learner, Resize, ResizeMethod, accuracy, nn
+
+    d, net = photos(tmp_path / 'd', ('bag', 'coat'), size=80), timm.create_model('resnet18', num_classes=2)
+    kw = dict(bs=6, num_workers=0, device='cpu')
+    if by_fastai:
+        squash = Resize((32, 48), ResizeMethod.Squish)
+        dls = ImageDataLoaders.from_folder(d, valid_pct=0.5, seed=0, item_tfms=squash, batch_tfms=[], **kw)
+    else:
+        dls = datasets.image_dls(d, size=48, pct=0.7, interp='bicubic', valid='holdout', n_valid=6, **kw)
+    learn = Learner(dls, net, loss_func=nn.CrossEntropyLoss(), metrics=accuracy, path=tmp_path)
+    learn.export('m.pkl')
+    how = {} if by_fastai else dict(valid='holdout', n=6)
+    rep = evaluate(None, d, None, checkpoint=tmp_path / 'm.pkl', size=None, **how)
+    said = (
+        'cut to 32x48 (crop_pct 1, bilinear, squash)' if by_fastai else 'cut to 48x48 (crop_pct 0.7, bicubic, center)'
+    )
+    assert said in rep.meta['title']
+    if not by_fastai:
+        assert rep.df.accuracy[0] == pytest.approx(learn.validate()[1], abs=1e-5)
+    assert 'cut to 64x64' in evaluate(None, d, None, checkpoint=tmp_path / 'm.pkl', size=64).meta['title']
 
 
 # --- checkpoints and classes as people have them
@@ -785,6 +884,24 @@ def test_a_checkpoint_of_another_size(tmp_path):
     assert torch.allclose(got(x), net.eval()((x - 0.5) / 0.5), atol=1e-5)
 
 
+def test_models_of_two_sizes_are_compared_at_that_of_the_first(tmp_path):
+    "Which is said of the one whose position embedding is resized, and its accuracy is that of robust-eval at this size"
+    torch.manual_seed(0)
+    spec = 'vit_tiny_patch16_224(patch_size=8, depth=1, embed_dim=24, num_heads=2)'
+    for side in (32, 64):
+        net = timm.create_model(
+            'vit_tiny_patch16_224', img_size=side, patch_size=8, depth=1, embed_dim=24, num_heads=2, num_classes=2
+        )
+        torch.save(net.state_dict(), tmp_path / f'at{side}.pth')
+    d = photos(tmp_path / 'd', ('bag', 'coat'), size=80)
+    s = eval_settings('smoke', data=str(d), eps=0.02, device='cpu')
+    found = run_compare(s, [f'{spec}@{tmp_path}/at{side}.pth' for side in (32, 64)], [FGSM(0.02)])
+    assert any('at64: ' in o and 'resized from 64 to 32 pixels' in o for o in found.warnings)
+    assert not any('at32: ' in o and 'resized' in o for o in found.warnings)
+    rep = evaluate(spec, d, None, checkpoint=tmp_path / 'at64.pth', size=32)
+    assert rep.df.accuracy[0] == pytest.approx(found.df.loc['at64', 'clean'], abs=1e-5)
+
+
 def test_words_of_imagenet():
     net = timm_model('resnet18').eval()
     got, line = of_imagenet(net, ['golden_retriever', 'tench', 'n02102040'])
@@ -806,6 +923,9 @@ def test_without_a_network_it_ends_at_once(monkeypatch):
     with pytest.raises(OSError, match=r'weights of vit_tiny_patch16_224\..* cannot be had.*give --checkpoint'):
         timm_model('vit_tiny_patch16_224.augreg_in21k_ft_in1k', pretrained=True)
     assert time.time() - t < 20 and asked == [True] and not constants.HF_HUB_OFFLINE
+    with pytest.raises(OSError, match=r'^hf-hub:nobody/nothing cannot be had from the Hugging Face Hub'):
+        timm_model('hf-hub:nobody/nothing')
+    assert asked == [True, True] and not constants.HF_HUB_OFFLINE
 
 
 # --- how images are cut to size
@@ -891,6 +1011,7 @@ def test_bench_names_the_classes_of_a_sorted_copy(monkeypatch):
 BAD_EVAL = {
     '': '--model NAME',
     '--model nope': 'near',
+    '--model fashion_mnist_vit_robst': 'near: fashion_mnist_vit_robust',
     '--model resnet18 --data nowhere': "'nowhere'",
     '--model resnet18 --data camvid_not': 'fashion_mnist, cifar10',
     '--model resnet18 --attacks pgdd': 'there are: clean, ',

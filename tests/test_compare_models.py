@@ -1,16 +1,17 @@
 "Models side by side, as an author or a student asks for them."
 
-import json, re
+import json, re, shutil, warnings
 from functools import partial
 import numpy as np, pandas as pd, pytest, torch
-from fastai.basics import AttrDict, Callback, CancelFitException, nn
+from PIL import Image
+from fastai.basics import AttrDict, Callback, CancelFitException, Learner, load_learner, nn
 from robust_nbdev.all import FGSM, PGD, TRADES, AdvTrain, Entry, StepCost, compare, corruption_report, fashion_mnist
-from robust_nbdev.all import paired, robust_report, small_model
-from robust_nbdev import cli, corruptions
-from robust_nbdev.cli import named_model, robust_compare, timm_model
+from robust_nbdev.all import image_dls, paired, robust_report, small_model
+from robust_nbdev import corruptions
+from robust_nbdev.cli import SomeOutputs, eval_settings, named_model, robust_compare, run_compare, run_eval, timm_model
 from robust_nbdev.compare import Comparison, Side, report_verdicts
 from robust_nbdev.core import unwrap
-from robust_nbdev.datasets import FASHION
+from robust_nbdev.datasets import FASHION, embedded_fashion
 from robust_nbdev.test_utils import synth_learner, tiny_vit
 
 ATTACKS = [FGSM(0.1), PGD(0.1, steps=3)]
@@ -250,10 +251,83 @@ def test_a_timm_model_with_a_file_of_weights(tmp_path):
     assert torch.equal(unwrap(found)(x), net.eval()(x)) and 'w.pth' in line
 
 
-def test_class_names_of_another_order_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, 'named_model', lambda *a, **kw: (tiny_vit(), 'mine', FASHION[::-1]))
-    with pytest.raises(SystemExit, match='mine knows the classes Ankle boot.*same classes in the same order'):
-        robust_compare('mine=mine.pkl', profile='smoke', attacks='fgsm', out=str(tmp_path / 'c'))
+@pytest.fixture(scope='module')
+def photos(tmp_path_factory):
+    "Folders of four classes, and three Learners: classes as in the folder, turned round, and with one more"
+    d, src = tmp_path_factory.mktemp('photos'), embedded_fashion()
+    x, y = src.splits['test']
+    for name in ('Bag', 'Coat', 'Dress', 'Sandal'):
+        (d / 'four' / name).mkdir(parents=True)
+        for i in np.flatnonzero(y == FASHION.index(name))[:12]:
+            Image.fromarray(x[i]).save(d / 'four' / name / f'{i}.png')
+    shutil.copytree(d / 'four', d / 'five')
+    (d / 'five' / 'Trouser').mkdir()
+    for i in np.flatnonzero(y == 1)[:12]:
+        Image.fromarray(x[i]).save(d / 'five' / 'Trouser' / f'{i}.png')
+    four = ['Bag', 'Coat', 'Dress', 'Sandal']
+    for file, folder, vocab in (
+        ('straight', 'four', four),
+        ('turned', 'four', four[::-1]),
+        ('more', 'five', ['Trouser', *four[::-1]]),
+    ):
+        dls = image_dls(d / folder, size=28, mode='L', vocab=vocab, bs=8, num_workers=0, device='cpu')
+        net = SomeOutputs(small_model('vit', data='fashion_mnist'), [FASHION.index(o) for o in vocab])
+        Learner(dls, net, loss_func=nn.CrossEntropyLoss(), path=d).export(f'{file}.pkl')
+    return d
+
+
+def test_classes_in_another_order_are_found_by_name(photos):
+    "The same network with its outputs in another order is the same model, for `robust-compare` as for `robust-eval`"
+    s = eval_settings('smoke', data=str(photos / 'four'), eps=0.1, size=28, device='cpu')
+    found = run_compare(s, [f'{k}={photos}/{k}.pkl' for k in ('straight', 'turned')], [FGSM(0.1)])
+    assert found.df.loc['straight', 'clean'] > 0.8
+    for column in ('clean', 'FGSM(0.1)'):
+        d = found.difference('turned', column)
+        assert (d.value, d.wins, d.losses) == (0, 0, 0)
+    rep = run_eval(s, [FGSM(0.1)], checkpoint=photos / 'turned.pkl')
+    assert rep.df.accuracy.tolist()[:2] == pytest.approx(found.df.loc['turned', ['clean', 'FGSM(0.1)']], abs=1e-5)
+
+
+def test_a_class_more_than_the_images_have_counts_as_in_robust_eval(photos):
+    s = eval_settings('smoke', data=str(photos / 'four'), eps=0.1, size=28, device='cpu')
+    found = run_compare(s, [f'{k}={photos}/{k}.pkl' for k in ('straight', 'more')], [PGD(0.1, steps=2)])
+    rep = run_eval(s, [PGD(0.1, steps=2)], checkpoint=photos / 'more.pkl')
+    assert rep.verdicts['clean'].mean() == found.df.loc['more', 'clean'] > 0.8
+    assert rep.df.accuracy[1] == pytest.approx(found.df.loc['more', 'PGD(0.1, steps=2)'], abs=1e-5)
+    assert any('more: 4 of the 5 classes of the model (none of Trouser)' in o for o in found.warnings)
+    assert any('straight: the model was trained in this folder' in o for o in found.warnings)
+
+
+def test_python_maps_classes_by_name_too(photos):
+    "A file and a Learner have class names; a module has none, and is taken by the order of its outputs"
+    dls = image_dls(photos / 'four', size=28, mode='L', valid='only', bs=48, num_workers=0, device='cpu')
+    learn = load_learner(photos / 'turned.pkl')
+    models = dict(straight=str(photos / 'straight.pkl'), turned=learn, file=str(photos / 'turned.pkl'), raw=learn.model)
+    found = compare(models, dls.valid, [FGSM(0.1)]).df.clean
+    assert found.straight == found.turned == found.file > 0.8 and found.raw < 0.3
+
+
+def test_of_imagenets_outputs_those_of_the_images_are_kept_in_python_too(photos, tmp_path):
+    for theirs, ours in {'Bag': 'tench', 'Coat': 'cassette_player'}.items():
+        shutil.copytree(photos / 'four' / theirs, tmp_path / 'd' / ours)
+    torch.manual_seed(0)
+    torch.save(timm_model('resnet18').state_dict(), tmp_path / 'r.pth')
+    dls = image_dls(tmp_path / 'd', size=32, mode='RGB', valid='only', bs=24, num_workers=0, device='cpu')
+    found = compare(dict(r=f'resnet18@{tmp_path}/r.pth'), dls.valid, [FGSM(0.01)])
+    x, y = dls.valid.one_batch()
+    net = named_model(f'resnet18@{tmp_path}/r.pth').net
+    assert found.df.clean.r == pytest.approx((net(x)[:, [482, 0]].argmax(1) == y).float().mean().item(), abs=1e-5)
+    assert found.df.clean.r > 0.1 > (net(x).argmax(1) == y).float().mean()
+
+
+def test_a_class_that_a_model_does_not_know_is_named(photos, tmp_path, capsys):
+    "And two files are opened with one sentence about pickles"
+    with warnings.catch_warnings():
+        warnings.simplefilter('always')
+        with pytest.raises(SystemExit, match='straight: these classes of the images are not among .*: Trouser'):
+            files = [f'{k}={photos}/{k}.pkl' for k in ('more', 'straight')]
+            robust_compare(*files, data=str(photos / 'five'), size=28, profile='smoke', out=str(tmp_path / 'c'))
+    assert capsys.readouterr().err.count('pickle') == 1
 
 
 def test_the_command(tmp_path, capsys):
@@ -278,6 +352,21 @@ def test_the_command(tmp_path, capsys):
 def test_the_command_names_what_is_wrong(models, says, tmp_path):
     with pytest.raises(SystemExit, match=says):
         robust_compare(*models, profile='smoke', attacks='fgsm', out=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    'given,says',
+    [
+        (dict(corruptions='fog,fogg'), "no corruption 'fogg', there are: all, gaussian_noise"),
+        (dict(severities='7'), 'from 1 to 5 between commas, got 7'),
+        (dict(severities='1,x'), 'got 1,x'),
+        (dict(valid='nonsense'), "valid must be 'test', 'val', 'holdout' or 'only'"),
+    ],
+)
+def test_options_are_checked_before_any_model_is_measured(given, says, tmp_path, capsys):
+    with pytest.raises(SystemExit, match=says):
+        robust_compare('fashion_mnist_vit', profile='smoke', attacks='fgsm', out=str(tmp_path / 'o'), **given)
+    assert capsys.readouterr().out == '' and not (tmp_path / 'o').exists()
 
 
 # --- what must match before two numbers are compared
@@ -326,5 +415,6 @@ def test_a_plain_function_is_an_attack_of_a_comparison(nets, data):
 
 
 def test_models_without_names_are_refused(data):
-    with pytest.raises(ValueError, match='by name'):
-        compare(['fashion_mnist_vit'], data, ATTACKS)
+    for models, got in ((['fashion_mnist_vit'], 'a list'), ({}, 'none'), (nn.Linear(2, 2), 'a Linear')):
+        with pytest.raises(ValueError, match=f'by name.*got {got}$'):
+            compare(models, data, ATTACKS)

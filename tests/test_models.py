@@ -108,7 +108,9 @@ def test_a_damaged_file_and_a_missing_one_have_errors(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     'args,words',
     [
-        (dict(name='resnet18'), "no small model 'resnet18'"),
+        (dict(name='resnet18'), "no small model 'resnet18' for 'cifar10', there are"),
+        (dict(name='vti'), 'did you mean vit.'),
+        (dict(name='cifar10_vit_robst'), 'did you mean cifar10_vit_robust.'),
         (dict(data='svhn'), "got 'svhn'"),
         (dict(name='vit_reg4', data='fashion_mnist'), 'there are'),
         (dict(name='vit_reg4', robust=True), 'no robust weights'),
