@@ -27,7 +27,7 @@ from .eval_data import _batches, _names
 from .evaluate import *
 from .evaluate import _accuracy, _as_html, _as_text, _classes, _model_and_images, _raw, _refuse
 from fastai.basics import *
-from fastai.vision.core import show_image
+from fastai.vision.core import PILImage, show_image
 from fastprogress.fastprogress import progress_bar
 
 # %% ../nbs/01c_corruptions.ipynb #685f4d3f
@@ -986,7 +986,9 @@ class CifarC:
         self,
         path,  # Folder with `labels.npy`, `fog.npy`, ...
         n: int = None,  # Images of each severity: the first, or balanced where files come class by class; None: all
+        fit: CenterFit = None,  # Brings images to another size; None: as in the files
     ):
+        self.fit = fit
         self.path = _folder(path, 'labels.npy and a file per corruption')
         if not (self.path / 'labels.npy').is_file():
             raise FileNotFoundError(f'{self.path} holds no labels.npy: give the folder CIFAR-10-C itself')
@@ -1024,8 +1026,10 @@ class CifarC:
                 f'{f} must hold uint8 images [{5 * m},H,W,3], five times as many as there are labels; got '
                 f'{a.dtype} {list(a.shape)}'
             )
-        x = torch.from_numpy(a[(severity - 1) * m : severity * m][self.at]).permute(0, 3, 1, 2)
-        return x.float() / 255, torch.tensor(self.y)
+        a = a[(severity - 1) * m : severity * m][self.at]
+        if self.fit is not None:
+            a = np.stack([np.asarray(self.fit(PILImage.create(o))) for o in a])
+        return torch.from_numpy(a).permute(0, 3, 1, 2).float() / 255, torch.tensor(self.y)
 
     def __repr__(self):
         return f'{self.name}, {self.n} images per severity'

@@ -12,7 +12,7 @@ from robust_nbdev.core import *
 from robust_nbdev.attacks import *
 from robust_nbdev.corruptions import *
 from robust_nbdev.evaluate import *
-from robust_nbdev.datasets import fashion_mnist
+from robust_nbdev.datasets import CenterFit, cifar10, fashion_mnist
 from robust_nbdev.test_utils import *
 
 ALL = CORRUPTIONS + EXTRA_CORRUPTIONS
@@ -799,6 +799,21 @@ def test_each_severity_has_its_rows(cifar_c):
                 assert (x.mean((1, 2, 3)) * 255).round().tolist() == [100 * j + 10 * s + i for i in range(n)]
                 assert y.tolist() == [i % 3 for i in range(n)]
                 assert y.dtype == torch.int64
+
+
+def test_clean_and_corrupted_cifar_come_to_224_pixels_alike(tmp_path):
+    a = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3)).astype(np.uint8)
+    for name, o in zip(('a', 'b', 'c'), a):
+        for part in ('train', 'test'):
+            (tmp_path / part / name).mkdir(parents=True)
+            Image.fromarray(o).save(tmp_path / part / name / '0.png')
+    np.save(tmp_path / 'labels.npy', np.tile(np.arange(3), 5))
+    np.save(tmp_path / 'fog.npy', np.concatenate([a] * 5))
+    x, y = cifar10(path=tmp_path, bs=3, size=224, pct=0.875, interp='bicubic', num_workers=0).valid.one_batch()
+    files, labels = CifarC(tmp_path, fit=CenterFit(224, 0.875, 'bicubic')).pick('fog', 3)
+    assert files.shape == (3, 3, 224, 224) and labels.tolist() == [0, 1, 2]
+    assert torch.equal(files[torch.as_tensor(y)], x.as_subclass(torch.Tensor))
+    assert not torch.equal(files, CifarC(tmp_path, fit=CenterFit(224)).pick('fog', 3)[0])
 
 
 def test_severities_that_are_not_there(cifar_c):
