@@ -27,7 +27,7 @@ from .eval_data import _batches, _names
 from .evaluate import *
 from .evaluate import _accuracy, _as_html, _as_text, _classes, _model_and_images, _raw, _refuse
 from fastai.basics import *
-from fastai.vision.core import show_image
+from fastai.vision.core import PILImage, show_image
 from fastprogress.fastprogress import progress_bar
 
 # %% ../nbs/01c_corruptions.ipynb #685f4d3f
@@ -76,33 +76,34 @@ def _size_doubt(x, table, tables):
 
 
 def _bits(x):
-    return (x * 255).round() / 255
+    return (x * 255).round_().div_(255)
 
 
 def _cut(x):
     "On 256 levels by cutting off; a level that float32 misses by less than 1/10000 stays what it is"
-    return (x * 255 + 1e-4).floor() / 255
+    return (x * 255).add_(1e-4).floor_().div_(255)
 
 
 def _normal(seed, like, stream=0):
-    return 2**0.5 * torch.erfinv(2 * uniform(seed, like, stream) - 1)
+    return uniform(seed, like, stream).mul_(2).sub_(1).erfinv_().mul_(2**0.5)
 
 # %% ../nbs/01c_corruptions.ipynb #bacf5ec2
 @_kind([0.04, 0.06, 0.08, 0.09, 0.1], [0.04, 0.08, 0.12, 0.15, 0.18], [0.08, 0.12, 0.18, 0.26, 0.38])
 def _gaussian_noise(x, c, seed):
-    return x + c * _normal(seed, x)
+    return _normal(seed, x).mul_(c).add_(x)
 
 
 @_kind([0.06, 0.1, 0.12, 0.16, 0.2], [0.15, 0.2, 0.25, 0.3, 0.35], [0.15, 0.2, 0.35, 0.45, 0.6])
 def _speckle_noise(x, c, seed):
-    return x + c * x * _normal(seed, x)
+    return _normal(seed, x).mul_(c * x).add_(x)
 
 
 @_kind([0.01, 0.02, 0.03, 0.05, 0.07], [0.01, 0.02, 0.05, 0.08, 0.14], [0.03, 0.06, 0.09, 0.17, 0.27])
 def _impulse_noise(x, c, seed):
     u = uniform(seed, x)
-    black_or_white = (2**22 * u).frac().round()  # u = (k + 1/2) / 2^23 with a whole k: white where k is odd
-    return torch.where(u < c, black_or_white, x)
+    hit = (u < c).to(x)
+    black_or_white = u.mul_(2**22).frac_().round_()  # u was (k + 1/2) / 2^23 with a whole k: white where k is odd
+    return torch.lerp(x, black_or_white, hit)
 
 
 @lru_cache
@@ -118,8 +119,8 @@ def _photons(c):
 def _shot_noise(x, c, seed):
     cdf, n = _photons(c)
     level = (255 * x).round().long()
-    position = torch.searchsorted(cdf.to(x.device), uniform(seed, x).double() + 2 * level)
-    return (position - n * level).to(x) / c
+    position = torch.searchsorted(cdf.to(x.device), uniform(seed, x).double().add_(2 * level))
+    return position.sub_(n * level).to(x).div_(c)
 
 # %% ../nbs/01c_corruptions.ipynb #f4892353
 @lru_cache
@@ -655,13 +656,12 @@ def corrupt(
     "Images under a corruption; the same image and seed give the same pixels whatever the batch"
     given = _check_kind(x, name, severity, table)
     _check_seed(seed)
-    x, kind = _bits(given.float()).contiguous(), _KINDS[name]
+    x, kind, finish = _bits(given.float()).contiguous(), _KINDS[name], _cut if floor else _bits
     level = kind.levels[ifnone(table, size_table(x))][severity - 1]
-    seeds = _seeds(x, name, seed, kind.random)
+    pieces = zip(_few_at_once(x), _seeds(x, name, seed, kind.random))
     with torch.autocast(x.device.type, enabled=False):
-        x = torch.cat([kind.f(images, level, some) for images, some in zip(_few_at_once(x), seeds)])
-    x = x.clamp(0, 1)
-    return (_cut(x) if floor else _bits(x)).to(given)
+        done = [finish(kind.f(images, level, some).clamp(0, 1)) for images, some in pieces]
+    return torch.cat(done).to(given)
 
 # %% ../nbs/01c_corruptions.ipynb #208cdd40
 def show_corruptions(
@@ -986,7 +986,9 @@ class CifarC:
         self,
         path,  # Folder with `labels.npy`, `fog.npy`, ...
         n: int = None,  # Images of each severity: the first, or balanced where files come class by class; None: all
+        fit: CenterFit = None,  # Brings images to another size; None: as in the files
     ):
+        self.fit = fit
         self.path = _folder(path, 'labels.npy and a file per corruption')
         if not (self.path / 'labels.npy').is_file():
             raise FileNotFoundError(f'{self.path} holds no labels.npy: give the folder CIFAR-10-C itself')
@@ -1024,8 +1026,10 @@ class CifarC:
                 f'{f} must hold uint8 images [{5 * m},H,W,3], five times as many as there are labels; got '
                 f'{a.dtype} {list(a.shape)}'
             )
-        x = torch.from_numpy(a[(severity - 1) * m : severity * m][self.at]).permute(0, 3, 1, 2)
-        return x.float() / 255, torch.tensor(self.y)
+        a = a[(severity - 1) * m : severity * m][self.at]
+        if self.fit is not None:
+            a = np.stack([np.asarray(self.fit(PILImage.create(o))) for o in a])
+        return torch.from_numpy(a).permute(0, 3, 1, 2).float() / 255, torch.tensor(self.y)
 
     def __repr__(self):
         return f'{self.name}, {self.n} images per severity'

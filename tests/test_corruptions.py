@@ -12,7 +12,7 @@ from robust_nbdev.core import *
 from robust_nbdev.attacks import *
 from robust_nbdev.corruptions import *
 from robust_nbdev.evaluate import *
-from robust_nbdev.datasets import fashion_mnist
+from robust_nbdev.datasets import CenterFit, cifar10, fashion_mnist
 from robust_nbdev.test_utils import *
 
 ALL = CORRUPTIONS + EXTRA_CORRUPTIONS
@@ -87,6 +87,43 @@ def test_same_seed_same_pixels_whatever_the_batch(name):
         corrupt(x[2:4], name, 4, seed=torch.tensor([8, 9])),
         corrupt(x[2:4].flip(0), name, 4, seed=torch.tensor([9, 8])).flip(0),
     )
+
+
+# Columns: 32 and 224 px, severities 1, 3 and 5: the mean level of both images, and of a corner of the second
+PIXELS = """
+gaussian_noise     120.9 82.9 121.2 84.5 121.4 85.5 120.6 31.4 121.1 36.2 122.3 52.9
+shot_noise         120.5 82.1 120.2 82.1 119.8 82.2 119.8 30.3 116.7 28.5 107.3 27.9
+impulse_noise      121.2 81.7 121.4 82.9 121.8 85.4 121.3 34.0 121.7 39.6 123.0 64.5
+defocus_blur       120.7 82.3 120.7 82.7 120.8 83.3 120.9 32.0 120.7 32.0 121.9 32.0
+glass_blur         122.2 83.0 121.1 82.4 121.6 80.6 120.5 32.0 120.4 32.0 120.3 32.0
+motion_blur        120.8 84.4 120.9 85.1 121.0 84.6 120.7 32.0 120.5 32.0 120.4 35.1
+zoom_blur          120.5 81.7 120.2 83.7 119.7 84.4 120.7 32.0 120.4 32.0 119.8 38.3
+snow               132.4 97.5 151.0 106.7 188.9 173.6 163.2 74.3 189.1 201.8 216.8 104.8
+frost              146.3 109.4 160.6 128.5 150.7 123.0 191.1 123.7 215.9 183.1 217.1 191.4
+fog                119.7 81.9 119.4 83.5 125.4 94.7 128.2 28.4 130.7 27.4 131.4 27.4
+brightness         128.2 89.7 141.2 105.7 155.1 126.3 135.1 50.7 155.1 89.7 163.4 128.7
+contrast           120.6 91.8 120.5 105.6 120.6 115.3 120.5 85.3 120.6 103.3 120.6 117.0
+elastic_transform  121.4 97.9 121.0 92.5 120.9 84.8 121.2 32.0 121.4 32.0 121.4 32.0
+pixelate           121.1 84.2 121.1 82.4 121.2 82.5 121.1 32.0 121.0 32.0 121.0 32.0
+jpeg_compression   121.0 84.2 121.0 84.6 120.9 85.4 121.0 31.3 121.2 28.7 121.5 38.7
+speckle_noise      120.4 81.9 119.9 81.9 119.0 81.6 119.6 31.6 116.2 31.7 111.2 32.2
+gaussian_blur      120.6 82.1 120.6 82.7 120.5 83.2 120.8 32.0 120.6 32.0 120.5 31.9
+spatter            122.1 83.0 127.2 86.0 115.4 80.6 121.9 35.3 128.4 38.7 107.1 34.9
+saturate           166.0 126.2 104.4 72.5 93.2 68.8 166.0 38.7 98.0 27.3 90.7 27.3
+"""
+
+
+@kinds
+def test_pixels_stay_what_they_were(name):
+    "Random numbers and arithmetic may become faster, and must not become others: a saved report would mix two kinds"
+    saved = {k: [float(o) for o in v] for k, *v in map(str.split, PIXELS.strip().splitlines())}[name]
+    small, got = torch.randint(256, (2, 3, 8, 8), generator=torch.Generator().manual_seed(0)), []
+    for size in (32, 224):
+        x = small.repeat_interleave(size // 8, 2).repeat_interleave(size // 8, 3) / 255
+        for severity in (1, 3, 5):
+            y = 255 * corrupt(x, name, severity)
+            got += [y.mean().item(), y[1, :, :8, :8].mean().item()]
+    assert np.allclose(got, saved, rtol=0, atol=0.5)
 
 
 def test_seeds_and_images_differ():
@@ -762,6 +799,21 @@ def test_each_severity_has_its_rows(cifar_c):
                 assert (x.mean((1, 2, 3)) * 255).round().tolist() == [100 * j + 10 * s + i for i in range(n)]
                 assert y.tolist() == [i % 3 for i in range(n)]
                 assert y.dtype == torch.int64
+
+
+def test_clean_and_corrupted_cifar_come_to_224_pixels_alike(tmp_path):
+    a = np.random.default_rng(0).integers(0, 256, (3, 32, 32, 3)).astype(np.uint8)
+    for name, o in zip(('a', 'b', 'c'), a):
+        for part in ('train', 'test'):
+            (tmp_path / part / name).mkdir(parents=True)
+            Image.fromarray(o).save(tmp_path / part / name / '0.png')
+    np.save(tmp_path / 'labels.npy', np.tile(np.arange(3), 5))
+    np.save(tmp_path / 'fog.npy', np.concatenate([a] * 5))
+    x, y = cifar10(path=tmp_path, bs=3, size=224, pct=0.875, interp='bicubic', num_workers=0).valid.one_batch()
+    files, labels = CifarC(tmp_path, fit=CenterFit(224, 0.875, 'bicubic')).pick('fog', 3)
+    assert files.shape == (3, 3, 224, 224) and labels.tolist() == [0, 1, 2]
+    assert torch.equal(files[torch.as_tensor(y)], x.as_subclass(torch.Tensor))
+    assert not torch.equal(files, CifarC(tmp_path, fit=CenterFit(224)).pick('fog', 3)[0])
 
 
 def test_severities_that_are_not_there(cifar_c):
