@@ -12,9 +12,10 @@ from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
 from .core import *
+from .core import _adversarial
 from .vit import *
 from .attacks import *
-from .eval_data import few_classes
+from .eval_data import few_classes, hard_labels
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import *
@@ -358,8 +359,7 @@ def attack_some(self: AdvTrain):
         return
     y = self.yb[0][i] if len(self.yb) == 1 and self.wants_labels else None
     with self.amp():
-        attack, x = self.current(i), self.x[i]
-        x_adv = check_result(attack(self.victim, x, y, seed=self.seed), x, attack)
+        x_adv = _adversarial(self.current(i), self.victim, self.x[i], y, self.seed)
     self.learn.xb = (self.x.index_copy(0, i, x_adv),)
 
 # %% ../nbs/01a_adv_train.ipynb #cfbc2faa
@@ -499,7 +499,7 @@ class GAT(AdvTrain):
         z,  # Logits of the perturbed images [B,C]
         z0: Tensor,  # Logits of the clean images [B,C]
     ) -> Tensor:  # [B], or one number
-        "What the attack climbs: the loss, and the distance from the clean prediction"
+        "What the attack maximises: the loss, and the distance from the clean prediction"
         return self.learn_loss(z) + self.far(z, z0)
 
     @property
@@ -613,18 +613,18 @@ class CatchOverfit(AdvCallback):
     def say_few(self):
         "Warn where the kept images are of few classes, as in training data that comes class by class"
         x, y = self.batch
-        says = few_classes((y if y.ndim == 1 else y.argmax(1)).cpu(), n_classes(self.victim, x))
+        says = few_classes(y.cpu(), n_classes(self.victim, x))
         if says and not rank_distrib():
             warnings.warn(f'CatchOverfit: {says}')
 
 
 def _labelled(x, y):
-    "Images and checked labels, without those whose label is negative, which losses ignore"
+    "Images and their classes, without those whose label is negative, which losses ignore"
     y = y.as_subclass(Tensor)
     if y.is_floating_point() or y.numel() != len(x):
-        return x, check_labels(y, x)
+        return x, hard_labels(y, x)
     i = y.flatten() >= 0
-    return x[i], check_labels(y.flatten()[i], x[i]) if i.any() else y[:0]
+    return x[i], hard_labels(y.flatten()[i], x[i]) if i.any() else y[:0]
 
 
 def like(
@@ -632,8 +632,13 @@ def like(
     other: Attack,  # Gives radius and norm
 ) -> Attack:  # As `attack`
     "The attack in the ball of another one; a given step is scaled with the radius"
-    if attack.norm == other.norm:
+    ours, norm = [threat(o)[0] for o in (attack, other)]
+    if ours == norm:
         return attack.at_eps(other.eps)
+    if not {ours, norm} <= {'Linf', 'L2'}:
+        raise ValueError(
+            f'{attack!r} stays in a {ours}, and {other!r} in a {norm}: give two attacks of one kind of ball'
+        )
     if getattr(attack, 'alpha', None) is not None:
         raise ValueError(f'{attack!r} has a step for another norm than {other!r}: leave alpha out')
     return attack.but(eps=other.eps, norm=other.norm)
@@ -645,10 +650,9 @@ def right(
     x: Tensor,  # The kept images, or adversarial ones made of them
 ) -> Tensor:  # [B] bool
     "Which of them are classified correctly"
-    y = self.batch[1]
     with self.amp(), attack_mode(self.victim) as m, torch.no_grad():
         z = outputs(m, x)
-    return z.argmax(1) == (y if y.ndim == 1 else y.argmax(1))
+    return z.argmax(1) == self.batch[1]
 
 
 @patch
@@ -659,7 +663,7 @@ def acc(
 ) -> float:  # 0 to 1
     "Share of the kept images, of all processes, that are classified correctly before and after `attack`"
     with self.amp():
-        x_adv = attack(self.victim, *self.batch, seed=0)
+        x_adv = _adversarial(attack, self.victim, *self.batch, 0)
     return maybe_gather((before & self.right(x_adv)).float()).mean().item()
 
 

@@ -16,7 +16,7 @@ from functools import lru_cache, singledispatch, update_wrapper
 from inspect import signature
 from numbers import Integral
 from .core import *
-from .core import _exact, _meant
+from .core import _adversarial, _exact, _meant, _promised
 from fastai.basics import *
 
 # %% ../nbs/01_attacks.ipynb #28fe54d7
@@ -457,6 +457,14 @@ def __call__(  # noqa: PLR0913
     with checked():
         x_adv = check_result(self.make(model, x0, y, target, seed), x0, self)
     return x_adv.as_subclass(type(x) if type(x) is not nn.Parameter else Tensor)
+
+
+@_adversarial.register
+def _(attack: AttackBase, model, x, y, seed):
+    "Its call has checked the result, unless a subclass wrote another"
+    if type(attack).__call__ is AttackBase.__call__:
+        return attack(model, x, y, seed=seed)
+    return _adversarial.dispatch(object)(attack, model, x, y, seed)
 
 # %% ../nbs/01_attacks.ipynb #7e77ebe4
 def land(
@@ -912,7 +920,7 @@ def at_eps(self: Attack, eps):
     given = any(f.name == 'alpha' and f.init for f in fields(self)) and self.alpha is not None
     if not given:
         return self.but(eps=ball)
-    if type(ball) != type(self.ball):
+    if type(ball).__name__ != self.norm:
         raise ValueError(f'{self} has a step in {self.norm}, which says nothing about {ball}: leave alpha out')
     if self.eps == 0:
         raise ValueError(f'{self} has a step for a ball of radius 0, which cannot be scaled to {ball}: leave alpha out')
@@ -1168,18 +1176,22 @@ def threat(
     attack,  # Any attack
 ) -> tuple:  # (norm, eps); for attacks without a ball (None, its budget)
     "What an attack may do: only attacks that may do the same can be compared"
-    norm = getattr(attack, 'norm', None)
-    return (norm, _meant(attack.eps)) if norm else (None, getattr(attack, 'budget', None))
+    ball = _promised(attack)
+    return (None, getattr(attack, 'budget', None)) if ball is None else (type(ball).__name__, ball.eps)
 
 # %% ../nbs/01_attacks.ipynb #321d17f9
 class Wraps(AttackBase):
     "Base of attacks made of other attacks, `self.attacks`; radius and norm are those of the first"
 
     @property
+    def ball(self):
+        "The ball of the first attack"
+        return _promised(self.attacks[0])
+
+    @property
     def eps(self):
         "Radius of the first attack, pixel units"
-        norm, eps = threat(self.attacks[0])
-        return eps if norm else None
+        return None if self.ball is None else self.ball.eps
 
     @property
     def norm(self):

@@ -18,7 +18,7 @@ from html import escape
 from types import FunctionType, SimpleNamespace
 from PIL import Image
 from .core import *
-from .core import _notice, _raw
+from .core import _adversarial, _notice, _raw
 from .attacks import *
 from .autoattack import *
 from .datasets import ImageDatasets, class_notice
@@ -82,8 +82,8 @@ def row_name(
 
 
 def _ball(attack):
-    "Norm and eps; a plain function has neither"
-    return getattr(attack, 'norm', None), getattr(attack, 'eps', None)
+    "Norm, or the class of a ball of the attack's own, and eps; a plain function has neither"
+    return threat(attack)[0], getattr(attack, 'eps', None)
 
 # %% ../nbs/01b_evaluate.ipynb #34adc821
 def _as_text(title, table, warnings):
@@ -442,11 +442,6 @@ def _classes(z):
     return z.argmax(1).masked_fill(z.isnan().any(1), -1)
 
 
-def _adversarial(attack, model, x, y, seed):
-    "What an attack makes of a copy of the images, checked"
-    return check_result(attack(model, x.clone(), y, seed=seed), x, attack)
-
-
 def _predicted(model, x):
     "The predicted classes, and whether the model changed the tensor that it was given"
     given = x.clone()
@@ -636,7 +631,7 @@ def eps_curve(  # noqa: PLR0913
     dfs = [df.assign(name=_curve_name(k, a, attacks)) if many else df for (k, a), (df, _) in found.items()]
     says = [f'{k}: {o}' if k else o for k, run in runs.items() for o in run.doubts]
     says += [f'{_curve_name(k, a, attacks)}: {o}' if many else o for (k, a), (_, said) in found.items() for o in said]
-    norms = ', '.join(dict.fromkeys(a.norm for a in attacks))
+    norms = ', '.join(dict.fromkeys(threat(a)[0] for a in attacks))
     names = f'{attacks[0].name}, {norms}' if len(attacks) == 1 else norms
     return Curve(pd.concat(dfs, ignore_index=True), f'{names}, {about}', says)
 
@@ -650,7 +645,7 @@ def _eps_points(run, attack, eps):
     "The points of a curve, and the sentences about them"
     df = _points(run, 'eps', [(e, attack.at_eps(e)) for e in eps])
     says, huge = _rises(df, 'eps'), df[df.eps >= 0.5]
-    if attack.norm == 'Linf' and len(huge) and huge.low.max() > 0.15:
+    if threat(attack)[0] == 'Linf' and len(huge) and huge.low.max() > 0.15:
         says.append(
             f'{huge.accuracy.max():.1%} survive eps >= 0.5, at which any image can become grey: '
             'gradients are masked, or the attack is too weak'
@@ -1736,8 +1731,9 @@ def _probe(self: Run, attack):
     x, y, _ = self.first
     right = predict(self.model, x) == y
     x, y = x[right][:32], y[right][:32]
+    is_norm = threat(attack)[0] in ('Linf', 'L2')  # a ball of one's own may hold no grey image at any radius
     can_be = _steps(attack) and not isinstance(attack, APGDT) and attack.steps >= 5 and attack.draws == 1
-    if not can_be or len(x) < 8:
+    if not (is_norm and can_be) or len(x) < 8:
         return []
     big = _huge(attack, x)
     with warnings.catch_warnings():
