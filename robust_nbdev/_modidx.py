@@ -303,6 +303,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'robust_nbdev.adv_train._replay_of': ('adv_train.html#_replay_of', 'robust_nbdev/adv_train.py'),
                                         'robust_nbdev.adv_train._states': ('adv_train.html#_states', 'robust_nbdev/adv_train.py'),
                                         'robust_nbdev.adv_train._unmixed': ('adv_train.html#_unmixed', 'robust_nbdev/adv_train.py'),
+                                        'robust_nbdev.adv_train._weight': ('adv_train.html#_weight', 'robust_nbdev/adv_train.py'),
                                         'robust_nbdev.adv_train._with_state': ('adv_train.html#_with_state', 'robust_nbdev/adv_train.py'),
                                         'robust_nbdev.adv_train._written': ('adv_train.html#_written', 'robust_nbdev/adv_train.py'),
                                         'robust_nbdev.adv_train.has_cb': ('adv_train.html#has_cb', 'robust_nbdev/adv_train.py'),

@@ -76,6 +76,13 @@ class switch:
         return f'switch({self.value:g}, pct={self.pct:g}, before={self.before:g})'
 
 # %% ../nbs/01a_adv_train.ipynb #d8e08c2b
+def _weight(v, name, check=check_range):
+    "`v`, if it is a number that `check` allows, or a schedule that begins and ends with such; raises ValueError"
+    for o in [v(0.0), v(1.0)] if callable(v) else [v]:
+        check(o, name)
+    return v
+
+
 class AdvTrain(AdvCallback):
     "Train on the images that `attack` makes of each batch"
 
@@ -99,7 +106,7 @@ class AdvTrain(AdvCallback):
     ):
         self.begin(attack, eps, fields)
         self.clean_images = check_share(clean_images, 'clean_images')
-        self.clean_loss = clean_loss
+        self.clean_loss = _weight(clean_loss, 'clean_loss', check_share)
         self.joint = callable(clean_loss) or clean_loss > 0
 
     def __repr__(self):
@@ -377,7 +384,7 @@ class TRADES(AdvTrain):
         **fields,  # Other fields of the attack that follow a number or a schedule
     ):
         self.begin(attack, eps, fields)
-        self.beta = beta
+        self.beta = _weight(beta, 'beta')
 
     def terms(self, z, z_adv):
         return z, self.at(self.beta) * kl(z_adv, z)
@@ -407,7 +414,7 @@ class MART(AdvTrain):
         **fields,  # Other fields of the attack that follow a number or a schedule
     ):
         self.begin(attack, eps, fields)
-        self.beta = beta
+        self.beta = _weight(beta, 'beta')
 
     def terms(self, z, z_adv):
         t = self.soft_labels(z)
@@ -475,7 +482,8 @@ class GAT(AdvTrain):
         **fields,  # Other fields of the attack that follow a number or a schedule
     ):
         self.begin(attack, eps, fields)
-        self.beta, self.n = beta, 0
+        self.beta = _weight(beta, 'beta')
+        self.n = 0
 
     def before_train(self):
         "Count on from the epochs of the Learner's life, so that several fits are like one"
@@ -554,8 +562,10 @@ class CatchOverfit(AdvCallback):
         then=None,  # What to do besides: an attack to continue with, such as `PGD(steps=2)`, or `'stop'`
         n: int = 128,  # Images, from the epoch's first batch
     ):
+        check_attack(strong)
         if then is not None and then != 'stop':
             check_attack(then)
+        check_whole(n)
         store_attr()
         self.rows = []
 
@@ -875,7 +885,7 @@ class AWP(AdvCallback):
         self,
         gamma=0.005,  # Length of the move relative to the weight; a number or a schedule: `switch(.005, pct=.05)`
     ):
-        self.gamma = gamma if callable(gamma) else check_range(gamma, 'gamma')
+        self.gamma = _weight(gamma, 'gamma')
 
     def __repr__(self):
         return f'AWP({self.gamma if callable(self.gamma) else format(self.gamma, "g")})'
@@ -971,7 +981,7 @@ class EMA(AdvCallback):
         use_warmup: bool = True,  # Keep less in the first steps?
         **kwargs,  # For timm's `ModelEmaV3`
     ):
-        self.decay = decay
+        self.decay = check_share(decay, 'decay')
         self.kwargs = dict(use_warmup=use_warmup, **kwargs)
 
     def start(self):
@@ -1171,7 +1181,7 @@ class SaveRun(SaveModelCallback):
         every: int = 1,  # Epochs between two states
         about: str = '',  # What decides the training: recipe, data, seed; states of something else are passed over
     ):
-        super().__init__(fname=fname, every_epoch=every, with_opt=True)
+        super().__init__(fname=fname, every_epoch=check_whole(every, 'every'), with_opt=True)
         self.about = about
         self.begun = False
 

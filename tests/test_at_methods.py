@@ -234,6 +234,16 @@ def test_repr(cb, words):
         (lambda: AdvTrain(PGD2, clean_images=2), 'clean_images is a share'),
         (lambda: FreeAT(FGSM(0.1), replay=0), 'whole number'),
         (lambda: AWP(-1), '>= 0'),
+        (lambda: AWP(switch(-0.005, 0.5)), 'gamma must be a number >= 0'),
+        (lambda: AdvTrain(PGD2, clean_loss=1.5), 'clean_loss is a share'),
+        (lambda: AdvTrain(PGD2, clean_loss=-0.5), 'clean_loss is a share'),
+        (lambda: AdvTrain(PGD2, clean_loss=switch(1.5, 0.5)), 'clean_loss is a share'),
+        (lambda: TRADES(PGD2, beta=-6), 'beta must be a number >= 0'),
+        (lambda: MART(PGD2, beta=None), 'beta must be a number >= 0'),
+        (lambda: GAT(BernoulliFGSM(0.1), beta=switch(-40, 0.85)), 'beta must be a number >= 0'),
+        (lambda: EMA(999), 'decay is a share'),
+        (lambda: SaveRun(every=0), 'every must be a whole number >= 1'),
+        (lambda: CatchOverfit(n=0), 'n must be a whole number >= 1'),
         (lambda: ARDPRM(0.1, ard=2.0), 'ard is a share'),
     ],
 )
@@ -249,6 +259,7 @@ def test_refused_values(make, words):
         (lambda: FreeAT(FGSM(0.1, loss=margin)), 'FreeAT maximises'),
         (lambda: TRADES(0.1), 'expected an attack'),
         (lambda: CatchOverfit(then=3), 'expected an attack'),
+        (lambda: CatchOverfit(0.1), 'expected an attack'),
     ],
 )
 def test_refused_types(make, words):
