@@ -11,7 +11,7 @@ __all__ = ['Loss', 'as_loss', 'ce', 'margin', 'cw', 'scaled_ce', 'dlr', 'kl', 'f
 # %% ../nbs/01_attacks.ipynb #1951434b
 import math, sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache, singledispatch, update_wrapper
 from inspect import signature
 from numbers import Integral
@@ -614,7 +614,7 @@ def _warn_of_gradients(attack, obj):
 def check_attack(
     attack,  # Should be an attack: a callable `attack(model, x, y, seed=)`
 ):
-    "Raises TypeError if `attack` is a class, a number, a string, ..."
+    "Raises TypeError if `attack` is a class, a number, a string, ..., or keeps something outside its fields"
     if isinstance(attack, type):
         raise TypeError(f'{attack.__name__} is a class of attacks: give an attack, {attack.__name__}(8/255)')
     if not callable(attack):
@@ -625,6 +625,22 @@ def check_attack(
         raise TypeError(
             f'an attack is called as attack(model, x, y, seed=0), which {attack!r} does not accept'
         ) from None
+    if isinstance(attack, Value):
+        _check_fields(attack)
+
+
+def _check_fields(attack):
+    "Raises TypeError for what an attack keeps outside its fields, which it neither prints nor compares"
+    kind = type(attack)
+    known = {f.name for f in fields(kind)} if is_dataclass(kind) else ()
+    beside = [k for k in vars(attack) if k not in known]
+    if not beside:
+        return
+    raise TypeError(
+        f'{kind.__name__} keeps {", ".join(beside)} outside the fields of a dataclass, so that two settings would '
+        f'print and compare alike: leave __init__ out and write @dataclass(frozen=True, repr=False) above the '
+        f'class and {beside[0]}: float = ... in it'
+    )
 
 # %% ../nbs/01_attacks.ipynb #d37fe0f2
 @patch
@@ -1328,6 +1344,10 @@ def choose_target(
     "Targets for a targeted attack"
     x = check_images(x, model)
     y = check_labels(y, x)
+    if y.ndim > 1:
+        raise TypeError(
+            f'a target is another class than the label: give class numbers [B], y.argmax(1), got {list(y.shape)}'
+        )
     with attack_mode(model), torch.no_grad():
         z = check_logits(outputs(model, x), x, y, int(y.max()) + 1)
     c, hide = z.shape[1], lambda v: z.scatter(1, y[:, None], v)

@@ -619,7 +619,7 @@ def check_labels(
     "Labels in the form that losses take; raises TypeError or ValueError and states what was given"
     y = torch.as_tensor(y, device=x.device).detach().as_subclass(Tensor).clone()
     if y.is_floating_point():
-        if y.ndim == 2 and len(y) == len(x):
+        if y.ndim == 2 and len(y) == len(x) and y.shape[1] > 1:
             return y
         raise TypeError(
             f'labels of type {y.dtype} are taken as soft labels [B,C], got shape {list(y.shape)}: '

@@ -13,7 +13,7 @@ import base64, io, json, os, platform, re, time, warnings, zipfile
 import torch.distributed as dist
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from html import escape
 from types import FunctionType, SimpleNamespace
 from PIL import Image
@@ -800,6 +800,7 @@ def show_adv(  # noqa: PLR0913
     """A figure with a row per image: clean | delta, magnified | adversarial, with the predicted class, green if right,
     and the label where a clean image is wrong"""
     x_adv = _adversarial(attack, model, x, y, seed)
+    y = hard_labels(y, x)
     delta = x_adv - x
     largest = max(delta.abs().max().item(), 1e-12)
     columns = [x, delta / (2 * largest) + 0.5, x_adv]
@@ -1493,24 +1494,6 @@ def _check_twins(name, two):
     )
 
 
-def _check_fields(attack):
-    "Raises TypeError for an attack that keeps something outside its fields, which it neither prints nor compares"
-    kind = type(attack)
-    if not isinstance(attack, Value):
-        return
-    beside = (
-        [k for k in vars(attack) if k not in {f.name for f in fields(kind)}]
-        if is_dataclass(kind)
-        else list(vars(attack))
-    )
-    if beside:
-        raise TypeError(
-            f'{kind.__name__} keeps {", ".join(beside)} outside the fields of a dataclass, so that two settings would '
-            f'print and compare alike: leave __init__ out and write @dataclass(frozen=True, repr=False) above the '
-            f'class and {beside[0]}: float = ... in it'
-        )
-
-
 def _distinct(attacks):
     "(attack, identity) of each, once; raises TypeError or ValueError for what is none, or cannot be told apart"
     res = {}
@@ -1518,7 +1501,6 @@ def _distinct(attacks):
         if a is None:
             continue
         check_attack(a)
-        _check_fields(a)
         name, who = row_name(a), identity(a)
         if name in res:
             _check_twins(name, (res[name], (a, who)))
@@ -1534,7 +1516,6 @@ def measure(
 ) -> dict:  # The row
     "Measure one attack; a row that is known, from this run or from its folder, is not measured again"
     check_attack(attack)
-    _check_fields(attack)
     name, who = row_name(attack), self._of_first_process(identity(attack) if who is None else who)
     if name in self.attacks:
         _check_twins(name, (self.attacks[name], (attack, who)))
