@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache, singledispatch, update_wrapper
 from inspect import signature
-from numbers import Integral
 from .core import *
 from .core import _adversarial, _exact, _meant, _promised
 from fastai.basics import *
@@ -361,11 +360,8 @@ class Value:
     def _whole(self, **least):
         "Raises ValueError if a field is no whole number, or below its least value"
         for n, lo in least.items():
-            v = getattr(self, n, lo)
-            if not isinstance(v, Integral) or v < lo:
-                raise ValueError(f'{n} must be a whole number >= {lo}, got {v!r}')
             if hasattr(self, n):
-                self._set(**{n: int(v)})
+                self._set(**{n: check_whole(getattr(self, n), n, lo)})
 
     def but(
         self,
@@ -455,7 +451,7 @@ def __call__(  # noqa: PLR0913
     check_call(model, target, targeted)
     x0 = check_images(x, model)
     with checked():
-        x_adv = check_result(self.make(model, x0, y, target, seed), x0, self)
+        x_adv = check_result(self.make(model, x0, own(y), target, seed), x0, self)
     return x_adv.as_subclass(type(x) if type(x) is not nn.Parameter else Tensor)
 
 
@@ -783,6 +779,7 @@ def drive(
     bs: int,  # Images at a time
 ) -> Iterator:  # Of what `keep` makes of the images that leave
     "The one loop: step all images until each is done, and let others take the places of those that have left"
+    check_whole(bs, 'bs')
     rows = None
     while True:
         n = 0 if rows is None else len(rows)

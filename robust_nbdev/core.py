@@ -608,8 +608,8 @@ def _outside(ball, x, x_adv):
 
 @singledispatch
 def _adversarial(attack, model, x, y, seed):
-    "What an attack makes of a copy of the images, checked once: here, or by an attack that checks what it returns"
-    return check_result(attack(model, x.clone(), y, seed=seed), x, attack)
+    "What an attack makes of copies of its arguments, checked once: here, or by an attack that checks what it returns"
+    return check_result(attack(model, x.clone(), own(y), seed=seed), x, attack)
 
 # %% ../nbs/00_core.ipynb #5101ce15
 def check_labels(

@@ -204,6 +204,7 @@ def _loader(data, bs=64):
         raise ValueError('the DataLoader drops its last batch: give one with drop_last=False')
     if not (isinstance(data, (tuple, list)) and isinstance(data[0], (Tensor, np.ndarray))):
         return data
+    check_whole(bs, 'bs')
     x, y = map(torch.as_tensor, data)
     if len(x) != len(y):
         raise ValueError(f'{len(x)} images, but {len(y)} labels')
@@ -335,6 +336,7 @@ def packed(
     bs: int,  # Size of the batches to yield
 ) -> Iterator:  # Of [positions, images, labels]
     "Only the images to keep, packed into full batches"
+    check_whole(bs, 'bs')
     feed = Feed(batches, keep)
     while (b := feed(bs)) is not None:
         yield b

@@ -664,7 +664,7 @@ def steps_curve(  # noqa: PLR0913
     bs: int = 64,  # Batch size
 ) -> Curve:  # A row per number of steps
     "Accuracy under `attack` with each number of steps; warns where more steps do not lower it"
-    steps = [int(o) for o in _listed(steps)]
+    steps = [check_whole(o, 'steps', 0) for o in _listed(steps)]
     if not steps or 'steps' not in {f.name for f in fields(attack) if f.init}:
         raise TypeError(
             'steps_curve needs numbers of steps, and an attack whose steps can be changed, '
@@ -1167,18 +1167,20 @@ def run_attack(  # noqa: PLR0913
     model,  # Takes images [B,C,H,W] in [0,1]
     attack,  # Any attack without members
     batches,  # Of (positions, images, labels), see `eval_batches`
-    stand,  # [N] bool array: images to attack; the others count as wrong
+    left,  # [N] bool array: images to attack; the others count as wrong
     bs: int = 64,  # Batch size
     seed: int = 0,  # Of the attack
     draws: int = 1,  # Verdicts per image, for random models
     fast: bool = False,  # Attack in bfloat16, compiled; the verdicts stay in float32
     trial: _Progress = None,  # Results so far, which are not computed again
     tell=noop,  # Called with the number of images done, now and then
-    # Stop on an image as soon as it has fallen; not for random models, which would be asked until they err
+    # Stop on an image as soon as it is misclassified; not for random models, which would be asked until they err
     hasty: bool = True,
 ) -> _Progress:  # `got['share']` [N]: share of draws right under attack; `got['pred']`: classes
     "The per-image verdicts of one attack"
-    t, judged = trial or _Progress(row_name(attack), stand), Counted(model)
+    check_whole(bs, 'bs')
+    check_whole(draws, 'draws')
+    t, judged = trial or _Progress(row_name(attack), left), Counted(model)
     victim, seen = Counted(Fast(model)) if fast else judged, 0
     try:
         with attack_mode(victim):
@@ -1222,8 +1224,8 @@ class Run:
     def __post_init__(self):
         if isinstance(self.model, Learner):
             raise TypeError('give the model, learn.model, or call learn.robust_report(attacks)')
-        if not (isinstance(self.draws, int) and self.draws > 0):
-            raise ValueError(f'draws must be a whole number >= 1, got {self.draws!r}')
+        check_whole(self.draws, 'draws')
+        check_whole(self.bs, 'bs')
         if self.out is not None and Path(self.out).is_file():
             raise ValueError(f'out must be a folder, {self.out} is a file')
         self.seed, self.many = int(self.seed), _processes(self.shard)

@@ -8,7 +8,7 @@ __all__ = ['patch_cells', 'PatchAttack', 'RandomOcclusion', 'patch_attention', '
 # %% ../nbs/01d_patch_attacks.ipynb #0e44c1eb
 import math
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Integral
 from timm.layers import PatchEmbed, to_2tuple
 from timm.models.cait import Cait
 from timm.models.vision_transformer import VisionTransformer
@@ -52,14 +52,9 @@ class PatchAttack(AttackBase):
         self._plain()
         self._whole(**self._least)
         for n, hi in self._most.items():
-            v = getattr(self, n)
-            allowed = f'a number from 0 to {hi:g}' if hi < float('inf') else 'a finite number >= 0'
-            if not isinstance(v, Real) or not 0 <= v <= hi or v == float('inf'):
-                raise ValueError(f'{n} must be {allowed}, got {v!r}')
+            check_range(getattr(self, n), n, 0, hi)
         for n, options in self._choices.items():
-            v = getattr(self, n)
-            if v not in options:
-                raise ValueError(f'{n} must be one of {list(options)}, got {v!r}')
+            check_option(getattr(self, n), n, options)
 
     @property
     def name(self):

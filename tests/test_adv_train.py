@@ -171,6 +171,29 @@ def test_a_function_that_works_in_place_leaves_the_clean_images_alone():
     assert torch.equal(given, clean) and not torch.equal(clean, adversarial)
 
 
+def relabels(model, x, y, seed=0):
+    y.fill_(0)
+    return x
+
+
+@dataclass(frozen=True, repr=False)
+class Relabels(AttackBase):
+    def make(self, model, x, y, target, seed):
+        return relabels(model, x, y)
+
+
+@pytest.mark.parametrize('attack', [relabels, Relabels()], ids=['function', 'make'])
+def test_an_attack_that_writes_into_its_labels_changes_no_others(attack):
+    "Neither those that the model is trained on, nor those of a report"
+    seen = []
+    learn = synth_learner(cbs=[AdvTrain(attack), Callback(after_loss=lambda self: seen.append(self.y.clone()))])
+    learn.fit(1, 0.0)
+    assert torch.cat(seen[:4]).unique().tolist() == [0, 1, 2, 3]
+    x, y = torch.rand(8, 1, 28, 28), torch.arange(8) % 4
+    robust_report(learn.model, (x, y), [attack])
+    assert y.tolist() == [0, 1, 2, 3] * 2
+
+
 # --- the point of it
 # ------------------------------------------------------------------------------------------------------
 

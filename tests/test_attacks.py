@@ -1320,3 +1320,8 @@ def test_no_attack_is_moved_into_a_ball_that_it_does_not_know():
     with pytest.raises(ValueError, match='one kind of ball'):
         like(PGD(0.1, steps=5), ByHalf(0.05))
     assert like(ByHalf(0.1), ByHalf(0.05)).ball == UpperHalf(0.05)
+
+
+def test_a_flag_is_no_number_of_steps():
+    with pytest.raises(ValueError, match='steps must be a whole number >= 0, got True'):
+        PGD(0.1, steps=True)

@@ -10,7 +10,7 @@ from robust_nbdev.core import *
 from robust_nbdev.datasets import fashion_mnist
 from robust_nbdev.attacks import *
 from robust_nbdev.adv_train import *
-from robust_nbdev.eval_data import few_classes, unfair
+from robust_nbdev.eval_data import Feed, few_classes, unfair
 from robust_nbdev.evaluate import *
 from robust_nbdev.test_utils import *
 
@@ -388,3 +388,24 @@ def test_soft_labels_count_as_their_largest_entry_in_every_number(learn):
     soft = 0.8 * nn.functional.one_hot(y, 4) + 0.05
     a, b = [robust_report(learn.model, (x, o), [ADV, PGD(EPS, steps=5)]) for o in (y, soft)]
     assert a.df.accuracy.tolist() == b.df.accuracy.tolist()
+
+
+@pytest.mark.parametrize('bs', [0, -1, 2.5, True, '64'])
+def test_a_batch_size_of_nothing_is_refused(bs):
+    "Else no image would be attacked, and all would count as wrong"
+    m, (x, y) = tiny_vit(num_classes=4), next(iter(synth_dls().valid))
+    batches = [(torch.arange(len(x)), x, y)]
+    for measure in (
+        lambda: robust_report(m, synth_dls().valid, [ADV], bs=bs),
+        lambda: eps_curve(m, (x, y), ADV, [EPS], bs=bs),
+        lambda: run_attack(m, ADV, batches, np.ones(len(x), bool), bs),
+        lambda: run_attack(m, lambda model, x, y, seed=0: x, batches, np.ones(len(x), bool), bs),
+        lambda: list(hunt(ADV, m, Feed(batches, np.ones(len(x), bool)), lambda o: predict(m, o), bs)),
+    ):
+        with pytest.raises(ValueError, match='bs must be a whole number >= 1'):
+            measure()
+
+
+def test_numbers_of_steps_are_not_rounded():
+    with pytest.raises(ValueError, match='steps must be a whole number >= 0, got 2.7'):
+        steps_curve(tiny_vit(num_classes=4), (torch.rand(2, 1, 28, 28), torch.tensor([0, 1])), ADV, [2.7])
