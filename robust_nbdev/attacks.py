@@ -33,8 +33,7 @@ class Loss:
         reference: str = 'label',
         targeted: Callable = None,  # The form that a targeted attack lowers; None: the same
     ):
-        if reference not in _REFERENCES:
-            raise ValueError(f'reference must be one of {list(_REFERENCES)}, got {reference!r}')
+        check_option(reference, 'reference', _REFERENCES)
         update_wrapper(self, value, updated=())  # its name, signature and docs are those of the function
         self.value, self.reference, self.targeted = value, reference, targeted
 
@@ -1046,8 +1045,7 @@ class GAMAPGD(Attack):
 
     def start(self, obj, x, seed):
         "Every pixel at +eps or -eps; and the probabilities that the guiding term compares with"
-        if self.ref not in ('start', 'clean'):
-            raise ValueError(f"ref must be 'start' or 'clean', got {self.ref!r}")
+        check_option(self.ref, 'ref', ('start', 'clean'))
         d = to_length(self.ball, x, self.ball.rand(x, seed).sign(), self.eps)
         z = obj.look(x + d if self.ref == 'start' else x)[1]
         if z.ndim != 2:
@@ -1278,7 +1276,8 @@ def make(self: WorstCase, model, x, y, target, seed):
 def _one_after_another(attacks, model, x, y, target, seed):
     "Each attack on the images that the ones before it did not fool"
     x_adv, left = x.clone(), torch.arange(len(x), device=x.device)
-    y, targeted = None if y is None else check_labels(y, x), target is not None
+    y = None if y is None else check_labels(y, x)
+    targeted = target is not None
     want = check_labels(target, x) if targeted else y
     if want.ndim > 1:
         want = want.argmax(1)
@@ -1339,6 +1338,7 @@ def choose_target(
     seed: int = 0,  # Of the random choice, which depends on the image and on nothing else
 ) -> Tensor:  # Classes [B], none of them equal to its label
     "Targets for a targeted attack"
+    check_option(how, 'how', ('random', 'likely', 'least', 'next'))
     x = check_images(x, model)
     y = check_labels(y, x)
     if y.ndim > 1:
@@ -1347,14 +1347,16 @@ def choose_target(
         )
     with attack_mode(model), torch.no_grad():
         z = check_logits(outputs(model, x), x, y, int(y.max()) + 1)
-    c, hide = z.shape[1], lambda v: z.scatter(1, y[:, None], v)
-    if how == 'random':
-        return (y + 1 + (uniform(image_seed(x, seed), x.flatten(1)[:, :1])[:, 0] * (c - 1)).long().clamp(max=c - 2)) % c
-    if how not in ('likely', 'least', 'next'):
-        raise ValueError(f"how must be 'random', 'likely', 'least' or 'next', got {how!r}")
-    return (
-        (y + 1) % c if how == 'next' else hide(-torch.inf).argmax(1) if how == 'likely' else hide(torch.inf).argmin(1)
-    )
+    c = z.shape[1]
+    if how == 'next':
+        return (y + 1) % c
+    if how == 'likely':
+        return z.scatter(1, y[:, None], -torch.inf).argmax(1)
+    if how == 'least':
+        return z.scatter(1, y[:, None], torch.inf).argmin(1)
+    share = uniform(image_seed(x, seed), x.flatten(1)[:, :1])[:, 0]
+    further = 1 + (share * (c - 1)).long().clamp(max=c - 2)  # 1 to c-1 classes on
+    return (y + further) % c
 
 # %% ../nbs/01_attacks.ipynb #84152340
 class _Trace(Points):

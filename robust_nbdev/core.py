@@ -186,7 +186,7 @@ class Ball:
 
     def __init__(self, eps: float):  # Radius; raises ValueError if negative, not finite, or in units of 255
         try:
-            eps = _meant(eps)
+            eps = _meant(None if isinstance(eps, (bool, np.bool_)) else eps)
         except (TypeError, ValueError):
             raise TypeError(f'eps must be a number such as 8/255, got {eps!r}') from None
         if not 0 <= eps < float('inf'):

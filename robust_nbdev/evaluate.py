@@ -618,7 +618,8 @@ def eps_curve(  # noqa: PLR0913
     bs: int = 64,  # Batch size
 ) -> Curve:  # A row per eps; with several models or attacks a curve for each, `name` says which
     "Accuracy under `attack` at each eps; warns where it rises, or where a huge eps leaves more than chance"
-    models, attacks = model if isinstance(model, Mapping) else {'': model}, list(L(attack))
+    models = model if isinstance(model, Mapping) else {'': model}
+    attacks = list(L(attack))
     for a in attacks:
         if not isinstance(a, Value) or a.norm is None:
             raise TypeError(f'eps_curve needs an attack whose eps can be changed, such as PGD(steps=20), got {a!r}')
@@ -1163,6 +1164,12 @@ def _judge(model, x, y, draws):
     return (ps == y).float().mean(0).cpu().numpy(), ps[0].cpu().numpy()
 
 
+def _by_batch(make, judge, batches):
+    "Yield (positions, share of draws that are right, classes) of whole batches: `make(x, y)`, then `judge(x_adv, y)`"
+    for i, x, y in batches:
+        yield i, *judge(make(x, y), y)
+
+
 def run_attack(  # noqa: PLR0913
     model,  # Takes images [B,C,H,W] in [0,1]
     attack,  # Any attack without members
@@ -1180,13 +1187,21 @@ def run_attack(  # noqa: PLR0913
     "The per-image verdicts of one attack"
     check_whole(bs, 'bs')
     check_whole(draws, 'draws')
-    t, judged = trial or _Progress(row_name(attack), left), Counted(model)
-    victim, seen = Counted(Fast(model)) if fast else judged, 0
+    t = trial or _Progress(row_name(attack), left)
+    judged = Counted(model)
+    victim = Counted(Fast(model)) if fast else judged
+    left = ~t.got['done']
+    seen = 0
     try:
         with attack_mode(victim):
-            for i, share, p in _results(
-                attack, victim, judged, Feed(batches, ~t.got['done']), bs, seed, draws, t.note, hasty
-            ):
+            if draws == 1 and hasty and _steps(attack):
+                results = hunt(
+                    attack, victim, Feed(batches, left), lambda x: _predicted(judged, x)[0], bs, seed, t.note
+                )
+            else:
+                make = lambda x, y: _adversarial(attack, victim, x, y, seed)
+                results = _by_batch(make, lambda x, y: _judge(judged, x, y, draws), packed(batches, left, bs))
+            for i, share, p in results:
                 cost = victim.passes + (judged.passes if fast else 0)
                 t.add(i, share, p, cost - seen)
                 seen = cost
@@ -1194,14 +1209,6 @@ def run_attack(  # noqa: PLR0913
     finally:
         t.save()
     return t
-
-
-def _results(attack, victim, judged, feed, bs, seed, draws, note, hasty):  # noqa: PLR0913
-    if draws == 1 and hasty and _steps(attack):
-        yield from hunt(attack, victim, feed, lambda x: _predicted(judged, x)[0], bs, seed, note)
-    else:
-        while (b := feed(bs)) is not None:
-            yield b[0], *_judge(judged, _adversarial(attack, victim, *b[1:], seed), b[2], draws)
 
 # %% ../nbs/01b_evaluate.ipynb #9658619e
 @dataclass(repr=False)
@@ -1518,7 +1525,8 @@ def measure(
 ) -> dict:  # The row
     "Measure one attack; a row that is known, from this run or from its folder, is not measured again"
     check_attack(attack)
-    name, who = row_name(attack), self._of_first_process(identity(attack) if who is None else who)
+    name = row_name(attack)
+    who = self._of_first_process(identity(attack) if who is None else who)
     if name in self.attacks:
         _check_twins(name, (self.attacks[name], (attack, who)))
         return self.rows[name]
@@ -1667,7 +1675,8 @@ def _running(self: Run, k):
     out = self.folder if self.many == 1 else self.out
     if out is None:
         return None
-    member, rank = f'.{k}' if k else '', f'_{rank_distrib()}' if self.many > 1 else ''
+    member = f'.{k}' if k else ''
+    rank = f'_{rank_distrib()}' if self.many > 1 else ''
     return Path(out) / f'running{member}{rank}.npz'
 
 
@@ -1867,7 +1876,8 @@ def _files_in(data):
 @patch
 def _with_names(self: Run, rep):
     "The report, with the names of its images and classes where the data has them"
-    files, at = _files_in(self.data) if _in_order(self.data) else None, rep.positions
+    files = _files_in(self.data) if _in_order(self.data) else None
+    at = rep.positions
     rep.files = [files[i] for i in at] if files and len(at) and at.max() < len(files) else None
     vocab = _names(self.data)
     rep.vocab = None if not vocab else [str(o) for o in vocab]

@@ -103,14 +103,15 @@ class RandomOcclusion(PatchAttack):
         cells: Tensor,  # [H,W] int: the patch that each pixel belongs to
     ) -> Tensor:  # Images [B,C,H,W] with some patches covered
         "One draw"
-        n, fill = (
-            int(cells.max()) + 1,
-            dict(black=torch.zeros_like, mean=lambda x: x.mean((2, 3), keepdim=True), noise=partial(uniform, seed))[
-                self.fill
-            ](x),
-        )
+        n = int(cells.max()) + 1
         k = max(round(self.share * n), 1) if self.share else 0
-        return torch.where(_top(uniform(seed, x.new_empty(len(x), n), 1), k)[:, None, cells], fill, x)
+        chosen = _top(uniform(seed, x.new_empty(len(x), n), 1), k)
+        fills = dict(
+            black=torch.zeros_like,
+            mean=lambda x: x.mean((2, 3), keepdim=True),
+            noise=partial(uniform, seed),
+        )
+        return torch.where(chosen[:, None, cells], fills[self.fill](x), x)
 
 # %% ../nbs/01d_patch_attacks.ipynb #d76d336b
 @patch

@@ -500,3 +500,15 @@ def test_a_result_is_checked_with_one_read_of_the_device(norm, monkeypatch):
     attack = SimpleNamespace(norm=norm, eps=0.1)
     check_result(torch.full((2, 1, 2, 2), 0.55), torch.full((2, 1, 2, 2), 0.5), attack)
     assert len(reads) == 1
+
+
+@pytest.mark.parametrize('eps', [True, np.True_, None, 'large'])
+def test_a_radius_is_a_number(eps):
+    with pytest.raises(TypeError, match='eps must be a number'):
+        Linf(eps)
+
+
+def test_a_column_of_floats_is_no_soft_label():
+    "Its largest entry is always the first: every image would be of class 0"
+    with pytest.raises(TypeError, match='soft labels'):
+        check_labels(torch.ones(3, 1), torch.rand(3, 1, 2, 2))
