@@ -12,9 +12,10 @@ from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
 from .core import *
+from .core import _adversarial
 from .vit import *
 from .attacks import *
-from .eval_data import few_classes
+from .eval_data import few_classes, hard_labels
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import *
@@ -75,6 +76,13 @@ class switch:
         return f'switch({self.value:g}, pct={self.pct:g}, before={self.before:g})'
 
 # %% ../nbs/01a_adv_train.ipynb #d8e08c2b
+def _weight(v, name, check=check_range):
+    "`v`, if it is a number that `check` allows, or a schedule that begins and ends with such; raises ValueError"
+    for o in [v(0.0), v(1.0)] if callable(v) else [v]:
+        check(o, name)
+    return v
+
+
 class AdvTrain(AdvCallback):
     "Train on the images that `attack` makes of each batch"
 
@@ -98,7 +106,7 @@ class AdvTrain(AdvCallback):
     ):
         self.begin(attack, eps, fields)
         self.clean_images = check_share(clean_images, 'clean_images')
-        self.clean_loss = clean_loss
+        self.clean_loss = _weight(clean_loss, 'clean_loss', check_share)
         self.joint = callable(clean_loss) or clean_loss > 0
 
     def __repr__(self):
@@ -358,8 +366,7 @@ def attack_some(self: AdvTrain):
         return
     y = self.yb[0][i] if len(self.yb) == 1 and self.wants_labels else None
     with self.amp():
-        attack, x = self.current(i), self.x[i]
-        x_adv = check_result(attack(self.victim, x, y, seed=self.seed), x, attack)
+        x_adv = _adversarial(self.current(i), self.victim, self.x[i], y, self.seed)
     self.learn.xb = (self.x.index_copy(0, i, x_adv),)
 
 # %% ../nbs/01a_adv_train.ipynb #cfbc2faa
@@ -377,7 +384,7 @@ class TRADES(AdvTrain):
         **fields,  # Other fields of the attack that follow a number or a schedule
     ):
         self.begin(attack, eps, fields)
-        self.beta = beta
+        self.beta = _weight(beta, 'beta')
 
     def terms(self, z, z_adv):
         return z, self.at(self.beta) * kl(z_adv, z)
@@ -407,7 +414,7 @@ class MART(AdvTrain):
         **fields,  # Other fields of the attack that follow a number or a schedule
     ):
         self.begin(attack, eps, fields)
-        self.beta = beta
+        self.beta = _weight(beta, 'beta')
 
     def terms(self, z, z_adv):
         t = self.soft_labels(z)
@@ -475,7 +482,8 @@ class GAT(AdvTrain):
         **fields,  # Other fields of the attack that follow a number or a schedule
     ):
         self.begin(attack, eps, fields)
-        self.beta, self.n = beta, 0
+        self.beta = _weight(beta, 'beta')
+        self.n = 0
 
     def before_train(self):
         "Count on from the epochs of the Learner's life, so that several fits are like one"
@@ -499,7 +507,7 @@ class GAT(AdvTrain):
         z,  # Logits of the perturbed images [B,C]
         z0: Tensor,  # Logits of the clean images [B,C]
     ) -> Tensor:  # [B], or one number
-        "What the attack climbs: the loss, and the distance from the clean prediction"
+        "What the attack maximises: the loss, and the distance from the clean prediction"
         return self.learn_loss(z) + self.far(z, z0)
 
     @property
@@ -554,8 +562,10 @@ class CatchOverfit(AdvCallback):
         then=None,  # What to do besides: an attack to continue with, such as `PGD(steps=2)`, or `'stop'`
         n: int = 128,  # Images, from the epoch's first batch
     ):
+        check_attack(strong)
         if then is not None and then != 'stop':
             check_attack(then)
+        check_whole(n)
         store_attr()
         self.rows = []
 
@@ -613,18 +623,18 @@ class CatchOverfit(AdvCallback):
     def say_few(self):
         "Warn where the kept images are of few classes, as in training data that comes class by class"
         x, y = self.batch
-        says = few_classes((y if y.ndim == 1 else y.argmax(1)).cpu(), n_classes(self.victim, x))
+        says = few_classes(y.cpu(), n_classes(self.victim, x))
         if says and not rank_distrib():
             warnings.warn(f'CatchOverfit: {says}')
 
 
 def _labelled(x, y):
-    "Images and checked labels, without those whose label is negative, which losses ignore"
+    "Images and their classes, without those whose label is negative, which losses ignore"
     y = y.as_subclass(Tensor)
     if y.is_floating_point() or y.numel() != len(x):
-        return x, check_labels(y, x)
+        return x, hard_labels(y, x)
     i = y.flatten() >= 0
-    return x[i], check_labels(y.flatten()[i], x[i]) if i.any() else y[:0]
+    return x[i], hard_labels(y.flatten()[i], x[i]) if i.any() else y[:0]
 
 
 def like(
@@ -632,8 +642,13 @@ def like(
     other: Attack,  # Gives radius and norm
 ) -> Attack:  # As `attack`
     "The attack in the ball of another one; a given step is scaled with the radius"
-    if attack.norm == other.norm:
+    ours, norm = [threat(o)[0] for o in (attack, other)]
+    if ours == norm:
         return attack.at_eps(other.eps)
+    if not {ours, norm} <= {'Linf', 'L2'}:
+        raise ValueError(
+            f'{attack!r} stays in a {ours}, and {other!r} in a {norm}: give two attacks of one kind of ball'
+        )
     if getattr(attack, 'alpha', None) is not None:
         raise ValueError(f'{attack!r} has a step for another norm than {other!r}: leave alpha out')
     return attack.but(eps=other.eps, norm=other.norm)
@@ -645,10 +660,9 @@ def right(
     x: Tensor,  # The kept images, or adversarial ones made of them
 ) -> Tensor:  # [B] bool
     "Which of them are classified correctly"
-    y = self.batch[1]
     with self.amp(), attack_mode(self.victim) as m, torch.no_grad():
         z = outputs(m, x)
-    return z.argmax(1) == (y if y.ndim == 1 else y.argmax(1))
+    return z.argmax(1) == self.batch[1]
 
 
 @patch
@@ -659,7 +673,7 @@ def acc(
 ) -> float:  # 0 to 1
     "Share of the kept images, of all processes, that are classified correctly before and after `attack`"
     with self.amp():
-        x_adv = attack(self.victim, *self.batch, seed=0)
+        x_adv = _adversarial(attack, self.victim, *self.batch, 0)
     return maybe_gather((before & self.right(x_adv)).float()).mean().item()
 
 
@@ -871,7 +885,7 @@ class AWP(AdvCallback):
         self,
         gamma=0.005,  # Length of the move relative to the weight; a number or a schedule: `switch(.005, pct=.05)`
     ):
-        self.gamma = gamma if callable(gamma) else check_range(gamma, 'gamma')
+        self.gamma = _weight(gamma, 'gamma')
 
     def __repr__(self):
         return f'AWP({self.gamma if callable(self.gamma) else format(self.gamma, "g")})'
@@ -967,7 +981,7 @@ class EMA(AdvCallback):
         use_warmup: bool = True,  # Keep less in the first steps?
         **kwargs,  # For timm's `ModelEmaV3`
     ):
-        self.decay = decay
+        self.decay = check_share(decay, 'decay')
         self.kwargs = dict(use_warmup=use_warmup, **kwargs)
 
     def start(self):
@@ -1167,7 +1181,7 @@ class SaveRun(SaveModelCallback):
         every: int = 1,  # Epochs between two states
         about: str = '',  # What decides the training: recipe, data, seed; states of something else are passed over
     ):
-        super().__init__(fname=fname, every_epoch=every, with_opt=True)
+        super().__init__(fname=fname, every_epoch=check_whole(every, 'every'), with_opt=True)
         self.about = about
         self.begun = False
 

@@ -11,12 +11,11 @@ __all__ = ['Loss', 'as_loss', 'ce', 'margin', 'cw', 'scaled_ce', 'dlr', 'kl', 'f
 # %% ../nbs/01_attacks.ipynb #1951434b
 import math, sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache, singledispatch, update_wrapper
 from inspect import signature
-from numbers import Integral
 from .core import *
-from .core import _exact, _meant
+from .core import _adversarial, _exact, _meant, _promised
 from fastai.basics import *
 
 # %% ../nbs/01_attacks.ipynb #28fe54d7
@@ -34,8 +33,7 @@ class Loss:
         reference: str = 'label',
         targeted: Callable = None,  # The form that a targeted attack lowers; None: the same
     ):
-        if reference not in _REFERENCES:
-            raise ValueError(f'reference must be one of {list(_REFERENCES)}, got {reference!r}')
+        check_option(reference, 'reference', _REFERENCES)
         update_wrapper(self, value, updated=())  # its name, signature and docs are those of the function
         self.value, self.reference, self.targeted = value, reference, targeted
 
@@ -361,11 +359,8 @@ class Value:
     def _whole(self, **least):
         "Raises ValueError if a field is no whole number, or below its least value"
         for n, lo in least.items():
-            v = getattr(self, n, lo)
-            if not isinstance(v, Integral) or v < lo:
-                raise ValueError(f'{n} must be a whole number >= {lo}, got {v!r}')
             if hasattr(self, n):
-                self._set(**{n: int(v)})
+                self._set(**{n: check_whole(getattr(self, n), n, lo)})
 
     def but(
         self,
@@ -455,8 +450,16 @@ def __call__(  # noqa: PLR0913
     check_call(model, target, targeted)
     x0 = check_images(x, model)
     with checked():
-        x_adv = check_result(self.make(model, x0, y, target, seed), x0, self)
+        x_adv = check_result(self.make(model, x0, own(y), target, seed), x0, self)
     return x_adv.as_subclass(type(x) if type(x) is not nn.Parameter else Tensor)
+
+
+@_adversarial.register
+def _(attack: AttackBase, model, x, y, seed):
+    "Its call has checked the result, unless a subclass wrote another"
+    if type(attack).__call__ is AttackBase.__call__:
+        return attack(model, x, y, seed=seed)
+    return _adversarial.dispatch(object)(attack, model, x, y, seed)
 
 # %% ../nbs/01_attacks.ipynb #7e77ebe4
 def land(
@@ -606,7 +609,7 @@ def _warn_of_gradients(attack, obj):
 def check_attack(
     attack,  # Should be an attack: a callable `attack(model, x, y, seed=)`
 ):
-    "Raises TypeError if `attack` is a class, a number, a string, ..."
+    "Raises TypeError if `attack` is a class, a number, a string, ..., or keeps something outside its fields"
     if isinstance(attack, type):
         raise TypeError(f'{attack.__name__} is a class of attacks: give an attack, {attack.__name__}(8/255)')
     if not callable(attack):
@@ -617,6 +620,22 @@ def check_attack(
         raise TypeError(
             f'an attack is called as attack(model, x, y, seed=0), which {attack!r} does not accept'
         ) from None
+    if isinstance(attack, Value):
+        _check_fields(attack)
+
+
+def _check_fields(attack):
+    "Raises TypeError for what an attack keeps outside its fields, which it neither prints nor compares"
+    kind = type(attack)
+    known = {f.name for f in fields(kind)} if is_dataclass(kind) else ()
+    beside = [k for k in vars(attack) if k not in known]
+    if not beside:
+        return
+    raise TypeError(
+        f'{kind.__name__} keeps {", ".join(beside)} outside the fields of a dataclass, so that two settings would '
+        f'print and compare alike: leave __init__ out and write @dataclass(frozen=True, repr=False) above the '
+        f'class and {beside[0]}: float = ... in it'
+    )
 
 # %% ../nbs/01_attacks.ipynb #d37fe0f2
 @patch
@@ -759,6 +778,7 @@ def drive(
     bs: int,  # Images at a time
 ) -> Iterator:  # Of what `keep` makes of the images that leave
     "The one loop: step all images until each is done, and let others take the places of those that have left"
+    check_whole(bs, 'bs')
     rows = None
     while True:
         n = 0 if rows is None else len(rows)
@@ -912,7 +932,7 @@ def at_eps(self: Attack, eps):
     given = any(f.name == 'alpha' and f.init for f in fields(self)) and self.alpha is not None
     if not given:
         return self.but(eps=ball)
-    if type(ball) != type(self.ball):
+    if type(ball).__name__ != self.norm:
         raise ValueError(f'{self} has a step in {self.norm}, which says nothing about {ball}: leave alpha out')
     if self.eps == 0:
         raise ValueError(f'{self} has a step for a ball of radius 0, which cannot be scaled to {ball}: leave alpha out')
@@ -1025,8 +1045,7 @@ class GAMAPGD(Attack):
 
     def start(self, obj, x, seed):
         "Every pixel at +eps or -eps; and the probabilities that the guiding term compares with"
-        if self.ref not in ('start', 'clean'):
-            raise ValueError(f"ref must be 'start' or 'clean', got {self.ref!r}")
+        check_option(self.ref, 'ref', ('start', 'clean'))
         d = to_length(self.ball, x, self.ball.rand(x, seed).sign(), self.eps)
         z = obj.look(x + d if self.ref == 'start' else x)[1]
         if z.ndim != 2:
@@ -1168,18 +1187,22 @@ def threat(
     attack,  # Any attack
 ) -> tuple:  # (norm, eps); for attacks without a ball (None, its budget)
     "What an attack may do: only attacks that may do the same can be compared"
-    norm = getattr(attack, 'norm', None)
-    return (norm, _meant(attack.eps)) if norm else (None, getattr(attack, 'budget', None))
+    ball = _promised(attack)
+    return (None, getattr(attack, 'budget', None)) if ball is None else (type(ball).__name__, ball.eps)
 
 # %% ../nbs/01_attacks.ipynb #321d17f9
 class Wraps(AttackBase):
     "Base of attacks made of other attacks, `self.attacks`; radius and norm are those of the first"
 
     @property
+    def ball(self):
+        "The ball of the first attack"
+        return _promised(self.attacks[0])
+
+    @property
     def eps(self):
         "Radius of the first attack, pixel units"
-        norm, eps = threat(self.attacks[0])
-        return eps if norm else None
+        return None if self.ball is None else self.ball.eps
 
     @property
     def norm(self):
@@ -1253,7 +1276,8 @@ def make(self: WorstCase, model, x, y, target, seed):
 def _one_after_another(attacks, model, x, y, target, seed):
     "Each attack on the images that the ones before it did not fool"
     x_adv, left = x.clone(), torch.arange(len(x), device=x.device)
-    y, targeted = None if y is None else check_labels(y, x), target is not None
+    y = None if y is None else check_labels(y, x)
+    targeted = target is not None
     want = check_labels(target, x) if targeted else y
     if want.ndim > 1:
         want = want.argmax(1)
@@ -1314,18 +1338,25 @@ def choose_target(
     seed: int = 0,  # Of the random choice, which depends on the image and on nothing else
 ) -> Tensor:  # Classes [B], none of them equal to its label
     "Targets for a targeted attack"
+    check_option(how, 'how', ('random', 'likely', 'least', 'next'))
     x = check_images(x, model)
     y = check_labels(y, x)
+    if y.ndim > 1:
+        raise TypeError(
+            f'a target is another class than the label: give class numbers [B], y.argmax(1), got {list(y.shape)}'
+        )
     with attack_mode(model), torch.no_grad():
         z = check_logits(outputs(model, x), x, y, int(y.max()) + 1)
-    c, hide = z.shape[1], lambda v: z.scatter(1, y[:, None], v)
-    if how == 'random':
-        return (y + 1 + (uniform(image_seed(x, seed), x.flatten(1)[:, :1])[:, 0] * (c - 1)).long().clamp(max=c - 2)) % c
-    if how not in ('likely', 'least', 'next'):
-        raise ValueError(f"how must be 'random', 'likely', 'least' or 'next', got {how!r}")
-    return (
-        (y + 1) % c if how == 'next' else hide(-torch.inf).argmax(1) if how == 'likely' else hide(torch.inf).argmin(1)
-    )
+    c = z.shape[1]
+    if how == 'next':
+        return (y + 1) % c
+    if how == 'likely':
+        return z.scatter(1, y[:, None], -torch.inf).argmax(1)
+    if how == 'least':
+        return z.scatter(1, y[:, None], torch.inf).argmin(1)
+    share = uniform(image_seed(x, seed), x.flatten(1)[:, :1])[:, 0]
+    further = 1 + (share * (c - 1)).long().clamp(max=c - 2)  # 1 to c-1 classes on
+    return (y + further) % c
 
 # %% ../nbs/01_attacks.ipynb #84152340
 class _Trace(Points):

@@ -336,7 +336,12 @@ def _heard():
 def _reference_aa(aa, model, x, y, seed):
     "The whole of pyautoattack on one batch, its warnings passed on, global random state and tracer restored"
     xf = x.float()
-    obj = Objective(model, x, check_labels(y, xf))
+    y = check_labels(y, xf)
+    if y.ndim > 1:
+        raise ValueError(
+            f'the reference package needs class numbers [B] as labels, got {list(y.shape)}: give y.argmax(1)'
+        )
+    obj = Objective(model, x, y)
     kw = dict(version='custom', attacks=list(aa.attacks)) if aa.version == 'custom' else dict(version=aa.version)
     with _heard() as heard, attack_mode(model), _own_rng(xf):
         a = _package('').AutoAttack(

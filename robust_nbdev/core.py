@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, singledispatch
 from torch.utils._pytree import tree_map
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
@@ -186,7 +186,7 @@ class Ball:
 
     def __init__(self, eps: float):  # Radius; raises ValueError if negative, not finite, or in units of 255
         try:
-            eps = _meant(eps)
+            eps = _meant(None if isinstance(eps, (bool, np.bool_)) else eps)
         except (TypeError, ValueError):
             raise TypeError(f'eps must be a number such as 8/255, got {eps!r}') from None
         if not 0 <= eps < float('inf'):
@@ -486,17 +486,17 @@ def _notice(model):
         warnings.warn(o, stacklevel=4)
 
 
-def _span(x):
-    "The smallest and the largest pixel; None where nothing can be read, as inside `vmap` or on the device `meta`"
+def _read(*numbers):
+    "Read them from their device at once; None where nothing can be read, as inside `vmap` or on the device `meta`"
     try:
-        return torch.stack(x.detach().aminmax()).tolist()
+        return torch.stack([o.float() for o in numbers]).tolist()
     except RuntimeError:
         return None
 
 
 def _look_at(model, x):
     "Refuse images that count to 255; warn of images that this model was not made for"
-    span = _span(x)
+    span = _read(*x.detach().aminmax())
     if span is None:
         return
     lo, hi = span
@@ -567,7 +567,7 @@ def check_images(
 def check_result(
     x_adv,  # What an attack returned
     x: Tensor,  # For these images [B,C,H,W]
-    attack,  # Any attack; one with `norm` and `eps` stays in that ball, or leaves it by its `slack`
+    attack,  # Any attack; one with a `ball`, or `norm` and `eps`, stays in that ball, or leaves it by its `slack`
 ) -> Tensor:  # `x_adv`
     "Adversarial images, if they are what the attack promises; raises ValueError and states what was found"
     shape = list(x_adv.shape) if isinstance(x_adv, Tensor) else type(x_adv).__name__
@@ -575,17 +575,41 @@ def check_result(
         raise ValueError(f'{attack!r} returned {shape} for images of shape {list(x.shape)}')
     if not len(x):
         return x_adv
-    lo, hi = _span(x_adv) or (0, 1)
+    ball = _promised(attack)
+    lo, hi, outside = _read(*x_adv.detach().aminmax(), _outside(ball, x, x_adv)) or (0, 1, 0)
     if not (lo >= -1e-4 and hi <= 1 + 1e-4):
         raise ValueError(f'{attack!r} returned pixels from {lo:g} to {hi:g}: adversarial images must lie in [0,1]')
+    if ball is None or outside <= ball.eps * 0.001 + getattr(attack, 'slack', 0) + 1e-5:
+        return x_adv
+    raise ValueError(f'{attack!r} moved an image {outside:.4g} out of its ball {ball!r}: project(x, delta) first')
+
+
+def _promised(
+    attack,  # Any attack
+) -> Ball | None:  # None for one that names no ball
+    "The ball that an attack promises to stay in: its own `ball`, else that of its `norm` and `eps`"
+    ball = getattr(attack, 'ball', None)
+    if isinstance(ball, Ball):
+        return ball
     norm = getattr(attack, 'norm', None)
-    if norm is None:
-        return x_adv
-    promised = threat_model(attack.eps, norm)
-    size = promised.size(x_adv.detach().float() - x.detach().float().clamp(0, 1)).max().item()
-    if size <= promised.eps * 1.001 + getattr(attack, 'slack', 0) + 1e-5:
-        return x_adv
-    raise ValueError(f'{attack!r} moved an image by {size:.4g}, out of its ball {promised!r}: project(x, delta) first')
+    return None if norm is None else threat_model(attack.eps, norm)
+
+
+def _outside(ball, x, x_adv):
+    "How far images lie outside: beyond the radius of a norm, or from where a ball of one's own projects them"
+    if ball is None:
+        return x_adv.new_zeros(())
+    x = x.detach().float().clamp(0, 1)
+    delta = x_adv.detach().float() - x
+    if type(ball) in (Linf, L2):
+        return ball.size(delta).max() - ball.eps
+    return (delta - ball.project(x, delta)).abs().max()
+
+
+@singledispatch
+def _adversarial(attack, model, x, y, seed):
+    "What an attack makes of copies of its arguments, checked once: here, or by an attack that checks what it returns"
+    return check_result(attack(model, x.clone(), own(y), seed=seed), x, attack)
 
 # %% ../nbs/00_core.ipynb #5101ce15
 def check_labels(
@@ -595,7 +619,7 @@ def check_labels(
     "Labels in the form that losses take; raises TypeError or ValueError and states what was given"
     y = torch.as_tensor(y, device=x.device).detach().as_subclass(Tensor).clone()
     if y.is_floating_point():
-        if y.ndim == 2 and len(y) == len(x):
+        if y.ndim == 2 and len(y) == len(x) and y.shape[1] > 1:
             return y
         raise TypeError(
             f'labels of type {y.dtype} are taken as soft labels [B,C], got shape {list(y.shape)}: '
@@ -795,5 +819,5 @@ class AdvCallback(Callback):
             raise ValueError(f'attacks need a model with one input tensor, this batch has {len(self.xb)}')
         y = self.yb[0] if labels and len(self.yb) == 1 else None
         with self.amp():
-            x = check_result(attack(self.victim, self.x, y, seed=seed), self.x, attack)
+            x = _adversarial(attack, self.victim, self.x, y, seed)
         self.learn.xb = (x,)

@@ -8,7 +8,6 @@ __all__ = ['hard_labels', 'unfair', 'fair', 'few_classes', 'eval_batches', 'Feed
 # %% ../nbs/01h_eval_data.ipynb #42e8ccfe
 import math, warnings
 from collections.abc import Iterator
-from numbers import Integral
 from .core import *
 from .datasets import balanced
 from fastai.basics import *
@@ -132,12 +131,20 @@ def _blocks(y, c, ms):
     return any(too_few(m) for m in ms)
 
 
+def _one_each(y):
+    "Labels [N] as an array; raises ValueError for more than one number or name per image"
+    y = np.asarray(y)
+    if y.ndim == 1:
+        return y
+    raise ValueError(f'labels must be one number or name per image, [N], got shape {list(y.shape)}: see hard_labels')
+
+
 def unfair(
     y,  # Labels [N] of all images, in their order: numbers or names
     n: int,  # How many would be taken from the start
 ) -> bool:  # True for classes that come in blocks
     "Whether the first `n` show other classes than a fair draw"
-    _, y, c = np.unique(np.asarray(y), return_inverse=True, return_counts=True)
+    _, y, c = np.unique(_one_each(y), return_inverse=True, return_counts=True)
     N, p = len(y), c / len(y)
     if n >= N or len(c) < 2:
         return False
@@ -150,12 +157,6 @@ def unfair(
     return bool(far_off.any() or _rare(len(c), int(seen.sum()), p[seen].sum(), n))
 
 # %% ../nbs/01h_eval_data.ipynb #4b80ab58
-def _check_n(n):
-    if n is None or isinstance(n, Integral) and not isinstance(n, bool) and n >= 1:
-        return n
-    raise ValueError(f'n must be a whole number >= 1, or None for all images, got {n!r}')
-
-
 def fair(
     data,  # A DataLoader, or a tuple (images, labels) of tensors
     n: int = None,  # How many images; None: all
@@ -163,10 +164,12 @@ def fair(
 ) -> tuple:  # The data, cut to a choice if there was one; the positions that were chosen, None for the first `n`
     """Data whose first `n` images show all classes: a balanced choice in random order,
     where classes come in blocks and labels can be read"""
-    y = None if _check_n(n) is None else _labels(data)
-    if y is None or not unfair(y, int(n)):
+    if n is None:
         return data, None
-    i = np.random.default_rng(seed).permutation(balanced(y, int(n), seed))
+    n, y = check_whole(n), _labels(data)
+    if y is None or not unfair(y, n):
+        return data, None
+    i = np.random.default_rng(seed).permutation(balanced(y, n, seed))
     return _at_positions(data, i), i
 
 
@@ -176,7 +179,8 @@ def few_classes(
     vocab=None,  # Their names
 ) -> str:  # A sentence with the classes seen; '' where there is nothing to say
     "A sentence where these labels are of fewer classes than a fair draw would show"
-    seen, n = np.unique(np.asarray(y)), len(y)
+    y = _one_each(y)
+    seen, n = np.unique(y), len(y)
     k = len(seen)
     if not _rare(c, k, k / c, n):
         return ''
@@ -200,6 +204,7 @@ def _loader(data, bs=64):
         raise ValueError('the DataLoader drops its last batch: give one with drop_last=False')
     if not (isinstance(data, (tuple, list)) and isinstance(data[0], (Tensor, np.ndarray))):
         return data
+    check_whole(bs, 'bs')
     x, y = map(torch.as_tensor, data)
     if len(x) != len(y):
         raise ValueError(f'{len(x)} images, but {len(y)} labels')
@@ -309,6 +314,10 @@ class Feed:
     ) -> list:  # Positions, images and labels; fewer than `n` when the images run out, then None
         "The next images to keep"
         while self.n_held < n and (b := next(self.batches, None)) is not None:
+            if b[2].ndim != 1:
+                raise ValueError(
+                    f'one class per image is needed, got labels {list(b[2].shape)}: give hard_labels(y, x)'
+                )
             m = self.keep[b[0]]
             if not m.any():
                 continue
@@ -327,6 +336,7 @@ def packed(
     bs: int,  # Size of the batches to yield
 ) -> Iterator:  # Of [positions, images, labels]
     "Only the images to keep, packed into full batches"
+    check_whole(bs, 'bs')
     feed = Feed(batches, keep)
     while (b := feed(bs)) is not None:
         yield b

@@ -13,12 +13,12 @@ import base64, io, json, os, platform, re, time, warnings, zipfile
 import torch.distributed as dist
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from html import escape
 from types import FunctionType, SimpleNamespace
 from PIL import Image
 from .core import *
-from .core import _notice, _raw
+from .core import _adversarial, _notice, _raw
 from .attacks import *
 from .autoattack import *
 from .datasets import ImageDatasets, class_notice
@@ -82,8 +82,8 @@ def row_name(
 
 
 def _ball(attack):
-    "Norm and eps; a plain function has neither"
-    return getattr(attack, 'norm', None), getattr(attack, 'eps', None)
+    "Norm, or the class of a ball of the attack's own, and eps; a plain function has neither"
+    return threat(attack)[0], getattr(attack, 'eps', None)
 
 # %% ../nbs/01b_evaluate.ipynb #34adc821
 def _as_text(title, table, warnings):
@@ -442,11 +442,6 @@ def _classes(z):
     return z.argmax(1).masked_fill(z.isnan().any(1), -1)
 
 
-def _adversarial(attack, model, x, y, seed):
-    "What an attack makes of a copy of the images, checked"
-    return check_result(attack(model, x.clone(), y, seed=seed), x, attack)
-
-
 def _predicted(model, x):
     "The predicted classes, and whether the model changed the tensor that it was given"
     given = x.clone()
@@ -623,7 +618,8 @@ def eps_curve(  # noqa: PLR0913
     bs: int = 64,  # Batch size
 ) -> Curve:  # A row per eps; with several models or attacks a curve for each, `name` says which
     "Accuracy under `attack` at each eps; warns where it rises, or where a huge eps leaves more than chance"
-    models, attacks = model if isinstance(model, Mapping) else {'': model}, list(L(attack))
+    models = model if isinstance(model, Mapping) else {'': model}
+    attacks = list(L(attack))
     for a in attacks:
         if not isinstance(a, Value) or a.norm is None:
             raise TypeError(f'eps_curve needs an attack whose eps can be changed, such as PGD(steps=20), got {a!r}')
@@ -636,7 +632,7 @@ def eps_curve(  # noqa: PLR0913
     dfs = [df.assign(name=_curve_name(k, a, attacks)) if many else df for (k, a), (df, _) in found.items()]
     says = [f'{k}: {o}' if k else o for k, run in runs.items() for o in run.doubts]
     says += [f'{_curve_name(k, a, attacks)}: {o}' if many else o for (k, a), (_, said) in found.items() for o in said]
-    norms = ', '.join(dict.fromkeys(a.norm for a in attacks))
+    norms = ', '.join(dict.fromkeys(threat(a)[0] for a in attacks))
     names = f'{attacks[0].name}, {norms}' if len(attacks) == 1 else norms
     return Curve(pd.concat(dfs, ignore_index=True), f'{names}, {about}', says)
 
@@ -650,7 +646,7 @@ def _eps_points(run, attack, eps):
     "The points of a curve, and the sentences about them"
     df = _points(run, 'eps', [(e, attack.at_eps(e)) for e in eps])
     says, huge = _rises(df, 'eps'), df[df.eps >= 0.5]
-    if attack.norm == 'Linf' and len(huge) and huge.low.max() > 0.15:
+    if threat(attack)[0] == 'Linf' and len(huge) and huge.low.max() > 0.15:
         says.append(
             f'{huge.accuracy.max():.1%} survive eps >= 0.5, at which any image can become grey: '
             'gradients are masked, or the attack is too weak'
@@ -669,7 +665,7 @@ def steps_curve(  # noqa: PLR0913
     bs: int = 64,  # Batch size
 ) -> Curve:  # A row per number of steps
     "Accuracy under `attack` with each number of steps; warns where more steps do not lower it"
-    steps = [int(o) for o in _listed(steps)]
+    steps = [check_whole(o, 'steps', 0) for o in _listed(steps)]
     if not steps or 'steps' not in {f.name for f in fields(attack) if f.init}:
         raise TypeError(
             'steps_curve needs numbers of steps, and an attack whose steps can be changed, '
@@ -805,6 +801,7 @@ def show_adv(  # noqa: PLR0913
     """A figure with a row per image: clean | delta, magnified | adversarial, with the predicted class, green if right,
     and the label where a clean image is wrong"""
     x_adv = _adversarial(attack, model, x, y, seed)
+    y = hard_labels(y, x)
     delta = x_adv - x
     largest = max(delta.abs().max().item(), 1e-12)
     columns = [x, delta / (2 * largest) + 0.5, x_adv]
@@ -1167,28 +1164,44 @@ def _judge(model, x, y, draws):
     return (ps == y).float().mean(0).cpu().numpy(), ps[0].cpu().numpy()
 
 
+def _by_batch(make, judge, batches):
+    "Yield (positions, share of draws that are right, classes) of whole batches: `make(x, y)`, then `judge(x_adv, y)`"
+    for i, x, y in batches:
+        yield i, *judge(make(x, y), y)
+
+
 def run_attack(  # noqa: PLR0913
     model,  # Takes images [B,C,H,W] in [0,1]
     attack,  # Any attack without members
     batches,  # Of (positions, images, labels), see `eval_batches`
-    stand,  # [N] bool array: images to attack; the others count as wrong
+    left,  # [N] bool array: images to attack; the others count as wrong
     bs: int = 64,  # Batch size
     seed: int = 0,  # Of the attack
     draws: int = 1,  # Verdicts per image, for random models
     fast: bool = False,  # Attack in bfloat16, compiled; the verdicts stay in float32
     trial: _Progress = None,  # Results so far, which are not computed again
     tell=noop,  # Called with the number of images done, now and then
-    # Stop on an image as soon as it has fallen; not for random models, which would be asked until they err
+    # Stop on an image as soon as it is misclassified; not for random models, which would be asked until they err
     hasty: bool = True,
 ) -> _Progress:  # `got['share']` [N]: share of draws right under attack; `got['pred']`: classes
     "The per-image verdicts of one attack"
-    t, judged = trial or _Progress(row_name(attack), stand), Counted(model)
-    victim, seen = Counted(Fast(model)) if fast else judged, 0
+    check_whole(bs, 'bs')
+    check_whole(draws, 'draws')
+    t = trial or _Progress(row_name(attack), left)
+    judged = Counted(model)
+    victim = Counted(Fast(model)) if fast else judged
+    left = ~t.got['done']
+    seen = 0
     try:
         with attack_mode(victim):
-            for i, share, p in _results(
-                attack, victim, judged, Feed(batches, ~t.got['done']), bs, seed, draws, t.note, hasty
-            ):
+            if draws == 1 and hasty and _steps(attack):
+                results = hunt(
+                    attack, victim, Feed(batches, left), lambda x: _predicted(judged, x)[0], bs, seed, t.note
+                )
+            else:
+                make = lambda x, y: _adversarial(attack, victim, x, y, seed)
+                results = _by_batch(make, lambda x, y: _judge(judged, x, y, draws), packed(batches, left, bs))
+            for i, share, p in results:
                 cost = victim.passes + (judged.passes if fast else 0)
                 t.add(i, share, p, cost - seen)
                 seen = cost
@@ -1196,14 +1209,6 @@ def run_attack(  # noqa: PLR0913
     finally:
         t.save()
     return t
-
-
-def _results(attack, victim, judged, feed, bs, seed, draws, note, hasty):  # noqa: PLR0913
-    if draws == 1 and hasty and _steps(attack):
-        yield from hunt(attack, victim, feed, lambda x: _predicted(judged, x)[0], bs, seed, note)
-    else:
-        while (b := feed(bs)) is not None:
-            yield b[0], *_judge(judged, _adversarial(attack, victim, *b[1:], seed), b[2], draws)
 
 # %% ../nbs/01b_evaluate.ipynb #9658619e
 @dataclass(repr=False)
@@ -1226,8 +1231,8 @@ class Run:
     def __post_init__(self):
         if isinstance(self.model, Learner):
             raise TypeError('give the model, learn.model, or call learn.robust_report(attacks)')
-        if not (isinstance(self.draws, int) and self.draws > 0):
-            raise ValueError(f'draws must be a whole number >= 1, got {self.draws!r}')
+        check_whole(self.draws, 'draws')
+        check_whole(self.bs, 'bs')
         if self.out is not None and Path(self.out).is_file():
             raise ValueError(f'out must be a folder, {self.out} is a file')
         self.seed, self.many = int(self.seed), _processes(self.shard)
@@ -1498,24 +1503,6 @@ def _check_twins(name, two):
     )
 
 
-def _check_fields(attack):
-    "Raises TypeError for an attack that keeps something outside its fields, which it neither prints nor compares"
-    kind = type(attack)
-    if not isinstance(attack, Value):
-        return
-    beside = (
-        [k for k in vars(attack) if k not in {f.name for f in fields(kind)}]
-        if is_dataclass(kind)
-        else list(vars(attack))
-    )
-    if beside:
-        raise TypeError(
-            f'{kind.__name__} keeps {", ".join(beside)} outside the fields of a dataclass, so that two settings would '
-            f'print and compare alike: leave __init__ out and write @dataclass(frozen=True, repr=False) above the '
-            f'class and {beside[0]}: float = ... in it'
-        )
-
-
 def _distinct(attacks):
     "(attack, identity) of each, once; raises TypeError or ValueError for what is none, or cannot be told apart"
     res = {}
@@ -1523,7 +1510,6 @@ def _distinct(attacks):
         if a is None:
             continue
         check_attack(a)
-        _check_fields(a)
         name, who = row_name(a), identity(a)
         if name in res:
             _check_twins(name, (res[name], (a, who)))
@@ -1539,8 +1525,8 @@ def measure(
 ) -> dict:  # The row
     "Measure one attack; a row that is known, from this run or from its folder, is not measured again"
     check_attack(attack)
-    _check_fields(attack)
-    name, who = row_name(attack), self._of_first_process(identity(attack) if who is None else who)
+    name = row_name(attack)
+    who = self._of_first_process(identity(attack) if who is None else who)
     if name in self.attacks:
         _check_twins(name, (self.attacks[name], (attack, who)))
         return self.rows[name]
@@ -1689,7 +1675,8 @@ def _running(self: Run, k):
     out = self.folder if self.many == 1 else self.out
     if out is None:
         return None
-    member, rank = f'.{k}' if k else '', f'_{rank_distrib()}' if self.many > 1 else ''
+    member = f'.{k}' if k else ''
+    rank = f'_{rank_distrib()}' if self.many > 1 else ''
     return Path(out) / f'running{member}{rank}.npz'
 
 
@@ -1736,8 +1723,9 @@ def _probe(self: Run, attack):
     x, y, _ = self.first
     right = predict(self.model, x) == y
     x, y = x[right][:32], y[right][:32]
+    is_norm = threat(attack)[0] in ('Linf', 'L2')  # a ball of one's own may hold no grey image at any radius
     can_be = _steps(attack) and not isinstance(attack, APGDT) and attack.steps >= 5 and attack.draws == 1
-    if not can_be or len(x) < 8:
+    if not (is_norm and can_be) or len(x) < 8:
         return []
     big = _huge(attack, x)
     with warnings.catch_warnings():
@@ -1888,7 +1876,8 @@ def _files_in(data):
 @patch
 def _with_names(self: Run, rep):
     "The report, with the names of its images and classes where the data has them"
-    files, at = _files_in(self.data) if _in_order(self.data) else None, rep.positions
+    files = _files_in(self.data) if _in_order(self.data) else None
+    at = rep.positions
     rep.files = [files[i] for i in at] if files and len(at) and at.max() < len(files) else None
     vocab = _names(self.data)
     rep.vocab = None if not vocab else [str(o) for o in vocab]

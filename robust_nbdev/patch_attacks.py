@@ -8,7 +8,7 @@ __all__ = ['patch_cells', 'PatchAttack', 'RandomOcclusion', 'patch_attention', '
 # %% ../nbs/01d_patch_attacks.ipynb #0e44c1eb
 import math
 from dataclasses import dataclass, field
-from numbers import Integral, Real
+from numbers import Integral
 from timm.layers import PatchEmbed, to_2tuple
 from timm.models.cait import Cait
 from timm.models.vision_transformer import VisionTransformer
@@ -52,14 +52,9 @@ class PatchAttack(AttackBase):
         self._plain()
         self._whole(**self._least)
         for n, hi in self._most.items():
-            v = getattr(self, n)
-            allowed = f'a number from 0 to {hi:g}' if hi < float('inf') else 'a finite number >= 0'
-            if not isinstance(v, Real) or not 0 <= v <= hi or v == float('inf'):
-                raise ValueError(f'{n} must be {allowed}, got {v!r}')
+            check_range(getattr(self, n), n, 0, hi)
         for n, options in self._choices.items():
-            v = getattr(self, n)
-            if v not in options:
-                raise ValueError(f'{n} must be one of {list(options)}, got {v!r}')
+            check_option(getattr(self, n), n, options)
 
     @property
     def name(self):
@@ -108,14 +103,15 @@ class RandomOcclusion(PatchAttack):
         cells: Tensor,  # [H,W] int: the patch that each pixel belongs to
     ) -> Tensor:  # Images [B,C,H,W] with some patches covered
         "One draw"
-        n, fill = (
-            int(cells.max()) + 1,
-            dict(black=torch.zeros_like, mean=lambda x: x.mean((2, 3), keepdim=True), noise=partial(uniform, seed))[
-                self.fill
-            ](x),
-        )
+        n = int(cells.max()) + 1
         k = max(round(self.share * n), 1) if self.share else 0
-        return torch.where(_top(uniform(seed, x.new_empty(len(x), n), 1), k)[:, None, cells], fill, x)
+        chosen = _top(uniform(seed, x.new_empty(len(x), n), 1), k)
+        fills = dict(
+            black=torch.zeros_like,
+            mean=lambda x: x.mean((2, 3), keepdim=True),
+            noise=partial(uniform, seed),
+        )
+        return torch.where(chosen[:, None, cells], fills[self.fill](x), x)
 
 # %% ../nbs/01d_patch_attacks.ipynb #d76d336b
 @patch

@@ -2,6 +2,7 @@
 R14-R16, R20-R23)."""
 
 import copy, threading, itertools, pickle, random, subprocess, sys, warnings
+from dataclasses import dataclass
 from pathlib import Path
 import numpy as np, pytest, torch, torch.nn.functional as F
 from torch import nn
@@ -35,6 +36,7 @@ import fastai.callback.fp16 as fp16
 from fastai.callback.schedule import *
 from fastai.callback.training import *
 from fastai.callback.tracker import *
+from robust_nbdev import attacks, core
 from robust_nbdev.core import *
 from robust_nbdev.datasets import fashion_mnist
 from robust_nbdev.attacks import *
@@ -102,6 +104,94 @@ def real_vit():
 
 def noisy_vit(**kw):
     return tiny_vit(num_classes=4, proj_drop_rate=0.2, attn_drop_rate=0.2, drop_path_rate=0.3, drop_rate=0.2, **kw)
+
+
+# --- what an attack returns is checked, once
+# ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, repr=False)
+class Brighter(AttackBase):
+    "An attack of one's own, checked by the call that it inherits"
+
+    by: float = 0.1
+    norm, eps = 'Linf', 0.1
+
+    def make(self, model, x, y, target, seed):
+        return (x + self.by).clamp(0, 1)
+
+
+@dataclass(frozen=True, repr=False)
+class Called(Brighter):
+    "An attack with a call of its own, which checks nothing"
+
+    def __call__(self, model, x, y=None, *, target=None, targeted=False, seed=0):
+        return (x + self.by).clamp(0, 1)
+
+
+def brighten(model, x, y, seed=0):
+    return x.add_(0.1).clamp_(0, 1)
+
+
+@pytest.mark.parametrize('clean_images', [0, 0.5])
+@pytest.mark.parametrize('attack', [ADV, Brighter(), Called(), brighten], ids=['pgd', 'make', 'call', 'function'])
+def test_each_training_step_checks_its_images_once(attack, clean_images, monkeypatch):
+    checked = []
+
+    def counted(x_adv, x, attack, check=core.check_result):
+        checked.append(attack)
+        return check(x_adv, x, attack)
+
+    for module in (core, attacks):
+        monkeypatch.setattr(module, 'check_result', counted)
+    synth_learner(cbs=AdvTrain(attack, clean_images=clean_images)).fit(1, 1e-3)
+    assert len(checked) == 4  # one for each training batch
+
+
+@pytest.mark.parametrize('clean_images', [0, 0.5])
+@pytest.mark.parametrize('attack', [Brighter(0.2), Called(0.2)], ids=['make', 'call'])
+def test_no_step_trains_on_images_outside_the_ball(attack, clean_images):
+    with pytest.raises(ValueError, match='out of its ball'):
+        synth_learner(cbs=AdvTrain(attack, clean_images=clean_images)).fit(1, 1e-3)
+
+
+def test_a_function_that_works_in_place_leaves_the_clean_images_alone():
+    "Else both halves of a joint batch would be adversarial"
+    halves = []
+
+    class Halves(Callback):
+        order = AdvTrain.order + 1
+
+        def before_batch(self):
+            halves[:] = [self.keep_clean.x, *self.x.as_subclass(torch.Tensor).chunk(2)]
+            raise CancelFitException()
+
+    synth_learner(cbs=[KeepClean(), TRADES(brighten), Halves()]).fit(1, 1e-3)
+    given, clean, adversarial = halves
+    assert torch.equal(given, clean) and not torch.equal(clean, adversarial)
+
+
+def relabels(model, x, y, seed=0):
+    y.fill_(0)
+    return x
+
+
+@dataclass(frozen=True, repr=False)
+class Relabels(AttackBase):
+    def make(self, model, x, y, target, seed):
+        return relabels(model, x, y)
+
+
+@pytest.mark.parametrize('attack', [relabels, Relabels()], ids=['function', 'make'])
+def test_an_attack_that_writes_into_its_labels_changes_no_others(attack):
+    "Neither those that the model is trained on, nor those of a report"
+    seen = []
+    learn = synth_learner(cbs=[AdvTrain(attack), Callback(after_loss=lambda self: seen.append(self.y.clone()))])
+    learn.fit(1, 0.0)
+    assert torch.cat(seen[:4]).unique().tolist() == [0, 1, 2, 3]
+    x, y = torch.rand(8, 1, 28, 28), torch.arange(8) % 4
+    robust_report(learn.model, (x, y), [attack])
+    assert y.tolist() == [0, 1, 2, 3] * 2
 
 
 # --- the point of it

@@ -275,3 +275,20 @@ def as_metric(attack):
 def test_an_attack_that_breaks_its_rules_is_refused(use, kind, tmp_path):
     with pytest.raises(ValueError, match='out of its ball|must lie in|for images of shape'):
         use(BROKEN[kind], *([tmp_path] if use is saved else []))
+
+
+@pytest.mark.parametrize('labels', [torch.float, torch.long])
+@pytest.mark.parametrize('k', ATTACKS)
+def test_one_hot_labels_mean_their_class_or_are_refused(k, labels):
+    "An attack without labels ignores them"
+    m = vit()
+    attack, rows = ATTACKS[k](m), nn.functional.one_hot(Y, 5).to(labels)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        by_number = attack(m, X, Y)
+        try:
+            by_row = attack(m, X, rows)
+        except (TypeError, ValueError) as e:
+            assert any(o in str(e) for o in ('class numbers', 'one-hot')), e
+        else:
+            assert torch.allclose(by_row, by_number, atol=1e-5)

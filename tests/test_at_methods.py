@@ -234,6 +234,16 @@ def test_repr(cb, words):
         (lambda: AdvTrain(PGD2, clean_images=2), 'clean_images is a share'),
         (lambda: FreeAT(FGSM(0.1), replay=0), 'whole number'),
         (lambda: AWP(-1), '>= 0'),
+        (lambda: AWP(switch(-0.005, 0.5)), 'gamma must be a number >= 0'),
+        (lambda: AdvTrain(PGD2, clean_loss=1.5), 'clean_loss is a share'),
+        (lambda: AdvTrain(PGD2, clean_loss=-0.5), 'clean_loss is a share'),
+        (lambda: AdvTrain(PGD2, clean_loss=switch(1.5, 0.5)), 'clean_loss is a share'),
+        (lambda: TRADES(PGD2, beta=-6), 'beta must be a number >= 0'),
+        (lambda: MART(PGD2, beta=None), 'beta must be a number >= 0'),
+        (lambda: GAT(BernoulliFGSM(0.1), beta=switch(-40, 0.85)), 'beta must be a number >= 0'),
+        (lambda: EMA(999), 'decay is a share'),
+        (lambda: SaveRun(every=0), 'every must be a whole number >= 1'),
+        (lambda: CatchOverfit(n=0), 'n must be a whole number >= 1'),
         (lambda: ARDPRM(0.1, ard=2.0), 'ard is a share'),
     ],
 )
@@ -249,6 +259,7 @@ def test_refused_values(make, words):
         (lambda: FreeAT(FGSM(0.1, loss=margin)), 'FreeAT maximises'),
         (lambda: TRADES(0.1), 'expected an attack'),
         (lambda: CatchOverfit(then=3), 'expected an attack'),
+        (lambda: CatchOverfit(0.1), 'expected an attack'),
     ],
 )
 def test_refused_types(make, words):
@@ -1556,6 +1567,8 @@ def test_catch_counts_what_was_right_before():
     "An attack that repairs every image does not make the model better"
 
     class Repair(PGD):
+        slack = 1.0  # it may leave its ball
+
         def __call__(self, model, x, y=None, seed=0, **kw):
             return learn.cheat(x, y)
 
@@ -1603,6 +1616,37 @@ def test_catch_leaves_out_ignored_images():
     l.add_cb(Ignore())
     l.fit(1)
     assert len(c.df) == 1 and 0 <= c.df.weak[0] <= 1
+
+
+class OneHot(Callback):
+    "Labels as rows of numbers; `more`: the next class is right too"
+
+    order = CatchOverfit.order - 1
+
+    def __init__(self, more=0.0):
+        self.more = more
+
+    def before_batch(self):
+        y = F.one_hot(plain(self.y), 4).float()
+        self.learn.yb = (y + self.more * y.roll(1, 1),)
+
+
+def test_catch_takes_one_hot_labels_for_their_class():
+    "The same table as with class numbers"
+    tables = []
+    for cbs in ([], [OneHot()]):
+        l = watched(c := CatchOverfit(gap=2), PGD2)
+        l.loss_func = F.cross_entropy
+        l.fit(1, cbs=cbs)
+        tables.append(c.df)
+    assert tables[0].equals(tables[1]) and 0 < tables[0].weak[0]
+
+
+def test_catch_refuses_several_classes_per_image():
+    l = watched(CatchOverfit(gap=2), PGD2)
+    l.loss_func = F.binary_cross_entropy_with_logits
+    with pytest.raises(ValueError, match='one class per image'):
+        l.fit(1, cbs=OneHot(1.0))
 
 
 # --- averages, checkpoints (R19)

@@ -13,6 +13,7 @@ from fastai.torch_core import TensorCategory
 from timm.layers import DropPath
 from robust_nbdev.core import *
 from robust_nbdev.attacks import *
+from robust_nbdev.adv_train import like
 from robust_nbdev.autoattack import *
 from robust_nbdev.evaluate import predict, robust_report
 from robust_nbdev.test_utils import *
@@ -1236,3 +1237,91 @@ def test_fast_runs_the_model_that_it_holds(how, compile, monkeypatch):
     else:
         g.model = nn.Linear(2, 3)
     assert torch.equal(g(x), g.model(x)) and not torch.equal(g(x), was) and torch.equal(f(x), was)
+
+
+# --- a ball of one's own
+# -----------------------------------------------------------------------------------------------------
+
+
+class Ellipsoid(Linf):
+    "Each pixel may move by its own radius: three times `eps` on the left half, `eps` on the right half"
+
+    def project(self, x, delta):
+        left = torch.arange(x.shape[-1]) < x.shape[-1] // 2
+        radius = self.eps * (1 + 2 * left)
+        return (x + torch.minimum(torch.maximum(delta, -radius), radius)).clamp(0, 1) - x
+
+
+class UpperHalf(Linf):
+    "Only the upper half of an image may change"
+
+    def project(self, x, delta):
+        rows = torch.arange(x.shape[-2])[:, None]
+        return super().project(x, delta * (rows < x.shape[-2] // 2))
+
+
+class ByEllipsoid(PGD):
+    @property
+    def ball(self):
+        return Ellipsoid(self.eps)
+
+
+class ByHalf(PGD):
+    @property
+    def ball(self):
+        return UpperHalf(self.eps)
+
+
+class Outside(ByHalf):
+    "Promises to leave the lower half alone, and does not"
+
+    def update(self, x, s, g, v, i):
+        return {**s, 'd': Linf(self.eps).project(x, s['d'] + self.step_size * self.ball.step(g))}
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('attack', [ByEllipsoid(0.05), ByHalf(0.05), WorstCase([ByEllipsoid(0.05)])], ids=repr)
+def test_an_attack_with_a_ball_of_its_own_stays_in_that_ball(attack, dtype):
+    m, x, y = tiny_vit().to(dtype), torch.rand(3, 1, 28, 28).to(dtype), torch.tensor([0, 1, 2])
+    assert check_result(attack(m, x, y), x, attack).shape == x.shape
+
+
+def test_a_larger_ball_of_its_own_is_used_whole():
+    x = torch.full((2, 1, 28, 28), 0.5)
+    moved = (ByEllipsoid(0.05)(tiny_vit(), x, torch.tensor([0, 1])) - x).abs().amax((0, 1, 2))
+    assert moved[:14].max() > 0.12 and moved[14:].max() < 0.0501
+
+
+@pytest.mark.parametrize('attack', [Outside(0.05), WorstCase([Outside(0.05)])], ids=repr)
+def test_an_attack_that_leaves_its_own_ball_is_refused(attack):
+    with pytest.raises(ValueError, match='out of its ball UpperHalf'):
+        attack(tiny_vit(), torch.full((2, 1, 28, 28), 0.5), torch.tensor([0, 1]))
+
+
+def test_balls_of_two_kinds_are_two_threat_models():
+    assert threat(ByHalf(0.05)) == ('UpperHalf', 0.05) != threat(PGD(0.05))
+    assert WorstCase([ByHalf(0.05), ByHalf(0.05, steps=2)]).norm == 'UpperHalf'
+    with pytest.raises(ValueError, match='different threat models'):
+        WorstCase([PGD(0.05), ByHalf(0.05)])
+
+
+def test_a_ball_of_its_own_moves_with_the_radius():
+    assert ByHalf(0.1, alpha=0.05).at_eps(0.2).ball == UpperHalf(0.2)
+    assert ByHalf(0.1, alpha=0.05).at_eps(0.2).alpha == 0.1
+
+
+def test_a_report_names_its_own_ball_and_compares_it_with_no_norm():
+    data = torch.rand(8, 1, 28, 28), torch.arange(8)
+    df = robust_report(tiny_vit(), data, [PGD(0.05, steps=1), ByHalf(0.05, steps=1)]).df
+    assert df.norm.tolist()[1:] == ['Linf', 'UpperHalf']  # one row each, and no worst case of both
+
+
+def test_no_attack_is_moved_into_a_ball_that_it_does_not_know():
+    with pytest.raises(ValueError, match='one kind of ball'):
+        like(PGD(0.1, steps=5), ByHalf(0.05))
+    assert like(ByHalf(0.1), ByHalf(0.05)).ball == UpperHalf(0.05)
+
+
+def test_a_flag_is_no_number_of_steps():
+    with pytest.raises(ValueError, match='steps must be a whole number >= 0, got True'):
+        PGD(0.1, steps=True)

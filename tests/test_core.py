@@ -1,6 +1,7 @@
 "`core`: balls, seeds, normalisation, `attack_mode` and the input checks (R01-R04)."
 
 import random, warnings
+from types import SimpleNamespace
 import numpy as np, pytest, timm, torch
 from hypothesis import given, settings, strategies as st
 from scipy import stats
@@ -488,3 +489,26 @@ def test_standardised_images_of_a_bare_model_are_not_taken_for_255():
     assert torch.equal(outputs(nn.Identity(), x), x)
     with pytest.raises(ValueError, match='divide by 255'):
         outputs(nn.Identity(), 255 * torch.rand(1, 3, 4, 4))
+
+
+@pytest.mark.parametrize('norm', ['Linf', 'L2', None])
+def test_a_result_is_checked_with_one_read_of_the_device(norm, monkeypatch):
+    reads = []
+    for name in ('tolist', 'item', '__bool__', '__float__', '__int__'):
+        was = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda t, was=was: reads.append(was) or was(t))
+    attack = SimpleNamespace(norm=norm, eps=0.1)
+    check_result(torch.full((2, 1, 2, 2), 0.55), torch.full((2, 1, 2, 2), 0.5), attack)
+    assert len(reads) == 1
+
+
+@pytest.mark.parametrize('eps', [True, np.True_, None, 'large'])
+def test_a_radius_is_a_number(eps):
+    with pytest.raises(TypeError, match='eps must be a number'):
+        Linf(eps)
+
+
+def test_a_column_of_floats_is_no_soft_label():
+    "Its largest entry is always the first: every image would be of class 0"
+    with pytest.raises(TypeError, match='soft labels'):
+        check_labels(torch.ones(3, 1), torch.rand(3, 1, 2, 2))

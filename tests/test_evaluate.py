@@ -1,6 +1,6 @@
 "`evaluate`: the metric, the callback, predictions and self-checks (R05, R14, R15, R22)."
 
-import warnings
+import re, warnings
 import numpy as np, pytest, torch
 from torch import nn
 from fastai.vision.all import Learner, accuracy
@@ -10,6 +10,7 @@ from robust_nbdev.core import *
 from robust_nbdev.datasets import fashion_mnist
 from robust_nbdev.attacks import *
 from robust_nbdev.adv_train import *
+from robust_nbdev.eval_data import Feed, few_classes, unfair
 from robust_nbdev.evaluate import *
 from robust_nbdev.test_utils import *
 
@@ -340,3 +341,71 @@ def test_confusion_is_in_the_order_of_the_classes():
     rep = Report(dict(n=12), preds=dict(label=i, clean=i, pgd=i[::-1]))
     d = rep.confusion(vocab=list(map(str, i)))
     assert d.index.tolist() == d.columns.tolist() == list(map(str, i))
+
+
+# --- labels that are no class numbers ---
+
+
+VERDICTS = dict(
+    report=lambda m, x, y: robust_report(m, (x, y), [ADV]).df.accuracy.tolist(),
+    eps=lambda m, x, y: eps_curve(m, (x, y), ADV, [EPS]).df.accuracy.tolist(),
+    steps=lambda m, x, y: steps_curve(m, (x, y), ADV, [1]).df.accuracy.tolist(),
+    run=lambda m, x, y: run_attack(m, ADV, [(torch.arange(len(x)), x, y)], np.ones(len(x), bool)).got['share'].tolist(),
+    draws=lambda m, x, y: (
+        run_attack(m, ADV, [(torch.arange(len(x)), x, y)], np.ones(len(x), bool), draws=2).got['share'].tolist()
+    ),
+    shown=lambda m, x, y: show_adv(m, x, y, ADV),
+    checked=lambda m, x, y: self_check(m, x, y),
+    target=lambda m, x, y: choose_target(m, x, y).tolist(),
+    few=lambda m, x, y: few_classes(y, 90),
+    unfair=lambda m, x, y: unfair(y, 2),
+)
+
+
+@pytest.mark.parametrize('labels', ['one-hot', 'integers', 'several classes', 'a column'])
+@pytest.mark.parametrize('verdict', VERDICTS.values(), ids=VERDICTS)
+def test_labels_mean_their_class_or_are_refused_in_words(verdict, labels):
+    "As many images as classes, so that a comparison of [B] with [B,C] would go through"
+    x, y = torch.rand(4, 1, 28, 28), torch.tensor([0, 1, 3, 3])
+    rows = nn.functional.one_hot(y, 4)
+    given = {
+        'one-hot': rows.float(),
+        'integers': rows,
+        'several classes': (rows + rows.roll(1, 1)).float(),
+        'a column': torch.ones(4, 1),
+    }[labels]
+    m = tiny_vit(num_classes=4)
+    try:
+        got = verdict(m, x, given)
+    except (TypeError, ValueError) as e:
+        assert re.search('one class per image|class numbers|one-hot|one number or name', str(e)), e
+    else:
+        assert labels == 'one-hot' and got == verdict(m, x, y)
+
+
+def test_soft_labels_count_as_their_largest_entry_in_every_number(learn):
+    x, y = valid(learn)
+    soft = 0.8 * nn.functional.one_hot(y, 4) + 0.05
+    a, b = [robust_report(learn.model, (x, o), [ADV, PGD(EPS, steps=5)]) for o in (y, soft)]
+    assert a.df.accuracy.tolist() == b.df.accuracy.tolist()
+
+
+@pytest.mark.parametrize('bs', [0, -1, 2.5, True, '64'])
+def test_a_batch_size_of_nothing_is_refused(bs):
+    "Else no image would be attacked, and all would count as wrong"
+    m, (x, y) = tiny_vit(num_classes=4), next(iter(synth_dls().valid))
+    batches = [(torch.arange(len(x)), x, y)]
+    for measure in (
+        lambda: robust_report(m, synth_dls().valid, [ADV], bs=bs),
+        lambda: eps_curve(m, (x, y), ADV, [EPS], bs=bs),
+        lambda: run_attack(m, ADV, batches, np.ones(len(x), bool), bs),
+        lambda: run_attack(m, lambda model, x, y, seed=0: x, batches, np.ones(len(x), bool), bs),
+        lambda: list(hunt(ADV, m, Feed(batches, np.ones(len(x), bool)), lambda o: predict(m, o), bs)),
+    ):
+        with pytest.raises(ValueError, match='bs must be a whole number >= 1'):
+            measure()
+
+
+def test_numbers_of_steps_are_not_rounded():
+    with pytest.raises(ValueError, match='steps must be a whole number >= 0, got 2.7'):
+        steps_curve(tiny_vit(num_classes=4), (torch.rand(2, 1, 28, 28), torch.tensor([0, 1])), ADV, [2.7])

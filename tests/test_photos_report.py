@@ -16,7 +16,6 @@ from package import everything
 from robust_nbdev.attacks import *
 from robust_nbdev.datasets import image_dls
 from robust_nbdev.evaluate import *
-from robust_nbdev.evaluate import _check_fields
 from robust_nbdev.test_utils import synth_dls, synth_learner
 
 E = 0.1
@@ -231,7 +230,7 @@ def test_the_attacks_of_the_package_keep_everything_in_fields():
 
     text = 'fgsm,pgd5,apgd5,square5,fab3,aa,aas5,gapscaled5,Occlusion(share=.1),TokenAttack(steps=2),randomocclusion'
     for a in [*parse_attacks(text), WorstCase([FGSM(E), PGD(E, steps=2)]), AutoAttack_members()]:
-        _check_fields(a)
+        check_attack(a)
 
 
 def AutoAttack_members():
