@@ -130,16 +130,26 @@ _M2 = -7723592293110705685
 
 def _shr(z, n):
     "Shift right, filling with zeros"
-    return (z >> n) & ((1 << (64 - n)) - 1)
+    return (z >> n).bitwise_and_((1 << (64 - n)) - 1)
+
+
+def _mixed_above(z):
+    "The upper 31 bits of `mix64`, before its last step, which changes only the others; overwrites `z`"
+    z.bitwise_xor_(_shr(z, 30)).mul_(_M1)
+    return z.bitwise_xor_(_shr(z, 27)).mul_(_M2)
 
 
 def mix64(
     z: Tensor,  # Integers, any shape, int64
 ) -> Tensor:  # Same shape, int64; every input bit affects every output bit
     "The splitmix64 finaliser, a hash of 64-bit integers"
-    z = (z ^ _shr(z, 30)) * _M1
-    z = (z ^ _shr(z, 27)) * _M2
+    z = _mixed_above(z.clone())
     return z ^ _shr(z, 31)
+
+
+def _few_at_once(x):
+    "Rows of a batch in pieces that stay in a CPU's cache; all at once on a GPU"
+    return x.split(max(2**17 // max(x[:1].numel(), 1), 1) if x.device.type == 'cpu' else max(len(x), 1))
 
 # %% ../nbs/00_core.ipynb #35add0be
 def image_seed(
@@ -152,10 +162,10 @@ def image_seed(
             raise ValueError(f'seed needs one integer per image, [{len(x)}], got {list(seed.shape)}')
         return seed.to(x.device, torch.long)
     ints = {2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    bits = x.detach().contiguous().view(ints).flatten(1).long()
+    bits = x.detach().contiguous().view(ints).flatten(1)
     place = mix64(torch.arange(1, bits.shape[1] + 1, device=x.device))
     salt = mix64(torch.tensor((int(seed) + 1) * -_GOLD % 2**63, device=x.device))
-    return mix64((bits * place).sum(1) + salt)
+    return mix64(torch.cat([(o * place).sum(1) for o in _few_at_once(bits)]) + salt)
 
 # %% ../nbs/00_core.ipynb #0ba83159
 def uniform(
@@ -165,10 +175,11 @@ def uniform(
 ) -> Tensor:  # As `like`, strictly between 0 and 1, float32 (float64 if `like` is)
     "Uniform noise that depends on each image's seed and on nothing else"
     offset = (stream * _M1 + 2**63) % 2**64 - 2**63  # wrapped to a signed 64-bit integer
-    counter = torch.arange(1, like[0].numel() + 1, device=like.device)
-    bits = mix64(mix64(seed + offset)[:, None] + counter * _GOLD)
+    counter = torch.arange(1, like[0].numel() + 1, device=like.device).mul_(_GOLD)
+    own = mix64(seed + offset)[:, None].expand(-1, len(counter))
     dtype = torch.promote_types(like.dtype, torch.float32)
-    return ((_shr(bits, 41).to(dtype) + 0.5) / 2**23).view(like.shape)
+    pieces = [_shr(_mixed_above(o + counter), 41).to(dtype).add_(0.5).mul_(2**-23) for o in _few_at_once(own)]
+    return torch.cat(pieces).view(like.shape)
 
 # %% ../nbs/00_core.ipynb #6923ca5e
 def per_image(

@@ -19,6 +19,7 @@ from scipy.stats import poisson
 from timm.data import ImageNetInfo
 from timm.utils.misc import natural_key
 from .core import *
+from .core import _few_at_once
 from .core import check_whole as whole
 from .datasets import *
 from .identity import alike, beside_weights, changed, fingerprint, identity, sketch, steady
@@ -629,11 +630,6 @@ def _check_kind(x, name, severity, table):
             f'corruptions take images [B,C,H,W] with 1 or 3 channels and at least 16 pixels a side, got {list(x.shape)}'
         )
     return x
-
-
-def _few_at_once(x):
-    "Images in pieces that stay in a CPU's cache; as they are on a GPU"
-    return x.split(max(2**17 // max(x[:1].numel(), 1), 1) if x.device.type == 'cpu' else max(len(x), 1))
 
 
 def _seeds(x, name, seed, random):
