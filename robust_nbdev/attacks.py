@@ -611,14 +611,17 @@ def check_attack(
 ):
     "Raises TypeError if `attack` is a class, a number, a string, ..., or keeps something outside its fields"
     if isinstance(attack, type):
-        raise TypeError(f'{attack.__name__} is a class of attacks: give an attack, {attack.__name__}(8/255)')
+        takes = signature(attack).parameters
+        needs = [k for k, o in takes.items() if o.default is o.empty]
+        written = '8/255' if 'eps' in takes else ', '.join(f'{k}=...' for k in needs)
+        raise TypeError(f'{attack.__name__} is a class of attacks: give an attack, {attack.__name__}({written})')
     if not callable(attack):
-        raise TypeError(f'expected an attack, such as PGD(8/255, steps=2), got {attack!r}')
+        raise TypeError(f'expected an attack, such as PGD(8/255, steps=2), got {row_name(attack)}')
     try:
         signature(attack).bind(None, None, None, seed=0)
     except TypeError:
         raise TypeError(
-            f'an attack is called as attack(model, x, y, seed=0), which {attack!r} does not accept'
+            f'an attack is called as attack(model, x, y, seed=0), which {row_name(attack)} does not accept'
         ) from None
     if isinstance(attack, Value):
         _check_fields(attack)
@@ -944,7 +947,7 @@ def _at(attack, eps):
     if isinstance(attack, Value):
         return attack.at_eps(eps)
     raise TypeError(
-        f'{attack!r} has no at_eps, so its radius cannot be changed: '
+        f'{row_name(attack)} has no at_eps, so its radius cannot be changed: '
         'give an attack such as PGD, or a subclass of Attack'
     )
 

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['eps_str', 'number', 'check_whole', 'check_range', 'check_share', 'check_option', 'mix64', 'image_seed', 'uniform',
            'per_image', 'Ball', 'Linf', 'L2', 'threat_model', 'Wrapper', 'unwrap', 'in_chans', 'Normalized', 'Logits',
-           'attack_mode', 'checked', 'outputs', 'own', 'check_images', 'check_result', 'check_labels', 'check_logits',
-           'n_classes', 'weights_hash', 'check_dls', 'Epochs', 'refuse_second', 'AdvCallback']
+           'attack_mode', 'checked', 'outputs', 'own', 'check_images', 'row_name', 'check_result', 'check_labels',
+           'check_logits', 'n_classes', 'weights_hash', 'check_dls', 'Epochs', 'refuse_second', 'AdvCallback']
 
 # %% ../nbs/00_core.ipynb #d29588c3
 import hashlib, operator
@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from fractions import Fraction
-from functools import lru_cache, singledispatch
+from functools import lru_cache, partial, singledispatch
+from types import FunctionType
 from torch.utils._pytree import tree_map
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
@@ -575,6 +576,18 @@ def check_images(
     return x.clamp(0, 1)
 
 # %% ../nbs/00_core.ipynb #502c08f8
+def row_name(
+    attack,  # Any attack, or another object
+) -> str:  # The same in every process
+    "How an attack is called in rows and messages: as it prints itself, else by the name of its function or class"
+    if isinstance(attack, partial):
+        given = [*map(repr, attack.args), *(f'{k}={v!r}' for k, v in attack.keywords.items())]
+        return f'{row_name(attack.func)}({", ".join(given)})'
+    if isinstance(attack, FunctionType):
+        return attack.__qualname__
+    return type(attack).__qualname__ if type(attack).__repr__ is object.__repr__ else repr(attack)
+
+
 def check_result(
     x_adv,  # What an attack returned
     x: Tensor,  # For these images [B,C,H,W]
@@ -583,16 +596,20 @@ def check_result(
     "Adversarial images, if they are what the attack promises; raises ValueError and states what was found"
     shape = list(x_adv.shape) if isinstance(x_adv, Tensor) else type(x_adv).__name__
     if shape != list(x.shape):
-        raise ValueError(f'{attack!r} returned {shape} for images of shape {list(x.shape)}')
+        raise ValueError(f'{row_name(attack)} returned {shape} for images of shape {list(x.shape)}')
     if not len(x):
         return x_adv
     ball = _promised(attack)
     lo, hi, outside = _read(*x_adv.detach().aminmax(), _outside(ball, x, x_adv)) or (0, 1, 0)
     if not (lo >= -1e-4 and hi <= 1 + 1e-4):
-        raise ValueError(f'{attack!r} returned pixels from {lo:g} to {hi:g}: adversarial images must lie in [0,1]')
+        raise ValueError(
+            f'{row_name(attack)} returned pixels from {lo:g} to {hi:g}: adversarial images must lie in [0,1]'
+        )
     if ball is None or outside <= ball.eps * 0.001 + getattr(attack, 'slack', 0) + 1e-5:
         return x_adv
-    raise ValueError(f'{attack!r} moved an image {outside:.4g} out of its ball {ball!r}: project(x, delta) first')
+    raise ValueError(
+        f'{row_name(attack)} moved an image {outside:.4g} out of its ball {ball!r}: project(x, delta) first'
+    )
 
 
 def _promised(

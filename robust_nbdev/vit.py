@@ -1047,7 +1047,7 @@ def multiply_adds(
     count = FlopCounterMode(display=False)
     with _unfused(model), attack_mode(model), checked(), torch.no_grad(), count:
         outputs(model, x)
-    ops = count.get_flop_counts()['Global']
+    ops = count.get_flop_counts().get('Global', {})  # nothing was counted: no products
     counted = [n for op, n in ops.items() if attention or 'bmm' not in str(op)]
     return sum(counted) / 2 / len(x)
 
