@@ -1335,6 +1335,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'robust_nbdev.datasets._profile_kw': ('data.html#_profile_kw', 'robust_nbdev/datasets.py'),
                                        'robust_nbdev.datasets._readable': ('data.html#_readable', 'robust_nbdev/datasets.py'),
                                        'robust_nbdev.datasets._reads_heic': ('data.html#_reads_heic', 'robust_nbdev/datasets.py'),
+                                       'robust_nbdev.datasets._sections': ('data.html#_sections', 'robust_nbdev/datasets.py'),
                                        'robust_nbdev.datasets._segnet_camvid': ('data.html#_segnet_camvid', 'robust_nbdev/datasets.py'),
                                        'robust_nbdev.datasets._share': ('data.html#_share', 'robust_nbdev/datasets.py'),
                                        'robust_nbdev.datasets._split': ('data.html#_split', 'robust_nbdev/datasets.py'),

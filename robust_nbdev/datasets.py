@@ -86,18 +86,24 @@ class RunSettings(AttrDict):
         return '\n'.join(f'{k:<{width}}  {v}' for k, v in shown.items())
 
 # %% ../nbs/00b_data.ipynb #84d7d99f
+@lru_cache(64)
+def _sections(text):
+    "The sections of a text, read once however often settings are asked for"
+    cp = configparser.ConfigParser(interpolation=None, default_section='', inline_comment_prefixes='#')
+    cp.read_string(text)
+    return {k: dict(cp[k]) for k in cp.sections()}
+
+
 def _ini(f, profiles=(), keys=()):
     "The sections of file `f`, or None if it is another tool's"
-    cp = configparser.ConfigParser(interpolation=None, default_section='', inline_comment_prefixes='#')
     try:
         text = Path(f).read_text(encoding='utf-8-sig')
-        cp.read_string(text)
+        sections = _sections(text)
     except (configparser.Error, UnicodeDecodeError) as e:
         is_ours = isinstance(e, configparser.Error) and any(f'[{o}]' in text for o in profiles)
         if profiles and not is_ours:
             return
         raise ValueError(f'{f} cannot be read: {e}') from e
-    sections = {k: dict(cp[k]) for k in cp.sections()}
     is_known = set(sections) & set(profiles) or any(set(o) & set(keys) for o in sections.values())
     if not profiles or is_known:
         return sections

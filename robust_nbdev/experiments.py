@@ -106,7 +106,8 @@ def profile_for(
     s = settings(profile)
     section = f'{s.profile}.{paper}'
     own = {k for _, sections in _inis() for k in sections.get(section, {})}
-    return RunSettings(s | {k: settings(section)[k] for k in own})
+    of_paper = settings(section) if own else {}
+    return RunSettings(s | {k: of_paper[k] for k in own})
 
 
 def _settings(e, profile):

@@ -1,6 +1,7 @@
 "`robust-demo` and `robust-eval` as a newcomer types them, and what they are made of."
 
 import argparse, gzip, json, os, re, signal, subprocess, sys, time, warnings
+from dataclasses import dataclass
 from pathlib import Path
 import numpy as np, pandas as pd, pytest, timm, torch
 from PIL import Image
@@ -410,16 +411,20 @@ def test_new_attacks_are_found(monkeypatch):
     class APGDT(APGD):
         pass
 
+    @dataclass(frozen=True, repr=False)
     class Many(AttackBase):
-        def __init__(self, attacks):
-            self.attacks = attacks
+        attacks: list
 
         def __call__(self, model, x, y, *, seed=0):
             return x
 
-    class AutoAttack(Many):
-        def __init__(self, eps=8 / 255, norm='Linf', version='standard'):
-            self.eps, self.norm, self.version = eps, norm, version
+    @dataclass(frozen=True, repr=False)
+    class AutoAttack(AttackBase):
+        eps: float = 8 / 255
+        norm: str = 'Linf'
+        version: str = 'standard'
+
+        __call__ = Many.__call__
 
     for c in (APGDT, Many, AutoAttack):
         monkeypatch.setattr(autoattack, c.__name__, c, raising=False)
