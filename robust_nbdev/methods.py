@@ -231,10 +231,12 @@ def step_cost(
     how: dict,  # Key of a run
     dls: DataLoaders,  # Its images
 ) -> float:  # Forwards F of the backbone
-    "What a training step costs, counted on six batches; the first two are left out, since the radius is still 0 there"
+    """The mean cost of a training step, counted on six batches in each of three epochs, so that every phase of a method
+    counts; the first two batches of an epoch are left out, since the radius may still be 0 there"""
     count = StepCost(batches=None)
-    model = fit_method(how, _epochs_of(dls, 6 * how['bs'], how['seed']), 1, count)
-    return float(np.mean(count.counted[2:6])) * predict_cost(model, how, dls)
+    model = fit_method(how, _epochs_of(dls, 6 * how['bs'], how['seed']), 3, count)
+    counted = np.reshape(count.counted, (3, 6))
+    return float(counted[:, 2:].mean()) * predict_cost(model, how, dls)
 
 
 def plan_of(

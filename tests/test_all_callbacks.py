@@ -5,10 +5,10 @@ weights that are equal change nothing."""
 import pytest, torch
 from fastai.vision.all import Callback, CrossEntropyLossFlat, CutMix, MixUp, SaveModelCallback, SGD
 from robust_nbdev.all import *
-from robust_nbdev.adv_train import NearPGD, SaveEMA
+from robust_nbdev.adv_train import NearPGD, NFGSM, SaveEMA
 from robust_nbdev.tora import tora_splitter
 from robust_nbdev.vit import token_splitter
-from robust_nbdev.xcit_recipe import AttackEffect, KeepBest, MixOrCut
+from robust_nbdev.xcit_recipe import AttackEffect, Augment, KeepBest, MixOrCut
 from package import everything
 from robust_nbdev.test_utils import *
 

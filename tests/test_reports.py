@@ -268,7 +268,7 @@ REFUSED = {
     'one output': (lambda m, d: (one_output, (d[0], 0 * d[1])), 'one output'),
     'one output, soft labels': (
         lambda m, d: (one_output, (d[0], torch.zeros(100, 1))),
-        'one output|one class per image',
+        'one output|taken as soft labels',
     ),
 }
 
