@@ -6,12 +6,12 @@
 __all__ = ['demo_vit', 'demo_train', 'demo_table', 'both_right', 'demo_figure', 'number', 'demo_settings', 'run_demo',
            'robust_demo', 'attack_types', 'attack_losses', 'parse_attacks', 'read_checkpoint', 'load_weights',
            'fixed_size', 'timm_model', 'Found', 'folder_model', 'learner_model', 'find_model', 'eval_model',
-           'eval_images', 'SomeOutputs', 'of_imagenet', 'by_name', 'outputs_by_name', 'eval_settings', 'run_eval',
-           'numbers', 'robust_eval', 'BenchResult', 'robust_bench', 'reproduce_all', 'robust_reproduce', 'named_model',
+           'eval_images', 'SomeOutputs', 'of_imagenet', 'outputs_by_name', 'eval_settings', 'run_eval', 'numbers',
+           'robust_eval', 'BenchResult', 'robust_bench', 'reproduce_all', 'robust_reproduce', 'named_model',
            'run_compare', 'robust_compare']
 
 # %% ../nbs/08_cli.ipynb #6beff8b5
-import argparse, ast, difflib, inspect, operator, re, sys, time, warnings
+import argparse, ast, difflib, inspect, operator, os, re, sys, time, warnings
 import timm
 from contextlib import contextmanager
 from functools import lru_cache
@@ -150,7 +150,8 @@ def _as_options(error):
 
 @contextmanager
 def _command(name, again=''):
-    "What can go wrong ends a command with one line and status 1, Ctrl-C with 130; each warning is one line, once"
+    """What can go wrong ends a command with one line and status 1, Ctrl-C with 130; each warning is one line, once.
+    With ROBUST_TRACEBACK=1 in the environment errors keep their traceback"""
     said = set()
 
     def show(message, *_, **__):
@@ -163,6 +164,8 @@ def _command(name, again=''):
         try:
             yield
         except (ValueError, TypeError, OSError, RuntimeError, ImportError) as e:
+            if os.environ.get('ROBUST_TRACEBACK'):
+                raise
             sys.exit(f'{name}: {_as_options(e)}')
         except KeyboardInterrupt:
             print(f'\n{name}: interrupted{again}', file=sys.stderr)
@@ -743,12 +746,31 @@ def _trained_in(learn):
 
 
 def _fit_of(learn):
-    "How a Learner cuts images to size, fastai's `Resize` included; None where it does not"
+    "How a Learner brings images to size, one by one and in batches; None where it does not"
+    fit, size = _fit_of_items(learn), _size_of_batches(learn)
+    if size is None:
+        return fit
+    return CenterFit(size, fit.pct, fit.interp, fit.crop_mode) if fit else CenterFit(size, crop_mode='squash')
+
+
+def _fit_of_items(learn):
+    "How images are cut one by one, by fastai's `Resize` too; a warning where it pads them"
     fs = getattr(learn.dls.valid.after_item, 'fs', [])
     fit, resize = first(fs, risinstance(CenterFit)), first(fs, risinstance(Resize))
     if fit is not None or resize is None:
         return fit
+    if resize.method == ResizeMethod.Pad:
+        warnings.warn(
+            'the Learner pads images to its size (ResizeMethod.Pad), here the middle is cropped: robust-eval'
+            ' --crop-mode squash keeps the whole of them'
+        )
     return CenterFit(resize.size[::-1], crop_mode='squash' if resize.method == ResizeMethod.Squish else 'center')
+
+
+def _size_of_batches(learn):
+    "The size that batches of validation images are resized to, as in fastai's presizing; None where they are not"
+    fs = getattr(learn.dls.valid.after_batch, 'fs', [])
+    return last(f.size for f in fs if isinstance(f, (AffineCoordTfm, RandomResizedCropGPU)) and f.size)
 
 
 def _of_learner(learn):
@@ -955,6 +977,13 @@ def _imagenet_names():
     return at | {_plain_words(v): at[k] for k, v in IMAGENETTE.items()}
 
 
+def _each_once(names, at):
+    "Raises ValueError for classes of the images that are one class of the model"
+    same = [' and '.join(str(names[i]) for i in o) for o in groupby(range(len(at)), at.__getitem__).values() if o[1:]]
+    if same:
+        raise ValueError(f'these classes of the images are one class of the model: {_few(same)}; make them one folder')
+
+
 def of_imagenet(
     net: nn.Module,  # Any model
     vocab,  # Class names: ImageNet's, such as n01440764, or its words, such as tench or golden_retriever
@@ -975,6 +1004,7 @@ def of_imagenet(
             f'these classes of the images are not among those of ImageNet-1k: {_few(unknown)}; name the folders like '
             'n01440764, or by one of the words that timm has for a class'
         )
+    _each_once(vocab, idxs)
     kept = SomeOutputs(net, idxs).train(net.training)
     return kept, f'{what}, the {len(idxs)} of its 1000 outputs for these classes'
 
@@ -988,60 +1018,52 @@ def _same_classes(model, dl, n_classes, vocab):
     except (RuntimeError, ValueError, TypeError, AssertionError) as e:
         raise ValueError(f'the model cannot take images of shape {list(x.shape[1:])}: {e}') from None
     c = len(dl.vocab)
-    names, theirs = [list(map(str, o or [])) for o in (vocab, dl.vocab)]
-    begins = z.shape[1] == len(names) and names[:c] == theirs
-    if z.shape[1] not in (c, n_classes) and not begins:
+    if z.shape[1] not in (c, n_classes):
         raise ValueError(
             f'the model has {z.shape[1]} outputs and the images have {c} classes: give weights for these classes, or,'
             f' to robust-eval, --n-classes {z.shape[1]} if the first {c} outputs are them'
         )
-    if not names or names == theirs or begins:
+    return _otherwise(vocab, dl.vocab)
+
+
+def _otherwise(names, theirs):
+    "A sentence where a model whose classes are taken by their order calls them otherwise than the images"
+    names, theirs = [list(map(str, o or [])) for o in (names, theirs)]
+    if not names or names == theirs:
         return []
     differ = [(a, b) for a, b in zip(names, theirs) if a != b]
     pairs = _few([f'{a} (the images: {b})' for a, b in differ])
     return [f'classes are taken by their order, and the model calls some otherwise: {pairs}']
 
 
-def _matched(names, vocab, n_classes=None):
-    """Where classes stand among a model's, and what to add to a line about them; None where they are taken by their
-    order, since one side has no names. Raises ValueError for names that the model does not have"""
-    at = same_names(names, vocab) if vocab else [None]
-    if None in at and (not vocab or numeric(names) or numeric(vocab) or n_classes is not None):
-        return None, ''
-    without = [str(o) for i, o in enumerate(vocab) if i not in at]
-    line = f', {len(at)} of the {len(vocab)} classes of the model (none of {_few(without)})' if without else ''
-    return _places(names, vocab), line
-
-
-def by_name(
-    src: ImageSource,  # The images
-    vocab,  # The model's class names, or None
-    n_classes: int = None,  # Where it is given, classes whose names differ are taken by their order
-) -> tuple:  # (the images with the numbers that their classes have in the model, what to add to the line about them)
-    "Images numbered as the model numbers its classes, where both have names; raises ValueError with those that differ"
-    try:
-        at, line = _matched(src.vocab, vocab, n_classes)
-    except ValueError as e:
-        raise ValueError(
-            f'{e}. --n-classes {len(vocab)} takes the classes by their order, whatever their names'
-        ) from None
-    return (src if at is None else renumbered(src, vocab)), line
-
-
 def outputs_by_name(
     net: nn.Module,  # Any model
     names,  # Names of the images' classes, in the order of their numbers
     vocab,  # The model's class names, or None
-) -> tuple:  # (the model, its class names, what to add to a line about it): `names` first, then what else it has
-    """The other way round, for several models on the same images: a model that numbers classes as the images do;
-    raises ValueError for names that it does not have"""
-    at, line = _matched(names, vocab)
-    if at is None:
-        return net, vocab, line
-    rest = [i for i in range(len(vocab)) if i not in at]
-    if at + rest != list(range(len(vocab))):
-        net = SomeOutputs(net, at + rest).train(net.training)
-    return net, [*names, *(vocab[i] for i in rest)], line
+    n_classes: int = None,  # Where it is given, classes whose names differ are taken by their order
+) -> tuple:  # (the model, the class names of its outputs, what to add to a line about it)
+    """A model that predicts the images' classes alone, numbered as theirs are; as it is where one side has no names.
+    Raises ValueError for names that it does not have"""
+    at = same_names(names, vocab) if vocab else [None]
+    if None in at and (not vocab or numeric(names) or numeric(vocab) or n_classes is not None):
+        return net, vocab, ''
+    at = _places(names, vocab)
+    _each_once(names, at)
+    if at == list(range(len(vocab))):
+        return net, list(names), ''
+    without = [str(o) for i, o in enumerate(vocab) if i not in at]
+    line = f', the {len(at)} of its {len(vocab)} outputs for these classes (not {_few(without)})' if without else ''
+    return SomeOutputs(net, at).train(net.training), list(names), line
+
+
+def _of_these_images(found, names, n_classes=None):
+    "A model that predicts the classes of the images, see `outputs_by_name`"
+    try:
+        net, vocab, line = outputs_by_name(found.net, names, found.vocab, n_classes)
+    except ValueError as e:
+        cure = f'. robust-eval --n-classes {len(found.vocab)} takes the classes by their order, whatever their names'
+        raise ValueError(f'{e}{cure if None in same_names(names, found.vocab) else ""}') from None
+    return found._replace(net=net, vocab=vocab, what=found.what + line)
 
 
 def eval_settings(
@@ -1131,9 +1153,8 @@ def _prepared(found, s, size, names):
 
 def _trained_at(found):
     "The size of the images that a model was made for, where it or its Learner says; None where they may have any"
-    if found.fit:
-        return found.fit.size
-    return fixed_size(found.net) or getattr(getattr(unwrap(found.net), 'config', None), 'image_size', None)
+    of_config = getattr(getattr(unwrap(found.net), 'config', None), 'image_size', None)
+    return fixed_size(found.net) or (found.fit.size if found.fit else of_config)
 
 
 def _loaded(images, found, s, **kw):
@@ -1164,15 +1185,15 @@ def run_eval(  # noqa: PLR0913
     found = find_model(model, checkpoint, n_classes=n_classes, seed=s.seed, **shape, **kw)
     says = _seen_in_training(found, images, s.data, valid, checkpoint)
     found = _prepared(found, s, s.size, images.src.vocab if n_classes is None else None)
-    src, part = by_name(images.src, found.vocab, n_classes)
-    dl, line = _loaded(images._replace(src=src), found, s, valid=valid, **cut)
+    found = _of_these_images(found, images.src.vocab, n_classes)
+    dl, line = _loaded(images, found, s, valid=valid, **cut)
     says += _same_classes(found.net, dl, n_classes, found.vocab)
     if 'random weights' in found.what:
         says.append('the weights are random: give --checkpoint or --pretrained')
     rep = robust_report(found.net, dl, attacks, seed=s.seed, bs=s.bs, out=out, overwrite=overwrite, progress=bar)
     if out is not None and pictures:
         rep.add_hardest(found.net, dl, attacks, pictures)
-    return _noted(rep, f'Model: {found.what}. Images: {line}{part}', says, out, per_image)
+    return _noted(rep, f'Model: {found.what}. Images: {line}', says, out, per_image)
 
 # %% ../nbs/08_cli.ipynb #88bb825a
 def numbers(
@@ -1453,10 +1474,8 @@ def _compared(spec, images, s, size):
     "A model by its name that numbers classes as the images do, and what there is to say of it"
     names = images.src.vocab
     was = named_model(spec, len(names), size=images.size)
-    found = _prepared(was, s, size, names)
-    net, vocab, part = outputs_by_name(found.net, names, found.vocab)
-    says = [o for o in (found.what, part.strip(', ')) if o and o != was.what]
-    return found._replace(net=net, vocab=vocab), says
+    found = _of_these_images(_prepared(was, s, size, names), names)
+    return found, [found.what] if found.what != was.what else []
 
 
 @contextmanager
@@ -1481,8 +1500,6 @@ def run_compare(  # noqa: PLR0913
     valid: str = 'only',  # See `eval_images`
 ) -> object:  # A `Comparison`
     "The comparison of models and images that are given by name"
-    from robust_nbdev.compare import compare
-
     from robust_nbdev.compare import compare
 
     images, nets, dl, says = _images(s, valid), {}, None, []

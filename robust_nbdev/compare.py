@@ -223,7 +223,8 @@ class Entry:
     # Cost of a training step in forwards F of this model: 3 for plain training; None: what the Learner's `StepCost`
     # has counted, else unknown
     step: float = None
-    # What the attacker has in place of the model, where a part of it is secret: attacks are made there and transferred
+    # What the attacker has in place of the model, where a part of it is secret: attacks are made there and transferred.
+    # Given as a model is
     surrogate: object = None
     # More than 1 for a randomised model: predictions per image, whose mean is judged, and gradients averaged in attacks
     draws: int = 1
@@ -586,33 +587,51 @@ def save(
 
 # %% ../nbs/01f_compare.ipynb #7e9eaa29
 def _entry(o, names):
-    "What was given, as an `Entry` of a model; where it and the images have class names, in the order of the images'"
+    """What was given, as an `Entry` of networks, and what there is to say of them; where they and the images have
+    class names, in the order of the images'"""
     e = o if isinstance(o, Entry) else Entry(o)
-    vocab = None
-    if isinstance(e.model, (str, Path)):
-        from robust_nbdev.cli import named_model, of_imagenet
-
-        found = named_model(str(e.model), len(names) or None)
-        vocab = found.vocab
-        e = replace(e, model=of_imagenet(found.net, names)[0] if names and vocab is None else found.net)
-    elif isinstance(e.model, Learner):
-        learn = e.model
-        cost = first(c for c in learn.cbs if isinstance(c, StepCost))
-        learn.model.to(learn.dls.device)
-        vocab = getattr(learn.dls, 'vocab', None)
-        e = replace(e, model=get_model(learn.model), step=ifnone(e.step, cost and cost.step))
-    return _in_order(e, names, vocab) if names else e
+    net, moved, says = _in_order(e.model, names)
+    other = None if e.surrogate is None else _in_order(e.surrogate, names)[0]
+    if moved and other is not None and other is e.surrogate:
+        raise ValueError(
+            'the outputs of the model are put in the order of the images by name, and its surrogate has no class '
+            'names: give surrogate= as a Learner or a name, or model= as a module'
+        )
+    step = e.step
+    if step is None and isinstance(e.model, Learner):
+        step = first(c.step for c in e.model.cbs if isinstance(c, StepCost))
+    return replace(e, model=net, surrogate=other, step=step), says
 
 
-def _in_order(entry, names, vocab):
-    "An entry with the outputs of its model, and of what is attacked in its place, in the order of `names`"
-    from robust_nbdev.cli import outputs_by_name
+def _network(o, names):
+    "The network of a module, a `Learner` or a name, and its class names where it has some"
+    if isinstance(o, (str, Path)):
+        from robust_nbdev.cli import named_model
 
-    turned = lambda net: None if net is None else outputs_by_name(net, names, vocab)[0]
+        found = named_model(str(o), len(names) or None)
+        return found.net, found.vocab
+    if isinstance(o, Learner):
+        o.model.to(o.dls.device)
+        return get_model(o.model), getattr(o.dls, 'vocab', None)
+    return o, None
+
+
+def _in_order(o, names):
+    "A network with its outputs in the order of `names`, whether that moved them, and sentences about it"
+    from robust_nbdev.cli import _otherwise, of_imagenet, outputs_by_name
+
+    net, vocab = _network(o, names)
+    if not names:
+        return net, False, []
+    what, kept = '', net
     try:
-        return replace(entry, model=turned(entry.model), surrogate=turned(entry.surrogate))
+        if vocab is None and isinstance(o, (str, Path)):
+            kept, what = of_imagenet(net, names)
+        kept, vocab, line = outputs_by_name(kept, names, vocab)
     except ValueError as e:
         raise ValueError(f'{e}. The outputs of a module, such as learn.model, are taken by their order') from None
+    kept_says = (what + line).strip(', ')
+    return kept, kept is not net, [kept_says] * bool(kept_says) + _otherwise(vocab, names)
 
 
 def _random(model, x):
@@ -727,13 +746,14 @@ def _attacks_of_one_ball(attacks):
 
 
 def _entries(models, data):
-    "The models as `Entry`s by their names, each looked at before the first is attacked"
+    "The models as `Entry`s by their names, each looked at before the first is attacked, and sentences about them"
     if not isinstance(models, dict) or not models:
         got = 'none' if isinstance(models, dict) else f'a {type(models).__name__}'
         raise ValueError(f'models to compare are given by name, such as dict(plain=model, mine=learn), got {got}')
-    entries = {str(k): _entry(o, list(_names(data) or ())) for k, o in models.items()}
+    found = {str(k): _entry(o, list(_names(data) or ())) for k, o in models.items()}
+    entries = {k: e for k, (e, _) in found.items()}
     _check_random(entries, data)
-    return entries
+    return entries, [f'{k}: {o}' for k, (_, says) in found.items() for o in says]
 
 
 def compare(  # noqa: PLR0913
@@ -752,7 +772,7 @@ def compare(  # noqa: PLR0913
 ) -> Comparison:  # A row per model
     """Models side by side on the same images, by `robust_report` and `corruption_report`;
     raises ValueError for what cannot be compared"""
-    attacks, entries = _attacks_of_one_ball(attacks), _entries(models, data)
+    attacks, (entries, says) = _attacks_of_one_ball(attacks), _entries(models, data)
     folders, base, sides = _folders(entries, out), first(entries), []
     forward = _forward(entries[base], _first_images(data, entries[base].model))
     for name, entry in entries.items():
@@ -765,7 +785,7 @@ def compare(  # noqa: PLR0913
         if reports[0].meta['data'] != data_id:
             raise ValueError(f'{name} was measured on other images than {base}: the data changes from pass to pass')
         res = Comparison(sides, about, _alexnet(reports[1]), _short_names(attacks))
-        res.images = data_id
+        res.images, res.notes = data_id, says
         if out is not None:
             res.save(out)
     return res

@@ -984,7 +984,7 @@ def renumbered(
 
 def _places(names, vocab):
     "`same_names`, for names that must all be in `vocab`; raises ValueError with those that are not"
-    twice = [k for k, same in groupby(map(str, vocab), noop).items() if len(same) > 1]
+    twice = [str(a) for i, (a, at) in enumerate(zip(vocab, same_names(vocab, vocab))) if at != i]
     if twice:
         raise ValueError(f'a class has one place in vocab, these have several: {_few(twice)}')
     at = same_names(names, vocab)

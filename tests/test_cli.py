@@ -725,6 +725,53 @@ def test_a_learner_is_shown_images_of_the_size_it_was_trained_on(tmp_path, by_fa
     assert 'cut to 64x64' in evaluate(None, d, None, checkpoint=tmp_path / 'm.pkl', size=64).meta['title']
 
 
+def by_fastai(d, path, **kw):
+    "A Learner on a folder, exported"
+    from fastai.vision.all import ImageDataLoaders, Learner, nn
+
+    dls = ImageDataLoaders.from_folder(d, valid_pct=0.5, seed=0, bs=6, num_workers=0, device='cpu', **kw)
+    learn = Learner(dls, timm.create_model('resnet18', num_classes=2), loss_func=nn.CrossEntropyLoss(), path=path)
+    learn.export('m.pkl')
+    return learn
+
+
+@pytest.mark.parametrize('presized', [True, False])
+def test_a_learner_that_resizes_in_batches_is_shown_the_size_of_its_batches(tmp_path, presized):
+    "fastai's presizing, and images of one size that only batches resize"
+    from fastai.vision.all import Resize, aug_transforms
+
+    d = photos(tmp_path / 'd', ('bag', 'coat'), size=80)
+    learn = by_fastai(d, tmp_path, item_tfms=Resize(64) if presized else None, batch_tfms=aug_transforms(size=32))
+    assert learn.dls.valid.one_batch()[0].shape[-2:] == (32, 32)
+    rep = evaluate(None, d, None, checkpoint=tmp_path / 'm.pkl', size=None)
+    assert 'cut to 32x32' in rep.meta['title'] and ('center' if presized else 'squash') in rep.meta['title']
+
+
+def test_a_vit_is_shown_its_own_size_whatever_its_items_have(tmp_path):
+    "Images cut to 64, then to the 32 of the network in batches, or by something that is not known"
+    net = timm_like()
+    found = cli.Found(Normalized(net, 0.5, 0.5), '', fit=datasets.CenterFit(64))
+    assert cli._trained_at(found) == 32
+
+
+def test_padding_that_is_not_repeated_is_said(tmp_path):
+    from fastai.vision.all import Resize, ResizeMethod
+
+    d = photos(tmp_path / 'd', ('bag', 'coat'), size=80)
+    by_fastai(d, tmp_path, item_tfms=Resize(32, ResizeMethod.Pad), batch_tfms=[])
+    with pytest.warns(UserWarning, match='pads images.*the middle is cropped: robust-eval --crop-mode squash'):
+        rep = evaluate(None, d, None, checkpoint=tmp_path / 'm.pkl', size=None)
+    assert 'cut to 32x32' in rep.meta['title']
+
+
+def test_a_traceback_where_it_is_asked_for(monkeypatch, tmp_path):
+    with pytest.raises(SystemExit, match='robust-eval: no attack'):
+        robust_eval(model='resnet18', attacks='nothing', out=str(tmp_path))
+    monkeypatch.setenv('ROBUST_TRACEBACK', '1')
+    with pytest.raises(ValueError, match='no attack'):
+        robust_eval(model='resnet18', attacks='nothing', out=str(tmp_path))
+
+
 # --- checkpoints and classes as people have them
 
 
@@ -765,17 +812,29 @@ SIX = ('bag', 'coat', 'dress', 'shirt', 'shoe', 'boot')
 
 
 def test_a_folder_without_one_of_the_classes(tmp_path):
-    "The model has six outputs in alphabetical order, the folder five of the classes: names decide"
+    "Names decide, and only classes of the images can be predicted: two shoes as bright as boots are right now"
     exported(photos(tmp_path / 'train', SIX), tmp_path)
     few = photos(tmp_path / 'few', [o for o in SIX if o != 'boot'])
     rep = evaluate(None, few, None, checkpoint=tmp_path / 'few.pkl')
-    assert rep.df.accuracy[0] == pytest.approx(2 / 3, abs=1e-6) and rep.meta['n'] == 30
-    assert '5 of the 6 classes of the model (none of boot)' in rep.meta['title']
+    assert rep.df.accuracy[0] == pytest.approx(22 / 30, abs=1e-6) and rep.meta['n'] == 30
+    assert 'the 5 of its 6 outputs for these classes (not boot)' in rep.meta['title']
     assert not any('classes' in w for w in rep.warnings)
     # the advice of before gave another number
-    with pytest.raises(ValueError, match='not among those of the model: hat; the model also has bag, boot'):
+    with pytest.raises(ValueError, match='not among those of the model: hat; the model also has bag, boot.*classes 6'):
         (few / 'bag').rename(few / 'hat')
         evaluate(None, few, None, checkpoint=tmp_path / 'few.pkl')
+
+
+def test_two_names_of_one_class_are_refused():
+    "Folders tench and n01440764 would be two outputs with the same logit"
+    net = timm_model('resnet18').eval()
+    one = 'one class of the model: tench and n01440764'
+    with pytest.raises(ValueError, match=one):
+        of_imagenet(net, ['tench', 'n01440764', 'golden_retriever'])
+    with pytest.raises(ValueError, match=one):
+        cli.outputs_by_name(net, ['tench', 'n01440764'], ['church', 'tench'])
+    with pytest.raises(ValueError, match='one place in vocab, these have several: n01440764'):
+        cli.outputs_by_name(net, ['tench', 'church'], ['tench', 'n01440764', 'church'])
 
 
 def test_the_folder_of_the_training_is_recognised(tmp_path):

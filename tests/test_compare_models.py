@@ -294,7 +294,7 @@ def test_a_class_more_than_the_images_have_counts_as_in_robust_eval(photos):
     rep = run_eval(s, [PGD(0.1, steps=2)], checkpoint=photos / 'more.pkl')
     assert rep.verdicts['clean'].mean() == found.df.loc['more', 'clean'] > 0.8
     assert rep.df.accuracy[1] == pytest.approx(found.df.loc['more', 'PGD(0.1, steps=2)'], abs=1e-5)
-    assert any('more: 4 of the 5 classes of the model (none of Trouser)' in o for o in found.warnings)
+    assert any('more: ' in o and 'the 4 of its 5 outputs for these classes (not Trouser)' in o for o in found.warnings)
     assert any('straight: the model was trained in this folder' in o for o in found.warnings)
 
 
@@ -305,6 +305,48 @@ def test_python_maps_classes_by_name_too(photos):
     models = dict(straight=str(photos / 'straight.pkl'), turned=learn, file=str(photos / 'turned.pkl'), raw=learn.model)
     found = compare(models, dls.valid, [FGSM(0.1)]).df.clean
     assert found.straight == found.turned == found.file > 0.8 and found.raw < 0.3
+
+
+def test_a_part_of_the_classes_is_judged_alike_everywhere(photos):
+    "Model d, c, b, a; images of a, b, c: every way keeps the three outputs, and none of them doubts the numbers"
+    d = photos / 'three'
+    for name in ('Bag', 'Coat', 'Dress'):
+        shutil.copytree(photos / 'four' / name, d / name)
+    dls = image_dls(d, size=28, mode='L', valid='only', bs=48, num_workers=0, device='cpu')
+    x, y = dls.valid.one_batch()
+    learn, s = load_learner(photos / 'turned.pkl'), eval_settings('smoke', data=str(d), eps=0.1, size=28, device='cpu')
+    mine = SomeOutputs(learn.model, [3, 2, 1])
+    raw = robust_report(mine, (x, y), [PGD(0.1, steps=2)]).df.accuracy
+    python = compare(dict(turned=learn), dls.valid, [PGD(0.1, steps=2)])
+    command = run_compare(s, [f'turned={photos}/turned.pkl'], [PGD(0.1, steps=2)])
+    report = run_eval(s, [PGD(0.1, steps=2)], checkpoint=photos / 'turned.pkl')
+    for found in (python.df, command.df):
+        assert found.loc['turned', ['clean', 'PGD(0.1, steps=2)']].tolist() == pytest.approx(raw[:2].tolist(), abs=1e-5)
+    assert report.df.accuracy[:2].tolist() == pytest.approx(raw[:2].tolist(), abs=1e-5) and raw[0] > 0.8
+    for said in (python.warnings, command.warnings):
+        assert not any('outputs, but the data names' in o for o in said)
+        assert any('the 3 of its 4 outputs for these classes (not Sandal)' in o for o in said)
+
+
+def test_numbers_as_names_are_taken_by_their_order_and_that_is_said():
+    same, other = [synth_learner() for _ in range(2)]
+    same.dls.vocab, other.dls.vocab = list('1234'), list('0123')
+    data = same.dls.valid
+    data.vocab = same.dls.vocab
+    found = compare(dict(a=same, b=other), data, [])
+    assert any(o.startswith('b: classes are taken by their order') and '0 (the images: 1)' in o for o in found.warnings)
+    assert not any(o.startswith('a: ') and 'order' in o for o in found.warnings)
+
+
+def test_a_surrogate_is_put_in_order_by_its_own_names_alone(photos):
+    "A module has no names: as surrogate of a model that is turned it is refused, not turned too"
+    dls = image_dls(photos / 'four', size=28, mode='L', valid='only', bs=48, num_workers=0, device='cpu')
+    turned, straight = [load_learner(photos / f'{k}.pkl') for k in ('turned', 'straight')]
+    with pytest.raises(ValueError, match='its surrogate has no class names: give surrogate= as a Learner'):
+        compare(dict(a=Entry(turned, surrogate=straight.model)), dls.valid, [FGSM(0.1)])
+    of_learner = compare(dict(a=Entry(turned, surrogate=straight)), dls.valid, [FGSM(0.1)])
+    white = compare(dict(a=straight), dls.valid, [FGSM(0.1)])
+    assert of_learner.df.loc['a', 'FGSM(0.1)'] == white.df.loc['a', 'FGSM(0.1)'] < of_learner.df.clean.a
 
 
 def test_of_imagenets_outputs_those_of_the_images_are_kept_in_python_too(photos, tmp_path):
