@@ -12,7 +12,7 @@ from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
 from .core import *
-from .core import _adversarial
+from .core import _adversarial, _kind
 from .vit import *
 from .attacks import *
 from .eval_data import few_classes, hard_labels
@@ -76,10 +76,26 @@ class switch:
         return f'switch({self.value:g}, pct={self.pct:g}, before={self.before:g})'
 
 # %% ../nbs/01a_adv_train.ipynb #d8e08c2b
+class _Checked:
+    "A schedule whose every value must be one that `check` allows; raises ValueError where one is not"
+
+    def __init__(self, schedule, name, check):
+        self.schedule, self.name, self.check = schedule, name, check
+
+    def __call__(self, pct):
+        return self.check(self.schedule(pct), self.name)
+
+    def __repr__(self):
+        return str(self.schedule)
+
+
 def _weight(v, name, check=check_range):
-    "`v`, if it is a number that `check` allows, or a schedule that begins and ends with such; raises ValueError"
-    for o in [v(0.0), v(1.0)] if callable(v) else [v]:
-        check(o, name)
+    "`v`, if it is a number that `check` allows; or a schedule of such, checked at both ends now, and at each step"
+    if not callable(v):
+        return check(v, name)
+    v = _Checked(v, name, check)
+    for pct in (0.0, 1.0):
+        v(pct)
     return v
 
 
@@ -282,7 +298,7 @@ def with_fields(
 
 def _radius(ball, attack):
     "The radius of a ball, which must be one in the attack's norm"
-    if threat(attack)[0] == type(ball).__name__:
+    if threat(attack)[0] == _kind(ball):
         return ball.eps
     raise ValueError(f'eps={ball!r} is a radius in another norm than that of {attack!r}: give the attack that norm')
 
@@ -586,6 +602,9 @@ class CatchOverfit(AdvCallback):
                 'CatchOverfit compares the attack of AdvTrain, TRADES, ... with a stronger one '
                 'at the same eps: there is none here that has an eps'
             )
+        for a in (self.strong, self.then):
+            if a not in (None, 'stop'):
+                like(a, self.watched.attack)
         if self.epoch == 0:
             self.rows = []
         self.batch = None
@@ -642,7 +661,7 @@ def like(
     other: Attack,  # Gives radius and norm
 ) -> Attack:  # As `attack`
     "The attack in the ball of another one; a given step is scaled with the radius"
-    ours, norm = [threat(o)[0] for o in (attack, other)]
+    ours, norm = [_named_ball(o) for o in (attack, other)]
     if ours == norm:
         return attack.at_eps(other.eps)
     if not {ours, norm} <= {'Linf', 'L2'}:
@@ -652,6 +671,14 @@ def like(
     if getattr(attack, 'alpha', None) is not None:
         raise ValueError(f'{attack!r} has a step for another norm than {other!r}: leave alpha out')
     return attack.but(eps=other.eps, norm=other.norm)
+
+
+def _named_ball(attack):
+    "What kind of ball an attack stays in; raises TypeError where it names none"
+    kind = threat(attack)[0]
+    if kind is None:
+        raise TypeError(f'{row_name(attack)} names no ball, so it has no radius to compare at: give PGD(steps=5)')
+    return kind
 
 # %% ../nbs/01a_adv_train.ipynb #6dc5a9a8
 @patch

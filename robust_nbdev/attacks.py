@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache, singledispatch, update_wrapper
 from inspect import signature
 from .core import *
-from .core import _adversarial, _exact, _meant, _promised
+from .core import _adversarial, _exact, _kind, _meant, _promised
 from fastai.basics import *
 
 # %% ../nbs/01_attacks.ipynb #28fe54d7
@@ -56,7 +56,7 @@ class Loss:
 
 
 def _name_of(f):
-    return getattr(f, '__name__', repr(f))
+    return getattr(f, '__name__', None) or row_name(f)
 
 # %% ../nbs/01_attacks.ipynb #28fe54d8
 @singledispatch
@@ -450,7 +450,7 @@ def __call__(  # noqa: PLR0913
     check_call(model, target, targeted)
     x0 = check_images(x, model)
     with checked():
-        x_adv = check_result(self.make(model, x0, own(y), target, seed), x0, self)
+        x_adv = check_result(self.make(model, x0.clone(), own(y), own(target), seed), x0, self)
     return x_adv.as_subclass(type(x) if type(x) is not nn.Parameter else Tensor)
 
 
@@ -1191,7 +1191,7 @@ def threat(
 ) -> tuple:  # (norm, eps); for attacks without a ball (None, its budget)
     "What an attack may do: only attacks that may do the same can be compared"
     ball = _promised(attack)
-    return (None, getattr(attack, 'budget', None)) if ball is None else (type(ball).__name__, ball.eps)
+    return (None, getattr(attack, 'budget', None)) if ball is None else (_kind(ball), ball.eps)
 
 # %% ../nbs/01_attacks.ipynb #321d17f9
 class Wraps(AttackBase):
@@ -1265,7 +1265,7 @@ class WorstCase(Wraps):
         return list(self.attacks)
 
     def __repr__(self):
-        return f'WorstCase({list(self.attacks)})'
+        return f'WorstCase([{", ".join(map(row_name, self.attacks))}])'
 
 # %% ../nbs/01_attacks.ipynb #321d17fa
 @patch
@@ -1325,7 +1325,7 @@ class Transfer(Wraps):
 
     def __repr__(self):
         net = unwrap(self.surrogate)
-        return f'Transfer({getattr(net, "__name__", type(net).__name__)}, {self.attack!r})'
+        return f'Transfer({getattr(net, "__name__", type(net).__name__)}, {row_name(self.attack)})'
 
     def make(self, model, x, y, target, seed):
         kw = {} if target is None else dict(target=target, targeted=True)

@@ -9,13 +9,13 @@ __all__ = ['eps_str', 'number', 'check_whole', 'check_range', 'check_share', 'ch
            'check_logits', 'n_classes', 'weights_hash', 'check_dls', 'Epochs', 'refuse_second', 'AdvCallback']
 
 # %% ../nbs/00_core.ipynb #d29588c3
-import hashlib, operator
+import hashlib, operator, re
 from collections.abc import Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from fractions import Fraction
 from functools import lru_cache, partial, singledispatch
-from types import FunctionType
+from types import FunctionType, MethodType
 from torch.utils._pytree import tree_map
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
@@ -210,10 +210,10 @@ class Ball:
         self.eps = eps
 
     def __repr__(self):
-        return f'{type(self).__name__}({_exact(self.eps)})'
+        return f'{type(self).__name__}({", ".join([_exact(self.eps), *_beside_eps(self)])})'
 
     def __eq__(self, o):
-        return type(o) is type(self) and o.eps == self.eps
+        return type(o) is type(self) and o.eps == self.eps and _beside_eps(o) == _beside_eps(self)
 
     def __hash__(self):
         return hash((type(self), self.eps))
@@ -253,6 +253,25 @@ class Ball:
     ) -> Tensor:  # [B], pixel units
         "The norm of each image's perturbation"
         self._no_norm()
+
+
+def _beside_eps(ball):
+    "What a ball of one's own keeps beside its radius, in words"
+    return [f'{k}={_in_words(v)}' for k, v in sorted(vars(ball).items()) if k != 'eps']
+
+
+def _in_words(v):
+    "A value in words that differ where the values do: an array by a hash of its numbers"
+    if not isinstance(v, (Tensor, np.ndarray)):
+        return row_name(v)
+    v = torch.as_tensor(v)
+    return f'{list(v.shape)} {v.dtype} {hashlib.sha256(_bytes(v)).hexdigest()[:16]}'
+
+
+def _kind(ball):
+    "What reports write where the norm stands: the class of the ball, and what it keeps beside its radius"
+    beside = _beside_eps(ball)
+    return f'{type(ball).__name__}({", ".join(beside)})' if beside else type(ball).__name__
 
 # %% ../nbs/00_core.ipynb #7ad035e8
 class Linf(Ball):
@@ -498,10 +517,15 @@ def _notice(model):
         warnings.warn(o, stacklevel=4)
 
 
+_DEVICE_FAULTS = tuple(v for k, v in vars(torch).items() if k in ('OutOfMemoryError', 'AcceleratorError'))
+
+
 def _read(*numbers):
     "Read them from their device at once; None where nothing can be read, as inside `vmap` or on the device `meta`"
     try:
         return torch.stack([o.float() for o in numbers]).tolist()
+    except _DEVICE_FAULTS:
+        raise
     except RuntimeError:
         return None
 
@@ -581,34 +605,44 @@ def row_name(
 ) -> str:  # The same in every process
     "How an attack is called in rows and messages: as it prints itself, else by the name of its function or class"
     if isinstance(attack, partial):
-        given = [*map(repr, attack.args), *(f'{k}={v!r}' for k, v in attack.keywords.items())]
+        given = [*map(row_name, attack.args), *(f'{k}={row_name(v)}' for k, v in attack.keywords.items())]
         return f'{row_name(attack.func)}({", ".join(given)})'
-    if isinstance(attack, FunctionType):
+    if isinstance(attack, (FunctionType, MethodType)):
         return attack.__qualname__
-    return type(attack).__qualname__ if type(attack).__repr__ is object.__repr__ else repr(attack)
+    if type(attack).__repr__ is object.__repr__:
+        return type(attack).__qualname__
+    return re.sub(' at 0x[0-9a-fA-F]+', '', repr(attack))
 
 
 def check_result(
     x_adv,  # What an attack returned
     x: Tensor,  # For these images [B,C,H,W]
     attack,  # Any attack; one with a `ball`, or `norm` and `eps`, stays in that ball, or leaves it by its `slack`
-) -> Tensor:  # `x_adv`
+) -> Tensor:  # `x_adv`, detached
     "Adversarial images, if they are what the attack promises; raises ValueError and states what was found"
     shape = list(x_adv.shape) if isinstance(x_adv, Tensor) else type(x_adv).__name__
     if shape != list(x.shape):
         raise ValueError(f'{row_name(attack)} returned {shape} for images of shape {list(x.shape)}')
+    if (x_adv.dtype, x_adv.device) != (x.dtype, x.device):
+        raise ValueError(
+            f'{row_name(attack)} returned {x_adv.dtype} on {x_adv.device} for images of {x.dtype} on {x.device}: '
+            'return x_adv.to(x)'
+        )
+    if x_adv.requires_grad:
+        x_adv = x_adv.detach()
     if not len(x):
         return x_adv
     ball = _promised(attack)
-    lo, hi, outside = _read(*x_adv.detach().aminmax(), _outside(ball, x, x_adv)) or (0, 1, 0)
+    lo, hi, beyond, moved = _read(*x_adv.aminmax(), *_outside(ball, x, x_adv)) or (0, 1, 0, 0)
     if not (lo >= -1e-4 and hi <= 1 + 1e-4):
         raise ValueError(
             f'{row_name(attack)} returned pixels from {lo:g} to {hi:g}: adversarial images must lie in [0,1]'
         )
-    if ball is None or outside <= ball.eps * 0.001 + getattr(attack, 'slack', 0) + 1e-5:
+    room = getattr(attack, 'slack', 0) + 1e-5
+    if ball is None or (beyond <= ball.eps * 0.001 + room and moved <= room):
         return x_adv
     raise ValueError(
-        f'{row_name(attack)} moved an image {outside:.4g} out of its ball {ball!r}: project(x, delta) first'
+        f'{row_name(attack)} moved an image {max(beyond, moved):.4g} out of its ball {ball!r}: project(x, delta) first'
     )
 
 
@@ -624,14 +658,30 @@ def _promised(
 
 
 def _outside(ball, x, x_adv):
-    "How far images lie outside: beyond the radius of a norm, or from where a ball of one's own projects them"
+    "How far images lie beyond the radius, and how far a ball of one's own moves a pixel of them; 0 where unknown"
+    beyond = moved = x_adv.new_zeros(())
     if ball is None:
-        return x_adv.new_zeros(())
-    x = x.detach().float().clamp(0, 1)
-    delta = x_adv.detach().float() - x
-    if type(ball) in (Linf, L2):
-        return ball.size(delta).max() - ball.eps
-    return (delta - ball.project(x, delta)).abs().max()
+        return beyond, moved
+    with _full_precision(x):
+        x = x.detach().float().clamp(0, 1)
+        delta = x_adv.float() - x
+        if _measures(type(ball)):
+            beyond = ball.size(delta).max() - ball.eps
+        if type(ball) not in (Linf, L2):
+            moved = (delta - ball.project(x, delta.clone())).abs().max()
+    return beyond, moved
+
+
+def _measures(kind):
+    "Does `size` belong to what `project` does? Not in a class that has a `project` of its own alone"
+    size, project = [next(i for i, k in enumerate(kind.__mro__) if name in vars(k)) for name in ('size', 'project')]
+    return size <= project
+
+
+def _full_precision(x):
+    "A scope without mixed precision, on devices that have it"
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 @singledispatch
@@ -718,8 +768,13 @@ def weights_hash(
             continue
         h.update(name.encode())
         if isinstance(v, Tensor) and v.numel():
-            h.update(v.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            h.update(_bytes(v))
     return h.hexdigest()[:16]
+
+
+def _bytes(v):
+    "The bytes of a tensor's numbers"
+    return v.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if v.numel() else b''
 
 # %% ../nbs/00_core.ipynb #aee5d8a7
 def check_dls(

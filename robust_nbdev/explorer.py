@@ -22,6 +22,7 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.models.xcit import Xcit
 from fastai.basics import *
 from .core import *
+from .core import _adversarial
 from .vit import *
 from .attacks import *
 from .evaluate import *
@@ -600,7 +601,7 @@ def attack_view(
     "The adversarial images of an attack and the models' predictions; each model is attacked directly"
     seen = {}
     for name, m in _named(models).items():
-        xa = attack(m, x, y, seed=seed)
+        xa = _adversarial(attack, m, x, y, seed)
         seen[name] = _attacked(m, x, xa, y, vocab)
 
     def scene(i):
@@ -757,7 +758,7 @@ def token_view(  # noqa: PLR0913
 ) -> list:  # A `Scene` for each shown image
     "Features attacked with or without knowledge of the tokens, and predictions with or without them"
     plain, victim = probes[0].model, probes[bool(tokens)]
-    xa = attack(probes[bool(aware)].model, x, None, seed=seed) if x_adv is None else x_adv
+    xa = _adversarial(attack, probes[bool(aware)].model, x, None, seed) if x_adv is None else x_adv
     cosine = feature_cosine(victim.model, x, xa, clean=plain)
     clean, attacked = [_probs(victim, o) for o in (x, xa)]
     means = {
@@ -840,7 +841,7 @@ def lam_view(  # noqa: PLR0913
     "The gates for one lam, and the predictions on clean and on attacked images"
     with _gates_kept(dial.model):
         m = dial(lam)
-        xa = attack(m, x, y, seed=seed)
+        xa = _adversarial(attack, m, x, y, seed)
         clean, attacked = _probs(m, x), _probs(m, xa)
         gates = gate_pictures(m, x[:shown])[:, :, 0]
 
@@ -1041,7 +1042,7 @@ def explore_scales(
     models, scales = _named(models), _values(scales)
     x, y = _batch(x, y, None)
     memory = _Memory(models, attack)
-    plain = memory(lambda k: attack(models[k], x, y, seed=seed), None)
+    plain = memory(lambda k: _adversarial(attack, models[k], x, y, seed), None)
     show = memory(lambda model, scale: scale_view(models[model], x, y, attack, scale, plain(model), seed))
     start = dict(model=list(models)[-1], scale=1.0 if 1 in scales else first(scales))
     return Explorer(show, dict(model=list(models), scale=scales), start, memory)

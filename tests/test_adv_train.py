@@ -1165,3 +1165,52 @@ def test_a_radius_in_another_norm_is_refused():
     with pytest.raises(ValueError, match='another norm'):
         AdvTrain(PGD(0.1, steps=1), eps=L2(0.5))
     assert AdvTrain(PGD(0.1, steps=1), eps=Linf(0.05)).scheduled().eps == 0.05
+
+
+def test_a_function_that_returns_a_graph_changes_no_gradient_of_the_weights():
+    def tied(model, x, y, seed=0):
+        return (x + 0.1 * torch.tanh(model(x).sum(1)).view(-1, 1, 1, 1)).clamp(0, 1)
+
+    def cut(model, x, y, seed=0):
+        return tied(model, x, y).detach()
+
+    def grads(attack):
+        learn = synth_learner(cbs=[AdvTrain(attack), GetGrads()])
+        learn.fit(1, 1e-3)
+        return learn.get_grads.grads[0]
+
+    assert torch.equal(grads(tied), grads(cut))
+
+
+def test_a_half_type_is_not_trained_on():
+    with pytest.raises(ValueError, match='returned torch.float16 on cpu for images of torch.float32'):
+        synth_learner(cbs=AdvTrain(lambda model, x, y, seed=0: x.half())).fit(1)
+
+
+@pytest.mark.parametrize(
+    'cb,words',
+    [
+        (lambda v: AdvTrain(ADV, clean_loss=v), 'clean_loss is a share, between 0 and 1, got 2.25'),
+        (lambda v: TRADES(ADV, beta=lambda p: -v(p)), 'beta must be a number >= 0, got -2.25'),
+        (lambda v: AWP(lambda p: -v(p)), 'gamma must be a number >= 0, got -2.25'),
+    ],
+)
+def test_a_schedule_is_checked_at_each_step(cb, words):
+    "This one begins and ends at 0; after the first of four steps it is 12 * 1/4 * 3/4"
+    with pytest.raises(ValueError, match=words):
+        synth_learner(cbs=cb(lambda p: 12 * p * (1 - p))).fit(1, 1e-3)
+
+
+@pytest.mark.parametrize('then', [False, True])
+def test_catch_overfit_refuses_what_names_no_ball_before_the_first_step(then):
+    steps = []
+    catch = CatchOverfit(then=brighten) if then else CatchOverfit(brighten)
+    learn = synth_learner(cbs=[AdvTrain(FGSM(0.1)), catch, Callback(after_step=lambda self: steps.append(1))])
+    with pytest.raises(TypeError, match='brighten names no ball'):
+        learn.fit(1)
+    assert not steps
+
+
+def test_two_functions_have_no_ball_in_common():
+    with pytest.raises(TypeError, match='brighten names no ball'):
+        like(brighten, brighten)

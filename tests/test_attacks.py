@@ -3,7 +3,9 @@
 
 import copy, gc, random, warnings, weakref
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from fastai.callback.schedule import *
 import numpy as np, pytest, torch, torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
@@ -1325,3 +1327,127 @@ def test_no_attack_is_moved_into_a_ball_that_it_does_not_know():
 def test_a_flag_is_no_number_of_steps():
     with pytest.raises(ValueError, match='steps must be a whole number >= 0, got True'):
         PGD(0.1, steps=True)
+
+
+@dataclass(frozen=True, repr=False)
+class InPlace(AttackBase):
+    "Moves the images that it is given, and reverses the targets"
+
+    by: float = 0.5
+    norm, eps = 'Linf', 0.03
+
+    def make(self, model, x, y, target, seed):
+        if target is not None:
+            target.fill_(0)
+        return x.add_(self.by).clamp_(0, 1)
+
+
+def brightens(model, x, y, seed=0):
+    return x.add_(0.5).clamp_(0, 1)
+
+
+def test_a_make_that_works_in_place_is_checked_against_the_images_it_was_given():
+    x = torch.full((2, 1, 4, 4), 0.4)
+    with pytest.raises(ValueError, match=r'moved an image 0.47 out of its ball Linf\(0.03\)'):
+        InPlace()(nn.Identity(), x)
+    assert (InPlace(0.02)(nn.Identity(), x) - x).max() == pytest.approx(0.02) and x.unique().tolist() == [x[0, 0, 0, 0]]
+
+
+def test_a_transferred_function_that_works_in_place_moves_no_image():
+    x = torch.full((2, 1, 4, 4), 0.4)
+    moved = Transfer(nn.Identity(), brightens)(nn.Identity(), x)
+    assert (moved - x).min() == pytest.approx(0.5)
+
+
+def test_a_make_that_writes_into_its_targets_changes_no_others():
+    target = torch.tensor([1, 2])
+    InPlace(0.02)(nn.Identity(), torch.rand(2, 1, 4, 4), target=target)
+    assert target.tolist() == [1, 2]
+
+
+class L1(Ball):
+    "The sum of all moves"
+
+    def size(self, delta):
+        return delta.flatten(1).abs().sum(1)
+
+    def project(self, x, delta):
+        "By soft thresholding (Duchi et al., 2008)"
+        d = delta.flatten(1)
+        u = d.abs().sort(1, descending=True).values
+        over = (u.cumsum(1) - self.eps) / torch.arange(1, u.shape[1] + 1)
+        threshold = over.gather(1, (u > over).sum(1, keepdim=True) - 1).clamp(min=0)
+        delta = (d.sign() * (d.abs() - threshold).clamp(min=0)).view_as(delta)
+        return (x + delta).clamp(0, 1) - x
+
+
+class L1NoSize(L1):
+    "Where `project` is overridden, the size of a class above says nothing"
+
+    def project(self, x, delta):
+        delta = delta.clone()
+        return super().project(x, delta)
+
+
+def moved_by(ball, size, eps=12.0):
+    "A result whose every pixel moves alike, `size` in all"
+    x = torch.full((2, 3, 32, 32), 0.5)
+    return check_result(x + size / 3072, x, SimpleNamespace(ball=ball(eps)))
+
+
+@pytest.mark.parametrize('ball', [L1, L1NoSize])
+@pytest.mark.parametrize('size', [12.5, 24, 48])
+def test_a_sum_beyond_its_radius_is_refused_however_little_each_pixel_moves(ball, size):
+    assert moved_by(ball, 11.999).shape == (2, 3, 32, 32)
+    with pytest.raises(ValueError, match='out of its ball L1'):
+        moved_by(ball, size)
+
+
+class Erases(UpperHalf):
+    "Projects the very tensor that it is given"
+
+    def project(self, x, delta):
+        delta[..., x.shape[-2] // 2 :, :] = 0
+        return Linf.project(self, x, delta)
+
+
+def test_a_projection_in_place_hides_no_move():
+    with pytest.raises(ValueError, match='out of its ball Erases'):
+        moved_by(Erases, 1, eps=0.1)
+
+
+class Mixing(Linf):
+    "A projection by a matrix: the upper half of the rows"
+
+    def project(self, x, delta):
+        keep = torch.diag((torch.arange(x.shape[-2]) < x.shape[-2] // 2).float())
+        return super().project(x, keep @ delta.float())
+
+
+def test_a_right_result_is_accepted_in_mixed_precision():
+    x = torch.rand(2, 1, 28, 28)
+    x_adv = x + Mixing(0.1).project(x, torch.rand_like(x) * 0.1)
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        assert torch.equal(check_result(x_adv, x, SimpleNamespace(ball=Mixing(0.1))), x_adv)
+
+
+class Scaled(Linf):
+    def __init__(self, eps, w):
+        super().__init__(eps * w)
+        self.w = w
+
+
+@dataclass(frozen=True, repr=False)
+class ByScaled(PGD):
+    w: int = 1
+
+    @property
+    def ball(self):
+        return Scaled(self.eps / self.w, self.w)
+
+
+def test_balls_of_two_settings_are_two_threat_models():
+    a, b = ByScaled(0.1, w=1), ByScaled(0.1, w=2)
+    assert threat(a) == ('Scaled(w=1)', 0.1) and threat(b) == ('Scaled(w=2)', 0.1)
+    with pytest.raises(ValueError, match='different threat models'):
+        WorstCase([a, b])

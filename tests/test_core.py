@@ -1,6 +1,7 @@
 "`core`: balls, seeds, normalisation, `attack_mode` and the input checks (R01-R04)."
 
 import random, warnings
+from functools import partial
 from types import SimpleNamespace
 import numpy as np, pytest, timm, torch
 from hypothesis import given, settings, strategies as st
@@ -8,6 +9,7 @@ from scipy import stats
 from torch import nn
 from fastai.torch_core import TensorBase
 from fastai.vision.core import TensorImage
+from robust_nbdev import core
 from robust_nbdev.core import *
 from robust_nbdev.attacks import *
 from robust_nbdev.test_utils import *
@@ -512,3 +514,68 @@ def test_a_column_of_floats_is_no_soft_label():
     "Its largest entry is always the first: every image would be of class 0"
     with pytest.raises(TypeError, match='soft labels'):
         check_labels(torch.ones(3, 1), torch.rand(3, 1, 2, 2))
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.float64])
+def test_a_result_of_another_type_is_refused(dtype):
+    x = torch.rand(2, 1, 4, 4)
+    with pytest.raises(ValueError, match=f'returned {dtype} on cpu for images of torch.float32'):
+        check_result(x.to(dtype), x, 'mine')
+
+
+def test_a_result_has_no_graph():
+    x = torch.rand(2, 1, 4, 4)
+    x_adv = check_result(x * torch.ones(1, requires_grad=True), x, 'mine')
+    assert torch.equal(x_adv, x) and not x_adv.requires_grad
+
+
+@pytest.mark.parametrize('error', [torch.OutOfMemoryError, *core._DEVICE_FAULTS])
+def test_a_fault_of_the_device_is_no_number_that_cannot_be_read(error, monkeypatch):
+    def fails(*args):
+        raise error('out of memory')
+
+    monkeypatch.setattr(torch, 'stack', fails)
+    with pytest.raises(error):
+        core._read(torch.zeros(()))
+
+
+class Box:
+    def attack(self, model, x, y, seed=0):
+        return x
+
+
+def blur(model, x, y, loss=None, seed=0):
+    return x
+
+
+@pytest.mark.parametrize(
+    'attack,name',
+    [
+        (partial(blur, loss=blur), 'blur(loss=blur)'),
+        (partial(blur, loss=[blur]), 'blur(loss=[<function blur>])'),
+        (partial(blur, loss=0.5), 'blur(loss=0.5)'),
+        (Box().attack, 'Box.attack'),
+        (Box(), 'Box'),
+        (WorstCase([blur]), 'WorstCase([blur])'),
+        (Transfer(nn.Flatten(), partial(blur, loss=Box())), 'Transfer(Flatten, blur(loss=Box))'),
+        (PGD(0.1, loss=partial(blur, y=1)), 'PGD(0.1, loss=blur(y=1), steps=10)'),
+    ],
+)
+def test_names_hold_no_address(attack, name):
+    assert row_name(attack) == name
+
+
+class Weighted(Linf):
+    "Pixels have weights"
+
+    def __init__(self, eps, w):
+        super().__init__(eps)
+        self.w = w
+
+
+def test_balls_that_differ_beside_the_radius_differ():
+    assert Weighted(0.1, 1) == Weighted(0.1, 1) != Weighted(0.1, 2)
+    assert repr(Weighted(0.1, 2)) == 'Weighted(0.1, w=2)'
+    many = torch.zeros(5000)
+    assert Weighted(0.1, many) == Weighted(0.1, many.clone()) != Weighted(0.1, many.index_fill(0, torch.tensor(9), 1))
+    assert Linf(0.1) == Linf(0.1) != L2(0.1) and repr(Linf(0.1)) == 'Linf(0.1)'

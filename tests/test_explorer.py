@@ -538,6 +538,28 @@ def test_plain_attack_is_made_once_for_all_scales(nets, data):
     assert calls.count('Normalized') == 1
 
 
+@pytest.mark.parametrize('view', [attack_view, lam_view])
+def test_a_function_that_works_in_place_leaves_the_pictures_alone(view, nets, data):
+    x, y = [o[:2].clone() for o in data]
+    was, made = x.clone(), []
+
+    def brighten(model, x, y, seed=0):
+        made.append(x.clone())
+        return x.add_(0.2).clamp_(0, 1)
+
+    view(nets, x, y, brighten) if view is attack_view else view(dial(), x, y, brighten, 0.5)
+    assert torch.equal(x, was) and all(torch.equal(o, was) for o in made)  # every model is attacked on clean images
+
+
+def test_images_out_of_their_ball_are_not_shown(nets, data):
+    class Beyond(PGD):
+        def __call__(self, model, x, y=None, **kw):
+            return (x + 0.4).clamp(0, 1)
+
+    with pytest.raises(ValueError, match=r'out of its ball Linf\(0.1\)'):
+        attack_view(nets, *data, Beyond(0.1))
+
+
 # --- what holds, and what no longer does
 # ------------------------------------------------------------------------------------------
 
