@@ -1431,7 +1431,7 @@ def test_a_right_result_is_accepted_in_mixed_precision():
         assert torch.equal(check_result(x_adv, x, SimpleNamespace(ball=Mixing(0.1))), x_adv)
 
 
-class Scaled(Linf):
+class ScaledBall(Linf):
     def __init__(self, eps, w):
         super().__init__(eps * w)
         self.w = w
@@ -1443,11 +1443,11 @@ class ByScaled(PGD):
 
     @property
     def ball(self):
-        return Scaled(self.eps / self.w, self.w)
+        return ScaledBall(self.eps / self.w, self.w)
 
 
 def test_balls_of_two_settings_are_two_threat_models():
     a, b = ByScaled(0.1, w=1), ByScaled(0.1, w=2)
-    assert threat(a) == ('Scaled(w=1)', 0.1) and threat(b) == ('Scaled(w=2)', 0.1)
+    assert threat(a) == ('ScaledBall(w=1)', 0.1) and threat(b) == ('ScaledBall(w=2)', 0.1)
     with pytest.raises(ValueError, match='different threat models'):
         WorstCase([a, b])
