@@ -3,9 +3,7 @@
 import importlib, types
 import robust_nbdev.all
 
-MODULES = (
-    'attacks autoattack patch_attacks adv_train compare experiments corruptions robust_tokens tora xcit_recipe afat aas'
-)
+MODULES = 'vit attacks autoattack patch_attacks adv_train compare experiments corruptions robust_tokens tora xcit_recipe afat aas'
 everything = types.ModuleType('everything', __doc__)
 vars(everything).update(vars(robust_nbdev.all))
 for _name in (*MODULES.split(), 'explorer'):
