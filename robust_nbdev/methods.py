@@ -338,7 +338,8 @@ def side_of(
     under = {k: o for k, o in right.items() if k.rpartition(' ')[0] in CORRUPTIONS}
     costs = {k: numbers[k] for k in ('params', 'step', 'predict')}
     attacks = {k: o for k, o in right.items() if k not in under}
-    return Side(key['method'], attacks, key['threat'], under, warnings=tuple(row['notes']), **costs)
+    notes = tuple(o for o in row['notes'] if ': computed again' not in o)  # how a row was made, not what it says
+    return Side(key['method'], attacks, key['threat'], under, warnings=notes, **costs)
 
 
 def methods_table(
