@@ -149,13 +149,8 @@ class Hidden(PGD):
         return super().update(x, s, self.k * g, v, i)
 
 
-class Part(functools.partial):
-    def __repr__(self):
-        return 'part'
-
-
 def own(sign):
-    return Part(lambda z, y, k: k * ce(z, y), k=sign)
+    return lambda z, y: sign * ce(z, y)
 
 
 class Call:
@@ -187,7 +182,7 @@ def bank(v):
 
 ATTACKS = dict(
     body=(classes, 0, 1),
-    partial=(lambda k: PGD(E, steps=3, loss=own(k)), -1, 1),
+    closure=(lambda k: PGD(E, steps=3, loss=own(k)), -1, 1),
     callable_=(lambda k: PGD(E, steps=3, loss=Call(k)), -1, 1),
     function=(function, -1, 1),
     tensor=(bank, -1.0, 1.0),
