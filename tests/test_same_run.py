@@ -1,6 +1,6 @@
 "A row is taken from disk only if the same would be computed: by the attack, and by the model (R31)."
 
-import copy, functools, json, os, warnings
+import copy, json, os, warnings
 import numpy as np, pytest, torch
 from torch import nn
 from robust_nbdev.core import *
