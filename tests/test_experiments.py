@@ -333,7 +333,7 @@ def test_saved_rows_are_those_of_the_code_as_it_is():
 # ----------------------------------------------------------- every experiment of every profile, on generated images
 SHRUNK = dict(
     n_train=8,
-    n_valid=4,
+    n_valid=8,
     bs=4,
     epochs=1,
     long=1,
