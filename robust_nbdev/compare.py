@@ -278,7 +278,9 @@ class StepCost(AdvCallback):
         x, count = b[0].as_subclass(Tensor), FlopCounterMode(display=False)
         with _unfused(learn.model), count:
             learn.one_batch(i, b)
-        self.counted.append(count.get_total_flops() / 2 / len(x) / multiply_adds(get_model(learn.model), x[:1]))
+        forward = multiply_adds(get_model(learn.model), x[:1])
+        if forward:  # a model without products has no F
+            self.counted.append(count.get_total_flops() / 2 / len(x) / forward)
         if self.batches is None or i + 1 < self.batches:
             self.before_train()
 

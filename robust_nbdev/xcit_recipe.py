@@ -35,6 +35,7 @@ from .models import small_model
 from .attacks import *
 from .autoattack import *
 from .adv_train import *
+from .eval_data import hard_labels
 from .evaluate import *
 from .compare import *
 from .experiments import *
@@ -1574,9 +1575,7 @@ def topk(
     k: int = 1,  # How many guesses
 ) -> float:  # 0 to 1
     "Share of images whose label is among the `k` likeliest classes"
-    y = check_labels(y, x)
-    if y.ndim == 2:
-        y = y.argmax(1)
+    y = hard_labels(y, x)
     with attack_mode(model), torch.no_grad():
         z = outputs(model, x)
     return (z.topk(k, dim=1).indices == y[:, None]).any(1).float().mean().item()

@@ -460,3 +460,21 @@ def test_models_without_names_are_refused(data):
     for models, got in ((['fashion_mnist_vit'], 'a list'), ({}, 'none'), (nn.Linear(2, 2), 'a Linear')):
         with pytest.raises(ValueError, match=f'by name.*got {got}$'):
             compare(models, data, ATTACKS)
+
+
+def test_a_model_without_products_has_no_cost_and_is_trained_all_the_same():
+    "A forward of it makes no multiplication that is counted"
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.by = nn.Parameter(torch.ones(4))
+
+        def forward(self, x):
+            return x.flatten(1)[:, :4] * self.by
+
+    learn = synth_learner(model=Scaled(), cbs=StepCost())
+    learn.fit(1)
+    assert learn.step_cost.step is None and not torch.equal(learn.model.by.detach(), torch.ones(4))
+    res = compare({'scaled': learn}, learn.dls.valid, [FGSM(0.1)])
+    assert 'F a step' not in res.shown().columns
