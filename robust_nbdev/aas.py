@@ -16,6 +16,7 @@ import timm
 from timm.models.vision_transformer import VisionTransformer
 from torch.func import functional_call
 from .core import *
+from .core import _adversarial
 from .vit import *
 from .attacks import *
 from .attacks import _of_images
@@ -717,7 +718,7 @@ def two_models(  # noqa: PLR0913
     if victim is None:
         victim = attack.scaled(model, x, y, seed=seed)
     if x_plain is None:
-        x_plain = attack.attack(model, x, y, seed=seed)
+        x_plain = _adversarial(attack.attack, model, x, y, seed)
     clean = predict(model, x) == y
     clean_scaled = predict(victim, x) == y
     plain = clean & (predict(model, x_plain) == y)
@@ -793,7 +794,7 @@ def _where_right(attack, model, x, y, seed):
     x_adv = x.clone()
     i = (predict(model, x) == y).nonzero()[:, 0]
     if len(i):
-        x_adv[i] = attack(model, x[i], y[i], seed=seed)
+        x_adv[i] = _adversarial(attack, model, x[i], y[i], seed)
     return x_adv
 
 
@@ -958,7 +959,7 @@ def _survivors(attack, model, x, y, alive, seed):
     "Which of the images that are `alive` [B] survive an attack on these images, too"
     alive = alive.clone()
     for i in alive.nonzero()[:, 0].split(250):
-        alive[i] = predict(model, attack(model, x[i], y[i], seed=seed)) == y[i]
+        alive[i] = predict(model, _adversarial(attack, model, x[i], y[i], seed)) == y[i]
     return alive
 
 

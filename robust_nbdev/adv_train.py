@@ -76,26 +76,10 @@ class switch:
         return f'switch({self.value:g}, pct={self.pct:g}, before={self.before:g})'
 
 # %% ../nbs/01a_adv_train.ipynb #d8e08c2b
-class _Checked:
-    "A schedule whose every value must be one that `check` allows; raises ValueError where one is not"
-
-    def __init__(self, schedule, name, check):
-        self.schedule, self.name, self.check = schedule, name, check
-
-    def __call__(self, pct):
-        return self.check(self.schedule(pct), self.name)
-
-    def __repr__(self):
-        return str(self.schedule)
-
-
 def _weight(v, name, check=check_range):
-    "`v`, if it is a number that `check` allows; or a schedule of such, checked at both ends now, and at each step"
-    if not callable(v):
-        return check(v, name)
-    v = _Checked(v, name, check)
-    for pct in (0.0, 1.0):
-        v(pct)
+    "`v`, if it is a number that `check` allows, or a schedule that begins and ends with such"
+    for o in (v(0.0), v(1.0)) if callable(v) else [v]:
+        check(o, name)
     return v
 
 
@@ -106,6 +90,7 @@ class AdvTrain(AdvCallback):
     joint = False  # does a step need the output for the clean images too?
     compares = False  # does the attack's loss compare with the clean output?
     options = ('clean_images', 'clean_loss')  # numbers and schedules that its repr shows
+    weights = dict(clean_loss=check_share)
     # state
     clean_images, clean_loss = 0.0, 0.0
     summed = None  # does the Learner's loss sum over the images? Found out once per epoch
@@ -390,6 +375,7 @@ class TRADES(AdvTrain):
     "Zhang et al. (2019): the loss on clean images, + `beta` times KL(clean output || adversarial), of all images"
 
     joint, compares, options = True, True, ('beta',)
+    weights = dict(beta=check_range)
     inner = staticmethod(kl)
 
     def __init__(
@@ -421,6 +407,7 @@ class MART(AdvTrain):
     "Wang et al. (2020): boosted cross-entropy on adversarial images, + `beta` times KL, weighted by 1 - p_y(x)"
 
     joint, options = True, ('beta',)
+    weights = dict(beta=check_range)
 
     def __init__(
         self,
@@ -489,6 +476,7 @@ class GAT(AdvTrain):
     same difference guides the attack"""
 
     joint, compares, options = True, True, ('beta',)
+    weights = dict(beta=check_range)
 
     def __init__(
         self,
@@ -905,6 +893,7 @@ class AWP(AdvCallback):
     "Wu et al. (2020): take each gradient at adversarially moved weights, every matrix by `gamma` times its norm"
 
     order = AdvTrain.order + 1
+    weights = dict(gamma=check_range)
     zero, images = None, None
     _stateattrs = ('zero', 'images')
 

@@ -27,11 +27,12 @@ from torchvision.transforms.functional import to_pil_image, to_tensor
 from timm.models.cait import Cait
 from timm.models.xcit import Xcit
 from .core import *
-from .core import _refuse_grey_levels
+from .core import _adversarial, _refuse_grey_levels
 from .vit import *
 from .attacks import *
 from .patch_attacks import *
 from .adv_train import *
+from .adv_train import _weight
 from .evaluate import *
 from .evaluate import _names
 from .eval_data import *
@@ -390,6 +391,7 @@ class AFAT(AdvCallback):
     """Adversarial feature alignment: a corruption model occludes patches, the Learner's model learns to keep its
     features; a second copy is refused"""
 
+    weights = dict(occlude=check_share, lam=check_range)
     order = AdvTrain.order + 0.5  # after AdvTrain has put its images in place, before the loss is scaled
     _stateattrs = ('optim', 'leaf', 'kept', 'outs', 'undo', 'extra', 'clean', 'g')
     optim = leaf = kept = outs = undo = extra = clean = g = None
@@ -413,8 +415,8 @@ class AFAT(AdvCallback):
         _check_choices(
             select=(select, _SELECTIONS), fill=(fill, _FILLS), how=(how, ('mean', 'sum')), ste=(ste, (None, *_STE))
         )
-        _check_weight('occlude', occlude, 1)
-        _check_weight('lam', lam)
+        _weight(occlude, 'occlude', check_share)
+        _weight(lam, 'lam')
         if isinstance(patch, int):
             patch = (patch, patch)
         if corruption is not None:
@@ -440,13 +442,6 @@ def _check_choices(**choices):
     for name, (v, ok) in choices.items():
         if v not in ok:
             raise ValueError(f'{name} must be one of {list(ok)}, got {v!r}')
-
-
-def _check_weight(name, v, most=math.inf):
-    if callable(v) or 0 <= v <= most:
-        return
-    bounds = '>= 0' if most == math.inf else f'from 0 to {most}'
-    raise ValueError(f'{name} must be a number {bounds} or a schedule, got {v!r}')
 
 
 def _check_given(corruption, **fields):
@@ -982,7 +977,7 @@ def show_occlusion(
     device = next(model.parameters()).device
     _, x, y = next(iter(eval_batches(fair(data, max_n)[0], device=device)))
     x, y = x[:max_n], y[:max_n]
-    x2 = attack(model, x, y)
+    x2 = _adversarial(attack, model, x, y, 0)
 
     def label_probs(images):
         return outputs(model, images).softmax(1).gather(1, y[:, None])[:, 0].tolist()

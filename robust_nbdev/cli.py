@@ -1383,17 +1383,19 @@ def reproduce_all(
     profile,  # Section of settings.ini
     out,  # Folder of all results; None: `results`, beside settings.ini
     check: int = 0,  # Make so many finished rows of each again instead, and compare
+    confirm: int = 0,  # Make so many old rows of each again instead; the old rows count as done if these agree
 ):
     "Run each experiment whose data are there, and print its table beside the published one"
-    from robust_nbdev.experiments import _missing, check_rows, profile_for, published_table, reproduce
+    from robust_nbdev.experiments import _missing, check_rows, confirm_rows, profile_for, published_table, reproduce
 
     for e in experiments:
         print(f'\n{e.name}: {e.shows}')
         if lost := _missing(e, profile_for(e.paper, profile)):
             print(f'not run: {", ".join(lost)} is not on this machine; name a copy in settings.ini')
             continue
-        if check:
-            print(check_rows(e.name, check, profile, out).to_string(index=False))
+        if check or confirm:
+            again, n = (check_rows, check) if check else (confirm_rows, confirm)
+            print(again(e.name, n, profile, out).to_string(index=False))
         else:
             reproduce(e.name, profile, out, _told)
             print(published_table(e.name, profile, out).reset_index().fillna('').to_string(index=False))
@@ -1407,6 +1409,8 @@ def robust_reproduce(
     profile: str = None,
     out: str = None,  # Folder of all results (default: results, beside the nearest settings.ini)
     check: int = 0,  # Make so many finished rows of each experiment again, and compare with what is on disk
+    # After a change that should not change a number: make so many old rows again; the rest count as done if these agree
+    confirm: int = 0,
 ):
     """Make the rows of a paper's tables, go on where a killed command stopped, and print the tables beside the
     published ones"""
@@ -1418,7 +1422,7 @@ def robust_reproduce(
         if list or not names:
             print(_listed(names, profile, out))
         else:
-            reproduce_all(found, profile, out, check)
+            reproduce_all(found, profile, out, check, confirm)
 
 # %% ../nbs/08_cli.ipynb #a6695c38
 def named_model(

@@ -843,6 +843,7 @@ class AdvCallback(Callback):
     "Base of the callbacks that attack training batches"
 
     order, run_valid = MixUp.order + 1, False
+    weights = {}  # its numbers that may follow a schedule, each with its check: `dict(lam=check_share)`
 
     def __call__(self, event_name):  # `before_fit`, `before_train`, ...
         "Count the epochs and refuse a second copy; then run the subclass's method for this event"
@@ -851,6 +852,8 @@ class AdvCallback(Callback):
         is_training = event_name == 'before_train' and not hasattr(self.learn, 'lr_finder')
         if is_training:
             self.epochs.begin(self.epoch)
+        if event_name == 'before_batch' and self.training:
+            self.check_weights()
         try:
             with checked('model'):  # which learns from the images that it is given
                 return super().__call__(event_name)
@@ -861,6 +864,12 @@ class AdvCallback(Callback):
     def only_one(self):
         "Raises ValueError if the Learner has a second copy; a subclass may widen or lift this"
         refuse_second(self)
+
+    def check_weights(self):
+        "Raises ValueError if a number, or the value of a schedule at this point of the training, is not allowed"
+        for name, check in self.weights.items():
+            v = getattr(self, name)
+            check(v(self.pct_train) if callable(v) else v, name)
 
     @property
     def epochs(self) -> Epochs:  # One for all callbacks of the Learner

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['EXPERIMENTS', 'Outcome', 'Trial', 'experiment', 'profile_for', 'trials_of', 'results_folder', 'reproduce', 'rows',
-           'status', 'verdicts_of', 'difference', 'judge_rows', 'published_table', 'check_rows']
+           'status', 'verdicts_of', 'difference', 'judge_rows', 'published_table', 'check_rows', 'confirm_rows']
 
 # %% ../nbs/01g_experiments.ipynb #a2e920e0
 import ast, base64, hashlib, inspect, json, platform, sys, textwrap, time
@@ -269,16 +269,23 @@ def _row(path):
 
 
 def _state(trial, row):
-    return 'open' if row is None else 'done' if row['made']['code'] == _code_of(trial.fn) else 'old'
+    if row is None:
+        return 'open'
+    made = row['made']
+    return 'done' if _code_of(trial.fn) in (made['code'], *made.get('confirmed', {})) else 'old'
+
+
+def _write(path, row):
+    "In one move"
+    with atomic_save(path, 'w') as f:
+        f.write(json.dumps(row, indent=1) + '\n')
 
 
 def _make(e, trial, path, profile):
     "Run one trial and write its row, in one move"
     clock, core = time.perf_counter(), time.process_time()
     outcome = trial.fn(**trial.key)
-    row = _row_of(e, trial, outcome, (time.perf_counter() - clock, time.process_time() - core), profile)
-    with atomic_save(path, 'w') as f:
-        f.write(json.dumps(row, indent=1) + '\n')
+    _write(path, _row_of(e, trial, outcome, (time.perf_counter() - clock, time.process_time() - core), profile))
 
 
 def _run(e, trial, out, profile, say):
@@ -363,7 +370,7 @@ def _status(e, s, out):
     trials = trials_of(e.name, s)
     found = [_row(_path(e, o, out)) for o in trials]
     states = [_state(o, r) for o, r in zip(trials, found)]
-    earlier = [r for r, k in zip(found, states) if k == 'done' and r['made']['library'] != _library()]
+    done = [r['made'] for r, k in zip(found, states) if k == 'done']
     left = sum(o.cost for o, k in zip(trials, states) if k != 'done')
     pace, memory = _pace(found)
     return dict(
@@ -372,7 +379,8 @@ def _status(e, s, out):
         done=states.count('done'),
         old=states.count('old'),
         open=states.count('open'),
-        earlier=len(earlier),
+        earlier=sum(o['library'] != _library() for o in done),
+        confirmed=sum(bool(o.get('confirmed')) for o in done),
         passes=float(sum(o.cost for o in trials)),
         minutes_left=None if pace is None else round(left * pace / 60, 1),
         memory_gb=memory,
@@ -495,15 +503,55 @@ def check_rows(
     seed: int = 0,  # Decides which
 ) -> pd.DataFrame:  # A line per number: on disk, made now, and images on which the verdicts differ
     "Make some finished rows again, and compare; nothing is written"
+    return pd.concat(map(_again, _sample(_in_state(name, 'done', profile, out), n, seed)))
+
+
+def _in_state(name, state, profile, out):
+    "The runs of an experiment in one state, each with its row"
     (e,) = _named(name)
     known = [(o, _row(_path(e, o, out))) for o in trials_of(name, profile)]
-    done = [(o, r) for o, r in known if _state(o, r) == 'done']
-    res = []
-    for trial, row in random.Random(seed).sample(done, min(n, len(done))):
-        new, many = trial.fn(**trial.key), row['verdicts']['n']
-        moved = {k: int((np.asarray(v) != _unpack(row['verdicts'][k], many)).sum()) for k, v in new.verdicts.items()}
-        res += [
-            dict(id=trial.id, number=k, saved=row['numbers'][k], now=round(float(v), 6), images=moved.get(k))
-            for k, v in new.numbers.items()
-        ]
-    return pd.DataFrame(res)
+    found = [(o, r) for o, r in known if _state(o, r) == state]
+    if not found:
+        raise ValueError(f'{name} has no row that is {state}, see robust-reproduce {name} --list')
+    return found
+
+
+def _sample(found, n, seed):
+    return random.Random(seed).sample(found, min(n, len(found)))
+
+
+def _again(found):
+    "Make a row again: a line per number"
+    trial, row = found
+    new, n = trial.fn(**trial.key), row['verdicts']['n']
+    moved = {k: int((np.asarray(v) != _unpack(row['verdicts'][k], n)).sum()) for k, v in new.verdicts.items()}
+    return pd.DataFrame(
+        dict(id=trial.id, number=k, saved=row['numbers'][k], now=round(float(v), 6), images=moved.get(k))
+        for k, v in new.numbers.items()
+    )
+
+# %% ../nbs/01g_experiments.ipynb #5d0c7a12
+def confirm_rows(
+    name: str,  # Of an experiment
+    n: int = 2,  # How many old rows to make again, of each state of the code that made some
+    profile=None,  # Section of settings.ini, or `RunSettings`
+    out=None,  # Folder of all results
+    seed: int = 0,  # Decides which
+) -> pd.DataFrame:  # As `check_rows` has it
+    """After a change that should not change a number: make some old rows again, and if all agree, count the old rows as
+    done. Raises ValueError where one differs, and confirms nothing"""
+    check_whole(n, 'n', 1)
+    (e,) = _named(name)
+    old = groupby(_in_state(name, 'old', profile, out), lambda o: (_code_of(o[0].fn), o[1]['made']['code']))
+    chosen = {k: _sample(o, n, seed) for k, o in old.items()}
+    lines = pd.concat(_again(o) for found in chosen.values() for o in found)
+    differs = lines[(lines.saved != lines.now) | (lines.images.fillna(0) > 0)]
+    if len(differs):
+        raise ValueError(
+            f'these numbers of {name} have changed, so its old rows are old:\n{differs.to_string(index=False)}'
+        )
+    for k, found in old.items():
+        for trial, row in found:
+            row['made'].setdefault('confirmed', {})[k[0]] = [o.id for o, _ in chosen[k]]
+            _write(_path(e, trial, out), row)
+    return lines

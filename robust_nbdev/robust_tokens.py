@@ -22,6 +22,7 @@ from .vit import _check_out
 from .attacks import *
 from .autoattack import *
 from .adv_train import *
+from .adv_train import _weight
 from .evaluate import *
 from .evaluate import to_8bit
 from .datasets import *
@@ -302,6 +303,7 @@ class RobustTokens(AdvTrain):
 
     order, run_valid, _stateattrs = AdvCallback.order - 0.5, True, ('extra', 'target', 'now', 'seen')  # before AdvValid
     joint, compares, options, target, now, seen = True, True, ('adv_weight', 'through'), None, None, ()
+    weights = dict(adv_weight=check_range)
 
     def __init__(
         self,
@@ -313,7 +315,8 @@ class RobustTokens(AdvTrain):
     ):
         self.begin(attack, eps, fields)
         _check_labelfree(attack)
-        self.adv_weight, self.through = adv_weight, through
+        self.adv_weight = _weight(adv_weight, 'adv_weight')
+        self.through = through
 
     @property
     def inner(self) -> Loss:
@@ -805,7 +808,7 @@ def feature_cosine(
 
     def both(a, b):
         if clean is None:
-            return model(torch.cat([a, b])).chunk(2)
+            return own(outputs(model, torch.cat([a, b]))).chunk(2)
         return own(outputs(clean, a)), outputs(model, b)
 
     with attack_mode(model), attack_mode(clean), torch.no_grad():
@@ -825,8 +828,13 @@ def fit_tokens(  # noqa: PLR0913
     **kwargs,  # For `RobustTokens`
 ) -> Learner:  # Its model is in evaluation mode
     "Train the tokens of `model` as the authors do: Adam, no weight decay, no schedule"
+    if steps * bs > dls.train.n:
+        raise ValueError(
+            f'{steps} steps of {bs} images take {steps * bs} images for training, and there are {dls.train.n}: '
+            'give fewer steps, a smaller bs, or more images'
+        )
     set_seed(seed)
-    small = DataLoaders(dls.train.new(bs=bs, n=steps * bs), dls.valid.new(bs=bs, n=bs))
+    small = DataLoaders(dls.train.new(bs=bs, n=steps * bs), dls.valid.new(bs=bs, n=min(bs, dls.valid.n)))
     learn = Learner(
         small,
         model,

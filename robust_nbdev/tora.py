@@ -24,6 +24,7 @@ from .models import small_model
 from .attacks import *
 from .autoattack import *
 from .adv_train import *
+from .adv_train import _weight
 from .evaluate import *
 from .corruptions import *
 from .compare import *
@@ -666,6 +667,7 @@ class TORA(AdvTrain):
     "Phase `'adapters'` alternates adversarial and clean batches; phase `'gate'` mixes their losses, `lam` to `1-lam`"
 
     options, held, _stateattrs = ('lam',), None, ('extra', 'held')
+    weights = dict(lam=check_share)
 
     def __init__(
         self,
@@ -678,9 +680,7 @@ class TORA(AdvTrain):
         self.begin(attack, eps, fields)
         if phase not in ('adapters', 'gate'):
             raise ValueError(f"phase must be 'adapters' or 'gate', got {phase!r}")
-        if not callable(lam) and not 0 <= lam <= 1:
-            raise ValueError(f'lam is a share of the loss, between 0 and 1, got {lam}')
-        self.lam = lam
+        self.lam = _weight(lam, 'lam', check_share)
         self.phase = phase
 
     @property

@@ -29,6 +29,7 @@ from torch.distributions import Beta
 from safetensors.torch import load_file, save as save_bytes
 from fastcore.xtras import atomic_save
 from .core import *
+from .core import _adversarial
 from .vit import *
 from .datasets import *
 from .models import small_model
@@ -649,7 +650,7 @@ def _right(model, attack, batches):
         ok = predict(model, x) == y
         if attack is not None and ok.any():
             i = ok.nonzero()[:, 0]
-            ok = ok.index_copy(0, i, predict(model, attack(model, x[i], y[i], seed=0)) == y[i])
+            ok = ok.index_copy(0, i, predict(model, _adversarial(attack, model, x[i], y[i], 0)) == y[i])
         oks.append(ok.float())
     return torch.cat(oks).mean().item()
 
@@ -1593,7 +1594,7 @@ def semantic_table(  # noqa: PLR0913
     "How often a classifier finds the true class in the perturbation alone, and in its negative"
     rows = []
     for m, model in makers.items():
-        x_adv = attack(model, x, y, seed=seed)
+        x_adv = _adversarial(attack, model, x, y, seed)
         for r, reader in readers.items():
             for s in (1, -1):
                 rows.append(
@@ -1616,7 +1617,8 @@ def show_deltas(
     fig=None,  # A matplotlib figure; None: a new one
 ):
     "Images, and below them the change that the attack makes on each model, in grey"
-    rows = {'image': x, **{k: delta_image(x, attack(m, x, y, seed=seed), attack.eps) for k, m in models.items()}}
+    deltas = {k: delta_image(x, _adversarial(attack, m, x, y, seed), attack.eps) for k, m in models.items()}
+    rows = {'image': x, **deltas}
     fig = fig or plt.figure(figsize=(len(x), 1.15 * len(rows)), layout='constrained')
     axs = fig.subplots(len(rows), len(x), squeeze=False)
     for (k, ims), row in zip(rows.items(), axs):

@@ -1187,20 +1187,6 @@ def test_a_half_type_is_not_trained_on():
         synth_learner(cbs=AdvTrain(lambda model, x, y, seed=0: x.half())).fit(1)
 
 
-@pytest.mark.parametrize(
-    'cb,words',
-    [
-        (lambda v: AdvTrain(ADV, clean_loss=v), 'clean_loss is a share, between 0 and 1, got 2.25'),
-        (lambda v: TRADES(ADV, beta=lambda p: -v(p)), 'beta must be a number >= 0, got -2.25'),
-        (lambda v: AWP(lambda p: -v(p)), 'gamma must be a number >= 0, got -2.25'),
-    ],
-)
-def test_a_schedule_is_checked_at_each_step(cb, words):
-    "This one begins and ends at 0; after the first of four steps it is 12 * 1/4 * 3/4"
-    with pytest.raises(ValueError, match=words):
-        synth_learner(cbs=cb(lambda p: 12 * p * (1 - p))).fit(1, 1e-3)
-
-
 @pytest.mark.parametrize('then', [False, True])
 def test_catch_overfit_refuses_what_names_no_ball_before_the_first_step(then):
     steps = []

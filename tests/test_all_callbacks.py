@@ -3,6 +3,7 @@ class
 weights that are equal change nothing."""
 
 import pytest, torch
+from fastcore.docments import docments
 from fastai.vision.all import Callback, CrossEntropyLossFlat, CutMix, MixUp, SaveModelCallback, SGD
 from robust_nbdev.all import *
 from robust_nbdev.adv_train import NearPGD, NFGSM, SaveEMA
@@ -239,3 +240,32 @@ def test_equal_class_weights_change_nothing(name):
         ends.append((look.losses, torch.cat([p.detach().flatten() for p in l.model.parameters()])))
     (a, v), (b, w) = ends
     assert a == pytest.approx(b, rel=1e-4) and torch.allclose(v, w, atol=1e-5)
+
+
+def scheduled(cls):
+    "Parameters of a callback that may follow a schedule, by their docments; `eps` is checked with the attack"
+    return [
+        k for k, v in docments(cls.__init__).items() if v and 'schedule' in v and k not in ('eps', 'fields', 'return')
+    ]
+
+
+def test_every_number_that_follows_a_schedule_has_its_check():
+    unchecked = [(k, w) for k, v in ALL.items() for w in scheduled(v) if w not in v.weights]
+    assert not unchecked
+
+
+@pytest.mark.parametrize('name,weight', [(k, w) for k, v in ALL.items() for w in getattr(v, 'weights', {})])
+def test_a_schedule_is_checked_at_each_step(name, weight, tmp_path):
+    "This one begins and ends at 0, and is negative between"
+    cb = MAKE[name]()
+    setattr(cb, weight, lambda pct: -12 * pct * (1 - pct))
+    l = learner(name, [*[f() for f in WATCHED.get(name, [])], cb], tmp_path)
+    with pytest.raises(ValueError, match=f'{weight} (must be a number >= 0|is a share, between 0 and 1), got -'):
+        l.fit(1, 1e-3)
+
+
+@pytest.mark.parametrize('name,weight', [(k, w) for k, v in ALL.items() for w in scheduled(v)])
+def test_a_schedule_that_ends_outside_is_refused_at_once(name, weight):
+    cls, given = ALL[name], dict(AWP=[], AFAT=[], RobustTokens=[PGD2.but(loss=feat_cos)]).get(name, [PGD2])
+    with pytest.raises(ValueError, match=weight):
+        cls(*given, **{weight: lambda pct: -pct})

@@ -367,7 +367,7 @@ OTHER = set(
     """Around.restart Around.eot Attack.restart Attack.eot AttnScales.__init__ ExtraTokens.__init__ PatchFool.choose
     RandomTokens.__init__ Replay.__init__ XcitRecipe.in_epochs add_tokens check_logits gaussian_images interval
     n_occluded planted_images random_keep sketch token_sets unfair camvid cifar10 cifar100 fashion_mnist imagenet
-    imagenet100 imagenette find_source Difference.__init__ above_chance check_rows
+    imagenet100 imagenette find_source Difference.__init__ above_chance check_rows confirm_rows
     CifarP.__init__ Reading.divisor Report.show_hardest Report.add_hardest""".split()
 )
 

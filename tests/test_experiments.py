@@ -15,6 +15,7 @@ from robust_nbdev.experiments import (
     _pack,
     _unpack,
     check_rows,
+    confirm_rows,
     difference,
     experiment,
     profile_for,
@@ -261,6 +262,49 @@ def test_a_check_finds_a_row_that_is_not_what_the_code_makes(register, tmp_path)
     row['verdicts']['clean'] = _pack(~_unpack(row['verdicts']['clean'], 40))
     f.write_text(json.dumps(row))
     assert sorted(check_rows('toy.shares', 4, toy, tmp_path).images.tolist()) == [0, 0, 0, 40]
+
+
+def of_yesterday(folder):
+    "All rows as if other code had made them"
+    for f in folder.rglob('*.json'):
+        row = json.loads(f.read_text())
+        row['made']['code'] = 'of yesterday'
+        f.write_text(json.dumps(row))
+
+
+def test_a_sample_that_agrees_confirms_the_rest(register, tmp_path):
+    register('toy.shares', shares)
+    reproduce('toy.shares', toy, tmp_path)
+    before = rows('toy.shares', toy, tmp_path).clean.tolist()
+    of_yesterday(tmp_path)
+    with pytest.raises(ValueError, match='no row that is done'):
+        check_rows('toy.shares', 1, toy, tmp_path)
+    again = confirm_rows('toy.shares', 1, toy, tmp_path)
+    made = [json.loads(f.read_text())['made'] for f in tmp_path.rglob('*.json')]
+    assert all(list(o['confirmed'].values()) == [again.id.tolist()] for o in made)
+    assert rows('toy.shares', toy, tmp_path).clean.tolist() == before
+
+
+def test_a_sample_that_differs_confirms_nothing(register, tmp_path):
+    register('toy.shares', shares)
+    reproduce('toy.shares', toy, tmp_path)
+    of_yesterday(tmp_path)
+    f = next(tmp_path.rglob('*.json'))
+    row = json.loads(f.read_text())
+    row['numbers']['clean'] += 2.5
+    f.write_text(json.dumps(row))
+    with pytest.raises(ValueError, match='have changed'):
+        confirm_rows('toy.shares', 4, toy, tmp_path)
+    assert status('toy', toy, tmp_path).old.tolist() == [4]
+
+
+def test_code_of_the_day_after_is_confirmed_anew(register, tmp_path, monkeypatch):
+    register('toy.shares', shares)
+    reproduce('toy.shares', toy, tmp_path)
+    of_yesterday(tmp_path)
+    confirm_rows('toy.shares', 1, toy, tmp_path)
+    monkeypatch.setattr(ex, '_code_of', lambda fn: 'of tomorrow')
+    assert status('toy', toy, tmp_path)[['done', 'old']].values.tolist() == [[0, 4]]
 
 
 def test_the_rest_is_estimated_from_what_is_done(register, tmp_path):
