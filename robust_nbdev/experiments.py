@@ -37,6 +37,7 @@ class Trial:
     key: dict  # Everything that decides the result, in values that JSON has; the arguments of `fn`
     fn: Callable  # A function of a module; `fn(**key)` returns an `Outcome`
     cost: float = 0.0  # Images that pass through the model, forwards and backwards; 0: unknown
+    training: float = 0.0  # Of these, the ones in training, which claims compare; 0: all
 
     @property
     def id(self):
@@ -453,7 +454,7 @@ def judge_rows(  # noqa: PLR0913
     b: dict,  # Keys of the second, the baseline
     attack: str = 'strong',  # As the rows name it; or `'clean'`
     classes: int = 10,  # Number of classes
-    cost: float = None,  # What `a` paid, relative to `b`; None: by the rows
+    cost: float = None,  # What the training of `a` paid, relative to `b`; None: by the runs
     profile=None,  # Section of settings.ini, or `RunSettings`
     out=None,  # Folder of all results
 ) -> Verdict:  # By the rule that all papers share
@@ -467,9 +468,10 @@ def judge_rows(  # noqa: PLR0913
     needs = [learned(_mean(base, lambda r: r['numbers']['clean']) / 100, classes)]
     if attack != 'clean':
         needs.append(above_chance(_mean(base, lambda r: r['numbers'][attack]) / 100, classes, base[0]['verdicts']['n']))
-    paid = [_mean(o, lambda r: r['made']['cost']) for o in found]
     if cost is None:
-        cost = paid[0] / paid[1] if paid[1] else 1.0
+        paid = {str(o.key): o.training or o.cost for o in trials_of(name, profile)}
+        for_a, for_b = [_mean(o, lambda r: paid[str(r['key'])]) for o in found]
+        cost = for_a / for_b if for_b else 1.0
     return judge(claim, effect, needs, cost)
 
 # %% ../nbs/01g_experiments.ipynb #c34f6ebe

@@ -1139,12 +1139,17 @@ def _plan(s, **changes):
     )
 
 
-def _cost(how):
-    "Passes of an image through the model: training, then attacks"
+def _training(how):
+    "Passes of an image through the model in training"
     step = 3 if how['method'] == 'clean' else 2 * how['train_steps'] + 4
     n_train = how['n_train'] or dict(imagenet=1281167, imagenet100=128000).get(how['dataset'], 50000)
+    return step * n_train * how['epochs']
+
+
+def _evaluation(how):
+    "Passes of an image through the model in evaluation"
     per_image = dict(apgd=2 * how['attack_steps'], autoattack=12000)[how['attack']]
-    return step * n_train * how['epochs'] + (per_image + 8) * (how['n'] or 10000)
+    return (per_image + 8) * (how['n'] or 10000)
 
 
 _BASE = dict(net='XCiT', method='adv', augs='', warm=20, wd=0.05, train_steps=1, start=True)
@@ -1157,7 +1162,8 @@ def run_of(
 ) -> Trial:  # See `train_and_attack`
     "A run of the ablations"
     how = {**_BASE, **plan, 'seed': seed, **changes}
-    return Trial(how, train_and_attack, _cost(how))
+    training = _training(how)
+    return Trial(how, train_and_attack, training + _evaluation(how), training)
 
 # %% ../nbs/04_xcit_recipe.ipynb #c0ffee16
 def _said(keys, rows):
@@ -1411,9 +1417,10 @@ def _tuning(
     before = dict(method='clean' if key['start'] == 'plain' else 'adv', eps=s.tune_eps, wd=0.5)
     pre = run_of(_plan(s, dataset=s.dataset, nets=s.nets), seed, **before).key
     step = dict(trades=27, adv=6, clean=3)[key['method']]
-    cost = step * (tune['n_train'] or 50000) * epochs + _cost(dict(pre, epochs=0, n=tune['n']))
+    training = step * (tune['n_train'] or 50000) * epochs
+    cost = training + _evaluation(dict(pre, n=tune['n']))
     pre.pop('net')
-    return Trial({**key, 'pre': pre, 'tune': tune, 'seed': seed}, tune_and_attack, cost)
+    return Trial({**key, 'pre': pre, 'tune': tune, 'seed': seed}, tune_and_attack, cost, training)
 
 
 @experiment(

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np, pandas as pd, pytest, timm
 import robust_nbdev.all  # registers the experiments of all papers
 from robust_nbdev import experiments as ex
+from robust_nbdev.compare import Claim
 from robust_nbdev.cli import robust_reproduce
 from robust_nbdev.datasets import RunSettings
 from robust_nbdev.experiments import (
@@ -18,6 +19,7 @@ from robust_nbdev.experiments import (
     confirm_rows,
     difference,
     experiment,
+    judge_rows,
     profile_for,
     published_table,
     reproduce,
@@ -262,6 +264,21 @@ def test_a_check_finds_a_row_that_is_not_what_the_code_makes(register, tmp_path)
     row['verdicts']['clean'] = _pack(~_unpack(row['verdicts']['clean'], 40))
     f.write_text(json.dumps(row))
     assert sorted(check_rows('toy.shares', 4, toy, tmp_path).images.tolist()) == [0, 0, 0, 40]
+
+
+def test_claims_compare_what_training_cost(register, tmp_path):
+    "A training that is a quarter longer, hidden behind an evaluation that costs as much as the training"
+
+    def trials(s):
+        for steps in (4, 5):
+            for seed in (0, 1):
+                yield Trial(dict(share=0.1 * steps, n=s.n, seed=seed), luck, 8 * s.n + steps * s.n, steps * s.n)
+
+    register('toy.shares', trials)
+    reproduce('toy.shares', toy, tmp_path)
+    keys = dict(share=0.5), dict(share=0.4)
+    got = judge_rows(Claim('longer is better'), 'toy.shares', *keys, 'clean', classes=100, profile=toy, out=tmp_path)
+    assert got.word == 'not testable here' and 'paid 1.2 times' in got.why
 
 
 def of_yesterday(folder):
