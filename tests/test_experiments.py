@@ -452,6 +452,17 @@ def kinds(trials):
     return list(res.values())
 
 
+@pytest.mark.parametrize('paper', sorted({o.paper for o in EXPERIMENTS.values()}))
+def test_the_cheapest_run_of_every_paper_makes_a_row(paper, monkeypatch, tmp_path):
+    (tmp_path / 'settings.ini').write_text((ROOT / 'settings.ini').read_text())
+    monkeypatch.chdir(tmp_path)
+    s = RunSettings(profile_for(paper, 'smoke') | SHRUNK)
+    here = [e for e in EXPERIMENTS.values() if e.paper == paper and not ex._missing(e, s)]
+    e, trial = min([(e, t) for e in here for t in trials_of(e.name, s)], key=lambda o: o[1].cost)
+    row = ex._row_of(e, trial, trial.fn(**trial.key), (0, 0), 'smoke')
+    assert row['numbers'] and all(np.isfinite(v) for v in row['numbers'].values())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('profile', ['smoke', 'laptop', 'gpu', 'paper'])
 def test_every_experiment_is_run_through(profile, generated, monkeypatch, tmp_path):
