@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['warmup', 'switch', 'AdvTrain', 'is_summed', 'TRADES', 'NearPGD', 'MART', 'BernoulliFGSM', 'GAT', 'NFGSM',
-           'CatchOverfit', 'like', 'FreeAT', 'ARDPRM', 'AWP', 'EMA', 'OnAverage', 'SaveEMA', 'SaveRun', 'has_cb']
+           'CatchOverfit', 'like', 'FreeAT', 'ARDPRM', 'AWP', 'EMA', 'OnAverage', 'SaveEMA', 'SaveRun', 'has_cb',
+           'images_per_step', 'recipe_callbacks']
 
 # %% ../nbs/01a_adv_train.ipynb #4344899b
 import random, re, time, warnings
@@ -20,7 +21,8 @@ from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import *
 from fastai.callback.tracker import SaveModelCallback
-from fastai.callback.training import GradientClip
+from fastai.callback.mixup import MixHandler
+from fastai.callback.training import GradientAccumulation, GradientClip
 from timm.utils import ModelEmaV3
 
 # %% ../nbs/01a_adv_train.ipynb #b7964037
@@ -1314,3 +1316,34 @@ def fit_adv(  # noqa: PLR0913
     if clip is not None and not has_cb(self, GradientClip, cbs):
         more.append(GradientClip(clip))
     self.fit_one_cycle(n_epoch, lr_max, pct_start=pct_start, moms=moms, wd=wd, cbs=L(cbs) + more, **kwargs)
+
+# %% ../nbs/01a_adv_train.ipynb #5d0c7b02
+def images_per_step(
+    learn: Learner,  # With its callbacks
+    bs: int,  # Images in a batch of one process
+    cbs=None,  # Callbacks that will be added
+) -> int:  # Of all processes together
+    "How many images a step of the optimiser has seen: those of all batches that `GradientAccumulation` adds up"
+    acc = [
+        c() if isinstance(c, type) else c
+        for c in [*learn.cbs, *L(cbs)]
+        if issubclass(c if isinstance(c, type) else type(c), GradientAccumulation)
+    ]
+    return max([bs, *[math.ceil(c.n_acc / bs) * bs for c in acc]]) * max(num_distrib(), 1)
+
+
+def recipe_callbacks(
+    learn: Learner,  # With its callbacks
+    ours,  # The recipe's callbacks
+    cbs=None,  # Callbacks that the user adds
+    mixes: bool = False,  # Do the recipe's callbacks mix images? fastai's own are seen
+) -> list:  # `ours`, without a second `NoDecay`
+    "What a recipe adds to a fit; raises ValueError where a callback of the Learner would mix, or set the rate, too"
+    mixes = mixes or any(isinstance(c, MixHandler) for c in ours)
+    if mixes and has_cb(learn, MixHandler, cbs):
+        raise ValueError(
+            'the recipe mixes images, and so does a callback of the Learner: remove it, or r.but(mixup=0., cutmix=0.)'
+        )
+    if any(isinstance(c, ParamScheduler) and 'lr' in c.scheds for c in [*learn.cbs, *L(cbs)]):
+        raise ValueError('the recipe has a schedule of the learning rate, and so has a ParamScheduler: remove it')
+    return [c for c in ours if not (isinstance(c, NoDecay) and has_cb(learn, NoDecay, cbs))]

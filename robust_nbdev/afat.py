@@ -1165,6 +1165,11 @@ class _AugmentPass(AdvCallback):
 
     order = AdvTrain.order - 0.25
 
+    def before_train(self):
+        "Whatever is frozen stands still"
+        super().before_train()
+        still(self.learn.model)
+
     def before_batch(self):
         "Run the model on changed copies of the images"
         x = PatchAugment()(self.victim, self.x.as_subclass(Tensor), None, seed=self.epoch_seed)
@@ -1177,9 +1182,11 @@ def callbacks(
     self: AfatRecipe,
     bs: int = None,  # Images per step; None: the recipe's own
 ) -> list:  # Of fastai callbacks
-    "What the recipe adds to a fit: augmentation, averaged weights, the schedule of the learning rate"
+    """What the recipe adds to a fit: augmentation, averaged weights, the schedule of the learning rate. At another
+    batch size than the recipe's all of the schedule is multiplied by the factor of its peak"""
     peak = self.peak_lr(bs)
-    parts = [SchedLin(self.warmup_lr, peak), SchedCos(peak, self.min_lr), SchedNo(self.min_lr, self.min_lr)]
+    first, last = [v * peak / self.peak_lr() for v in (self.warmup_lr, self.min_lr)]
+    parts = [SchedLin(first, peak), SchedCos(peak, last), SchedNo(last, last)]
     warm, cool = self.warmup / self.total, self.cooldown / self.total
     lengths = [warm, 1 - warm - cool, cool]
     used = [(k, o) for k, o in zip(lengths, parts) if k > 0]
@@ -1215,8 +1222,9 @@ def fit(
     **kwargs,  # For `Learner.fit`
 ):
     "Train by the recipe; the weights at the end are those of the last step, `learn.ema.avg` has their average"
-    bs = learn.dls.train.bs * max(num_distrib(), 1)
-    learn.fit(epochs or self.total, self.peak_lr(bs), cbs=[*self.callbacks(bs), *L(cbs)], **kwargs)
+    bs = images_per_step(learn, learn.dls.train.bs, cbs)
+    ours = recipe_callbacks(learn, self.callbacks(bs), cbs, mixes=self.mixup + self.cutmix > 0)
+    learn.fit(epochs or self.total, self.peak_lr(bs), cbs=[*ours, *L(cbs)], **kwargs)
 
 # %% ../nbs/05_afat.ipynb #9e1f171a
 _FAN = dict(warmup=10, min_lr=1e-6, erase=0.3, ema=0.99992, patch_augment=False)

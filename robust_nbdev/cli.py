@@ -390,6 +390,8 @@ def _expr(o, eps, norm):
     ):
         if isinstance(o.op, ast.Div) and not b:
             raise ValueError(f'{ast.unparse(o)} divides by zero')
+        if isinstance(o.op, ast.Div) and isinstance(o.left, ast.BinOp) and isinstance(o.left.op, ast.Div):
+            raise ValueError(f'a number or a fraction such as 8/255 is expected, got {ast.unparse(o)}')
         return _OPS[type(o.op)](a, b)
     if isinstance(o, ast.Name):
         return attack_losses()[o.id] if o.id in attack_losses() else _short(o.id, eps, norm)
@@ -1157,12 +1159,16 @@ def _trained_at(found):
     return fixed_size(found.net) or (found.fit.size if found.fit else of_config)
 
 
+def _learned_cut(found):
+    "How the images that a model was trained on were cut to size, where its Learner says so"
+    return {k: getattr(found.fit, k) for k in ('pct', 'interp', 'crop_mode')} if found.fit else {}
+
+
 def _loaded(images, found, s, **kw):
     "The images in a DataLoader, cut as the model was trained where nothing else is said, and a line about them"
-    net, fit, given = found.net, found.fit, {k: v for k, v in kw.items() if v is not None}
-    cut = dict(pct=fit.pct, interp=fit.interp, crop_mode=fit.crop_mode) if fit else {}
+    net, given = found.net, {k: v for k, v in kw.items() if v is not None}
     size, device = s.size or _trained_at(found), next(net.parameters()).device
-    return eval_images(images[:3], net, s.n, size, s.bs, device, **(cut | given))
+    return eval_images(images[:3], net, s.n, size, s.bs, device, **(_learned_cut(found) | given))
 
 
 def run_eval(  # noqa: PLR0913
@@ -1491,6 +1497,18 @@ def _named_in_errors(label):
         raise ValueError(f'{label}: {e}') from None
 
 
+def _other_cut(found, images, dl):
+    "What to say where a model's configuration cuts images otherwise than those that all models are shown"
+    fit = first(dl.after_item.fs, risinstance(CenterFit))
+    if not _cut_line(images.src.splits[images.split][0], fit):
+        return []
+    own = _learned_cut(found) or timm_fit(found.net, fit.size[-1])
+    differs = [f'{k}={v}, not {getattr(fit, k)}' for k, v in own.items() if v != getattr(fit, k)]
+    if not differs:
+        return []
+    return [f'made for images that are cut otherwise ({"; ".join(differs)}); all models see those of the first']
+
+
 def run_compare(  # noqa: PLR0913
     s: RunSettings,  # See `eval_settings`
     models,  # Texts: `model` or `label=model`, see `named_model`
@@ -1515,7 +1533,7 @@ def run_compare(  # noqa: PLR0913
             if dl is None:
                 dl, line = _loaded(images, found, s, valid=valid)
             said += _seen_in_training(found, images, s.data, valid, '@' in spec or spec.endswith('.pkl') or None)
-            said += _same_classes(found.net, dl, None, found.vocab)
+            said += _same_classes(found.net, dl, None, found.vocab) + _other_cut(found, images, dl)
         nets[label], says = found.net, says + [f'{label}: {o}' for o in said]
         say(f'{label}: {found.what}')
     dl.about = line

@@ -23,7 +23,7 @@ from .core import _few_at_once
 from .core import check_whole as whole
 from .datasets import *
 from .identity import alike, beside_weights, changed, fingerprint, identity, sketch, steady
-from .eval_data import eval_batches, fair, few_classes
+from .eval_data import eval_batches, fair, few_classes, unfair
 from .eval_data import _batches, _names
 from .evaluate import *
 from .evaluate import _accuracy, _as_html, _as_text, _classes, _model_and_images, _raw, _refuse
@@ -999,7 +999,7 @@ class CifarC:
         if self.n > five.shape[1]:
             raise ValueError(f'asked for n={n} images, each severity has {five.shape[1]}')
         self.rows, self.at = five.shape[1], slice(self.n)
-        if class_sorted(five[0]):
+        if class_sorted(five[0]) or unfair(five[0], self.n):
             self.at = np.random.default_rng(42).permutation(balanced(five[0], self.n))
         self.y = five[0][self.at].astype(np.int64)
 

@@ -515,7 +515,7 @@ def _middle(**controls):
 def _probs(model, x):
     "Probabilities [B,C] of the model in evaluation mode"
     with attack_mode(model), torch.no_grad():
-        z = check_logits(model(x.clone()), x, torch.zeros(len(x), device=x.device))
+        z = check_logits(outputs(model, x), x, torch.zeros(len(x), device=x.device))
     return z.softmax(1).cpu()
 
 

@@ -1420,7 +1420,7 @@ def attacked_gates(
     for name, attack in _gate_attacks(model, how, dls.c).items():
         batches = zip(x.split(4 * how['bs']), y.split(4 * how['bs']))
         x_adv = torch.cat([attack(model, a, b, seed=how['seed']) for a, b in batches])
-        right[name] = (predict(model, x_adv) == y).cpu().numpy()
+        right[name] = right['clean'] & (predict(model, x_adv) == y).cpu().numpy()
         now = shares(x_adv)
         numbers |= {f'{name}: share': now.mean(), f'{name}: most': (now - clean).mean(0).abs().max()}
     return _outcome(how, right, f'{len(x)} images', numbers)

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['XCITS', 'AUGS', 'STRONG', 'xcit_medium_12_p16_224', 'xcit_large_12_p16_224', 'cait_s12_224', 'n_params', 'XcitRecipe',
            'xcit_recipe', 'RecipeLR', 'warp', 'color_jitter', 'rand_augment', 'erase_some', 'Augment', 'MixOrCut',
-           'CleanPass', 'hold_out', 'KeepBest', 'patch_for', 'small_stem', 'images_per_step', 'Blend',
-           'gaussian_images', 'recipe_of', 'network', 'images_for', 'trained', 'attacked', 'train_and_attack', 'run_of',
-           'tune_and_attack', 'read_deltas', 'plot_rows', 'delta_image', 'topk', 'semantic_table', 'show_deltas',
-           'show_pic', 'class_images', 'AttackEffect', 'restart_losses', 'one_step_check']
+           'CleanPass', 'hold_out', 'KeepBest', 'patch_for', 'small_stem', 'Blend', 'gaussian_images', 'recipe_of',
+           'network', 'images_for', 'trained', 'attacked', 'train_and_attack', 'run_of', 'tune_and_attack',
+           'read_deltas', 'plot_rows', 'delta_image', 'topk', 'semantic_table', 'show_deltas', 'show_pic',
+           'class_images', 'AttackEffect', 'restart_losses', 'one_step_check']
 
 # %% ../nbs/04_xcit_recipe.ipynb #5e589621
 import hashlib, json, math, random, warnings
@@ -46,7 +46,6 @@ from fastai.basics import *
 from fastai.callback.mixup import MixHandler, MixUp, CutMix
 from fastai.callback.progress import ProgressCallback
 from fastai.callback.schedule import ParamScheduler
-from fastai.callback.training import GradientAccumulation
 from fastai.vision.augment import RandomResizedCrop
 
 # %% ../nbs/04_xcit_recipe.ipynb #9136753d
@@ -776,32 +775,6 @@ def _check_loss(loss):
         )
 
 
-def images_per_step(
-    learn: Learner,  # With its callbacks
-    bs: int,  # Images in a batch of one process
-    cbs=None,  # Callbacks that will be added
-) -> int:  # Of all processes together
-    "How many images a step of the optimiser has seen: those of all batches that `GradientAccumulation` adds up"
-    acc = [
-        c() if isinstance(c, type) else c
-        for c in [*learn.cbs, *L(cbs)]
-        if issubclass(c if isinstance(c, type) else type(c), GradientAccumulation)
-    ]
-    return max([bs, *[math.ceil(c.n_acc / bs) * bs for c in acc]]) * max(num_distrib(), 1)
-
-
-def _recipe_cbs(learn, r, bs, cbs):
-    "The recipe's callbacks, but for what is there; ValueError for what would act twice"
-    ours, there = r.callbacks(bs), [*learn.cbs, *L(cbs)]
-    if has_cb(learn, MixHandler, cbs) and any(isinstance(c, MixHandler) for c in ours):
-        raise ValueError(
-            'the recipe mixes images, and so does a callback of the Learner: remove it, or r.but(mixup=0., cutmix=0.)'
-        )
-    if any(isinstance(c, ParamScheduler) and 'lr' in c.scheds for c in there):
-        raise ValueError('the recipe has a schedule of the learning rate, and so has a ParamScheduler: remove it')
-    return [c for c in ours if not (isinstance(c, NoDecay) and has_cb(learn, NoDecay, cbs))]
-
-
 @patch
 @delegates(Learner.fit, but=['n_epoch', 'lr', 'wd', 'cbs', 'reset_opt'])
 def fit_recipe(
@@ -828,7 +801,7 @@ def fit_recipe(
     own = [c for c in self.cbs if isinstance(c, KeepBest)]  # such as one whose state `resume` has loaded
     keep = [] if r.best == 'last' else own or [KeepBest(r.attack if r.method != 'clean' else None, held)]
     bs = images_per_step(self, getattr(train, 'bs', None) or r.bs, cbs)
-    ours, new = _recipe_cbs(self, r, bs, cbs), self.opt_func is not _adamw
+    ours, new = recipe_callbacks(self, r.callbacks(bs), cbs), self.opt_func is not _adamw
     with _by_recipe(self, r, train):
         self.fit(r.total, r.peak_lr(bs), wd=r.wd, cbs=L(cbs) + ours + ([] if own else keep), reset_opt=new, **kwargs)
     self.best_epoch = pd.DataFrame(keep[0].rows) if keep else None
@@ -847,6 +820,12 @@ class Blend(GetAttr):
     ):
         if not 0 < share < 1:
             raise ValueError(f'share is a part of each batch, between 0 and 1, got {share}')
+        names = [getattr(o, 'vocab', None) for o in (dl, extra)]
+        if None not in names and list(names[0]) != list(names[1]):
+            raise ValueError(
+                f'the real images have the classes {list(names[0])[:5]}, the generated ones {list(names[1])[:5]}: their '
+                'numbers would mean other classes, so load both with the same vocab='
+            )
         self.bs = dl.bs
         k = round(share * dl.bs)
         if not 0 < k < dl.bs:

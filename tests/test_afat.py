@@ -1573,3 +1573,31 @@ def test_images_in_other_units(by, kind, says):
 def test_statistics_in_grey_levels_are_refused(kw):
     with pytest.raises(ValueError, match='divide both by 255'):
         PatchOcclusion((4, 4), (7, 7), **kw)
+
+
+def rates_of(r, bs, cbs=()):
+    "Learning rates of the steps of two epochs"
+    learn = r.learner(synth_dls(64, bs=bs), tiny_vit(num_classes=4))
+    r.fit(learn, 2, cbs=cbs)
+    return learn.recorder.lrs
+
+
+quick = afat_recipe('rvt_tiny_plus').but(randaug='', erase=0.0, patch_augment=False, warmup=0, cooldown=1, epochs=2)
+
+
+def test_the_rate_of_the_recipe_is_that_of_a_step_not_of_a_batch():
+    assert rates_of(quick, 8, [GradientAccumulation(32)])[0] == pytest.approx(rates_of(quick, 32)[0])
+
+
+def test_small_batches_scale_the_whole_schedule():
+    "At 8 images a step the peak is below `min_lr`"
+    lrs = rates_of(quick, 8)
+    assert lrs[0] == pytest.approx(quick.peak_lr(8)) and lrs[-1] == pytest.approx(quick.min_lr * 8 / quick.bs)
+
+
+def test_the_recipe_refuses_a_second_mixer_and_a_second_schedule():
+    learn = quick.learner(synth_dls(64, bs=8), tiny_vit(num_classes=4))
+    with pytest.raises(ValueError, match='mixes images'):
+        quick.fit(learn, 1, cbs=MixUp())
+    with pytest.raises(ValueError, match='schedule of the learning rate'):
+        quick.fit(learn, 1, cbs=ParamScheduler(dict(lr=SchedLin(0, 1))))

@@ -966,6 +966,19 @@ def test_models_of_two_sizes_are_compared_at_that_of_the_first(tmp_path):
     assert rep.df.accuracy[0] == pytest.approx(found.df.loc['at64', 'clean'], abs=1e-5)
 
 
+def test_photos_are_cut_as_for_the_first_model_which_is_said_of_one_made_for_another_cut(tmp_path):
+    "The configurations of timm name 0.9 for this ViT and 0.95 for ResNet-18"
+    spec = 'vit_tiny_patch16_224(patch_size=8, depth=1, embed_dim=24, num_heads=2)'
+    kw = dict(img_size=32, patch_size=8, depth=1, embed_dim=24, num_heads=2, num_classes=2)
+    torch.save(timm.create_model('vit_tiny_patch16_224', **kw).state_dict(), tmp_path / 'vit.pth')
+    torch.save(timm.create_model('resnet18', num_classes=2).state_dict(), tmp_path / 'resnet.pth')
+    d = photos(tmp_path / 'd', ('bag', 'coat'), size=80)
+    models = [f'{spec}@{tmp_path}/vit.pth', f'resnet18@{tmp_path}/resnet.pth']
+    found = run_compare(eval_settings('smoke', data=str(d), eps=0.02, device='cpu'), models, [FGSM(0.02)])
+    (said,) = [o for o in found.warnings if 'cut otherwise' in o]
+    assert said.startswith('resnet: ') and 'pct=0.95, not 0.9' in said
+
+
 def test_words_of_imagenet():
     net = timm_model('resnet18').eval()
     got, line = of_imagenet(net, ['golden_retriever', 'tench', 'n02102040'])
@@ -1083,6 +1096,7 @@ BAD_EVAL = {
     '--model resnet18 --eps 8': '8/255',
     '--model resnet18 --eps x': 'x',
     '--model resnet18 --eps 1/2/3': '1/2/3',
+    '--model resnet18 --attacks PGD(1/2/3)': 'got 1 / 2 / 3',
     '--model resnet18 --crop-mode border': 'squash',
     '--model resnet18 --interpolation nope': 'bicubic',
     '--model resnet18 --crop-pct 2': 'pct',

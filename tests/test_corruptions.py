@@ -1772,3 +1772,11 @@ def test_a_timm_model_outside_normalized_is_noticed():
     )
     rep = corruption_report(m, (images(4, h=16, w=16), torch.zeros(4).long()), ['brightness'], [1])
     assert any('wrap it, Normalized(model)' in o for o in rep.warnings)
+
+
+def test_classes_that_come_late_in_the_file_are_seen(tmp_path):
+    "600 images of six classes in mixed order, then 400 of the other four: not sorted, yet the first 100 show six"
+    r = np.random.default_rng(0)
+    labels = np.concatenate([r.permutation(np.arange(600) % 6), r.permutation(6 + np.arange(400) % 4)])
+    np.save(tmp_path / 'labels.npy', np.tile(labels, 5))
+    assert set(CifarC(tmp_path, n=100).y.tolist()) == set(range(10))
