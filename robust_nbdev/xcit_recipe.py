@@ -823,8 +823,8 @@ class Blend(GetAttr):
         names = [getattr(o, 'vocab', None) for o in (dl, extra)]
         if None not in names and list(names[0]) != list(names[1]):
             raise ValueError(
-                f'the real images have the classes {list(names[0])[:5]}, the generated ones {list(names[1])[:5]}: their '
-                'numbers would mean other classes, so load both with the same vocab='
+                f'the real images have the classes {list(names[0])[:5]}, the generated ones {list(names[1])[:5]}: '
+                'their numbers would mean other classes, so load both with the same vocab='
             )
         self.bs = dl.bs
         k = round(share * dl.bs)

@@ -1166,6 +1166,13 @@ def test_blend_fills_each_batch_from_both():
         Blend(loader(32, 0.1), loader(2, 0.9))
 
 
+def test_blend_refuses_images_whose_numbers_mean_other_classes():
+    real, made = synth_dls(32), synth_dls(32)
+    real.train.vocab, made.train.vocab = ['ant', 'cat'], ['ant', 'bee', 'cat']
+    with pytest.raises(ValueError, match='other classes'):
+        Blend(real.train, made.train)
+
+
 def test_blend_trains_and_holds_out_real_images_only():
     dls = synth_dls()
     made = synth_dls(seed=5)
