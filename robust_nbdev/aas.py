@@ -685,7 +685,7 @@ def choose_scales(  # noqa: PLR0913
     "Scales that together fool the model on most of the images that `attack` alone leaves; each costs one run to try"
 
     def left(a):
-        return predict(model, a(model, x, y, seed=seed)) == y
+        return predict(model, _adversarial(a, model, x, y, seed)) == y
 
     alive, chosen = left(attack) & (predict(model, x) == y), []
     survives = {s: left(Scaled(attack, s)) for s in grid}
