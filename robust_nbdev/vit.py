@@ -1130,7 +1130,7 @@ def no_decay_split(
 
 # %% ../nbs/00a_vit.ipynb #403ac336
 class NoDecay(Callback):
-    "No weight decay for the parameters in `no_decay_names`; any splitter, fastai's optimisers; a second copy adds nothing"
+    "No weight decay for the parameters in `no_decay_names`; any splitter, fastai's optimisers; a second adds nothing"
 
     def before_fit(self):
         "Mark the parameters that get no weight decay"
