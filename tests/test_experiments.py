@@ -464,15 +464,16 @@ def test_the_cheapest_run_of_every_paper_makes_a_row(paper, monkeypatch, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('name', list(EXPERIMENTS))
 @pytest.mark.parametrize('profile', ['smoke', 'laptop', 'gpu', 'paper'])
-def test_every_experiment_is_run_through(profile, generated, monkeypatch, tmp_path):
+def test_every_experiment_is_run_through(profile, name, generated, monkeypatch):
     monkeypatch.chdir(generated)
     make = timm.create_model
     monkeypatch.setattr(timm, 'create_model', lambda *a, pretrained=False, **kw: make(*a, **kw))
-    for e in list(EXPERIMENTS.values()):
-        s = RunSettings(profile_for(e.paper, profile) | SHRUNK)
-        if s.get('reader', '').startswith('timm'):
-            s['reader'] = 'timm convnext_atto'
-        for t in kinds(trials_of(e.name, s)):
-            row = ex._row_of(e, t, t.fn(**t.key), (0, 0), profile)
-            assert row['numbers'] and all(np.isfinite(v) for v in row['numbers'].values()), (e.name, t.key)
+    e = EXPERIMENTS[name]
+    s = RunSettings(profile_for(e.paper, profile) | SHRUNK)
+    if s.get('reader', '').startswith('timm'):
+        s['reader'] = 'timm convnext_atto'
+    for t in kinds(trials_of(name, s)):
+        row = ex._row_of(e, t, t.fn(**t.key), (0, 0), profile)
+        assert row['numbers'] and all(np.isfinite(v) for v in row['numbers'].values()), t.key
