@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np, pandas as pd, pytest, timm
 import robust_nbdev.all  # registers the experiments of all papers
 from robust_nbdev import experiments as ex
-from robust_nbdev.autoattack import AutoAttack
+from robust_nbdev.autoattack import AutoAttack, Square
 from robust_nbdev.compare import Claim
 from robust_nbdev.cli import robust_reproduce
 from robust_nbdev.datasets import RunSettings
@@ -464,6 +464,13 @@ def test_the_cheapest_run_of_every_paper_makes_a_row(paper, monkeypatch, tmp_pat
     assert row['numbers'] and all(np.isfinite(v) for v in row['numbers'].values())
 
 
+members = AutoAttack.members
+
+
+def two_steps(attacks):
+    return [o.but(queries=2) if isinstance(o, Square) else o.but(steps=2) for o in attacks]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('name', list(EXPERIMENTS))
 @pytest.mark.parametrize('profile', ['smoke', 'laptop', 'gpu', 'paper'])
@@ -471,8 +478,7 @@ def test_every_experiment_is_run_through(profile, name, generated, monkeypatch):
     monkeypatch.chdir(generated)
     make = timm.create_model
     monkeypatch.setattr(timm, 'create_model', lambda *a, pretrained=False, **kw: make(*a, **kw))
-    members = AutoAttack.members
-    monkeypatch.setattr(AutoAttack, 'members', lambda self, classes: [o.but(steps=2) for o in members(self, classes)])
+    monkeypatch.setattr(AutoAttack, 'members', lambda self, classes: two_steps(members(self, classes)))
     e = EXPERIMENTS[name]
     s = RunSettings(profile_for(e.paper, profile) | SHRUNK)
     if s.get('reader', '').startswith('timm'):
