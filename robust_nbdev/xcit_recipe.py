@@ -1471,7 +1471,7 @@ def read_deltas(  # noqa: PLR0913
 ) -> Outcome:  # `delta`, `negative`: share of images whose class the reader finds in the perturbation, in its negative
     "How often a classifier finds the true class in the perturbation alone"
     path = settings().get(images['dataset'])
-    dls = dataset(images['dataset'], n_train=64, n_valid=images['n'], bs=images['bs'], batch_tfms=None, path=path)
+    dls = dataset(images['dataset'], n_train=8, n_valid=images['n'], bs=images['bs'], batch_tfms=None, path=path)
     model, looks = _maker(maker, dls), _maker(reader, dls)
     attack = PGD(eps, steps=steps, alpha=1.5 * eps / steps)
     found = {'delta': [], 'negative': []}

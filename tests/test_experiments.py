@@ -396,6 +396,8 @@ def test_saved_rows_are_those_of_the_code_as_it_is():
 SHRUNK = dict(
     n_train=8,
     n_valid=8,
+    n=8,
+    aa_valid=8,
     bs=4,
     epochs=1,
     long=1,
