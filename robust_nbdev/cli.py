@@ -338,11 +338,16 @@ def _is_path(o):
     return False
 
 
+def _look_here():
+    "Modules are looked for in the working folder too"
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+
+
 def _own(o):
     "An attack, a class of attacks or a loss in a module of the user's, which is imported, from the working folder too"
     where, _, name = ast.unparse(o).rpartition('.')
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
+    _look_here()
     try:
         found = import_module(where)
     except ImportError as e:
@@ -585,8 +590,8 @@ def _create(name, pretrained, own, kw):
         if not pretrained:
             raise ValueError(f'{name} with {kw}: {says}') from None
         raise OSError(
-            f'the weights of {name} cannot be had ({says}): give --checkpoint FILE (robust-compare: NAME@FILE), or'
-            ' leave --pretrained out for random weights'
+            f'the weights of {name} cannot be had ({says}): give --checkpoint FILE (robust-compare: NAME@FILE); '
+            'for random weights leave --pretrained out (robust-eval alone)'
         ) from None
 
 
@@ -671,6 +676,7 @@ class Found(NamedTuple):
     what: str  # A line about it
     vocab: list = None  # Its class names, if they are known
     folder: str = ''  # The `folder_digest` of what it was trained on, if that is known
+    held: tuple = None  # How many images of that folder were held out, and the seed of the choice, if that is known
     fit: CenterFit = None  # How the images that it was trained on were cut to size, if that is known
 
 
@@ -720,15 +726,24 @@ def learner_model(
     return _of_learner(_opened(path))
 
 
+def _loaded_learner(path):
+    "`load_learner`; where a module is missing, the error that names it"
+    try:
+        return load_learner(path)
+    except UnboundLocalError:  # fastai drops the error
+        return torch.load(path, map_location='cpu', weights_only=False)
+
+
 def _opened(path):
     "The Learner in a file, with one warning in place of fastai's"
     if not Path(path).is_file():
         raise FileNotFoundError(f'no checkpoint {path}')
     warnings.warn('a .pkl file is a pickle, and opening one can run code: open only files that you trust')
+    _look_here()
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings('ignore', '.*insecure pickle')
-            learn = load_learner(path)
+            learn = _loaded_learner(path)
     except Exception as e:
         raise ValueError(
             f'{path} cannot be opened as a Learner ({type(e).__name__}: {e}): functions that it uses must be importable'
@@ -741,10 +756,11 @@ def _opened(path):
 
 
 def _trained_in(learn):
-    "The `folder_digest` of the images that a Learner was trained on, where `image_dls` made them"
+    "The `folder_digest` of a Learner's images and what was held out of them, where `image_dls` made them"
     tls = getattr(learn.dls.valid.dataset, 'tls', [])
     numbers = [f for tl in tls for f in getattr(tl.tfms, 'fs', []) if isinstance(f, ClassNumber)]
-    return vars(numbers[0]).get('folder', '') if numbers else ''
+    known = vars(numbers[0]) if numbers else {}
+    return known.get('folder', ''), known.get('held')
 
 
 def _fit_of(learn):
@@ -814,7 +830,7 @@ def _whole(model, checkpoint):
         learn = _opened(checkpoint)
         net, vocab = _of_learner(learn)
         what = f'{type(unwrap(net)).__name__}, weights of {Path(checkpoint).name}'
-        return Found(net, what, vocab, _trained_in(learn), _fit_of(learn))
+        return Found(net, what, vocab, *_trained_in(learn), _fit_of(learn))
     key = small_key(model)
     net, vocab = (small_model(model), small_classes(key[2])) if key else folder_model(Path(model).expanduser())
     return Found(net, f'{model}, pretrained weights', vocab)
@@ -1126,6 +1142,23 @@ def _seen_in_training(found, images, data, valid, checkpoint):
     return ['all images of the folder are used: if the model was trained in it, take those held out, --valid holdout']
 
 
+def _as_held_out(found, images, s, valid):
+    "Settings with as many images as the Learner's `image_dls` held out; raises ValueError for another number or seed"
+    if valid != 'holdout' or not found.held or found.folder != folder_digest(images.src):
+        return s
+    n, seed = found.held
+    if s.n not in (None, n) or seed != 42:
+        raise ValueError(
+            f'the model was trained in this folder with {n} images held out (seed {seed}), and any other choice would '
+            + (
+                f'take images that it was trained on: give --n {n}'
+                if seed == 42
+                else 'do so: use learn.robust_report()'
+            )
+        )
+    return RunSettings(s, n=n)
+
+
 class _Images(NamedTuple):
     "Images that are given by name, before they are cut to size"
 
@@ -1192,6 +1225,7 @@ def run_eval(  # noqa: PLR0913
     says = _seen_in_training(found, images, s.data, valid, checkpoint)
     found = _prepared(found, s, s.size, images.src.vocab if n_classes is None else None)
     found = _of_these_images(found, images.src.vocab, n_classes)
+    s = _as_held_out(found, images, s, valid)
     dl, line = _loaded(images, found, s, valid=valid, **cut)
     says += _same_classes(found.net, dl, n_classes, found.vocab)
     if 'random weights' in found.what:
@@ -1372,12 +1406,12 @@ def robust_bench(  # noqa: PLR0913
 # %% ../nbs/08_cli.ipynb #c11d0002
 def _listed(names, profile, out):
     "What there is of each experiment and what the rest costs, as text"
-    from robust_nbdev.experiments import status
+    from robust_nbdev.experiments import results_folder, status
 
     df = status(names, profile, out).rename(
         columns=dict(passes='passes (F x images)', minutes_left='minutes left', memory_gb='GB')
     )
-    return df.fillna('').to_string(index=False)
+    return f'rows in {out or results_folder()}\n\n{df.fillna("").to_string(index=False)}'
 
 
 def _told(text):
@@ -1530,6 +1564,7 @@ def run_compare(  # noqa: PLR0913
             raise ValueError(f'two models are called {label}: give each a label, first={spec}')
         with _named_in_errors(label):
             found, said = _compared(spec, images, s, s.size if dl is None else dl.one_batch()[0].shape[-1])
+            s = _as_held_out(found, images, s if dl is None else RunSettings(s, n=len(dl.dataset)), valid)
             if dl is None:
                 dl, line = _loaded(images, found, s, valid=valid)
             said += _seen_in_training(found, images, s.data, valid, '@' in spec or spec.endswith('.pkl') or None)
@@ -1545,10 +1580,7 @@ def run_compare(  # noqa: PLR0913
 # %% ../nbs/08_cli.ipynb #0b7b2c22
 @call_parse
 def robust_compare(  # noqa: PLR0913
-    # The baseline first, each as label=MODEL or MODEL: a model of this package (fashion_mnist_vit_robust), NAME of timm
-    # with its own weights, NAME@FILE with others (.pth, .pt, .safetensors), or FILE.pkl of learn.export (a pickle: open
-    # only files that you trust)
-    *models: str,
+    *models: str,  # The baseline first: NAME of this package or timm, NAME@weights.pth, trusted FILE.pkl; label=NAME
     data: str = None,  # As for robust-eval (default: the profile's dataset, with its size, n and eps)
     valid: str = None,  # holdout: those that image_dls holds out, as for robust-eval (default: test images, or all)
     attacks: str = 'fgsm,pgd20,apgd',  # Weak to strong, as for robust-eval; autoattack is one of them

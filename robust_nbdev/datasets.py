@@ -480,9 +480,10 @@ class ClassNumber(DisplayedTransform):
         self,
         vocab,  # Class names
         folder: str = '',  # `folder_digest` of where the images are from, which an export keeps
+        held: tuple = None,  # How many of them were held out, and the seed of the choice; None: none
     ):
         super().__init__()
-        self.folder = folder
+        self.folder, self.held = folder, held
         self.vocab = L(vocab)
         self.c = len(vocab)
 
@@ -755,11 +756,11 @@ class ImageDatasets(Datasets):
         return res
 
 
-def _datasets(train, valid, src, mode):
+def _datasets(train, valid, src, mode, held):
     "Images and labels in separate lists"
     n_train, n = len(train[0]), len(train[0]) + len(valid[0])
     splits = [list(range(n_train)), list(range(n_train, n))]
-    labels = ClassNumber(src.vocab, folder_digest(src)) if src.lut is None else MaskClasses(src.lut, src.vocab)
+    labels = ClassNumber(src.vocab, folder_digest(src), held) if src.lut is None else MaskClasses(src.lut, src.vocab)
     tls = [TfmdLists(_cat(a, b), t, splits=splits) for a, b, t in zip(train, valid, (OpenImage(mode), labels))]
     return ImageDatasets(tls=tls, n_inp=1)
 
@@ -870,7 +871,8 @@ def image_dls(  # noqa: PLR0913
     untouched = item_tfms is None or _auto(item_tfms)  # only `fit` changes an image before the batch
     options = dict(pct=pct, interp=interp, crop_mode=crop_mode)
     fit, parts = _fitted(parts, src, mode, _hw(size), options, untouched)
-    ds = _datasets(*parts, src, mode)
+    held = (len(parts[1][0]), seed) if valid == 'holdout' else None
+    ds = _datasets(*parts, src, mode, held)
     names = [src.files(*o) for o in picks]
     ds.files = None if None in names else sum(names, [])
     items, batches = _tfms(item_tfms, batch_tfms, mode, fit)

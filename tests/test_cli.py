@@ -1,6 +1,6 @@
 "`robust-demo` and `robust-eval` as a newcomer types them, and what they are made of."
 
-import argparse, gzip, json, os, re, signal, subprocess, sys, time, warnings
+import argparse, gzip, importlib, json, os, re, signal, subprocess, sys, time, warnings
 from dataclasses import dataclass
 from pathlib import Path
 import numpy as np, pandas as pd, pytest, timm, torch
@@ -835,6 +835,35 @@ def test_two_names_of_one_class_are_refused():
         cli.outputs_by_name(net, ['tench', 'n01440764'], ['church', 'tench'])
     with pytest.raises(ValueError, match='one place in vocab, these have several: n01440764'):
         cli.outputs_by_name(net, ['tench', 'church'], ['tench', 'n01440764', 'church'])
+
+
+def test_only_as_many_images_as_were_held_out_are_judged(tmp_path):
+    "20 of the folder would be the 3 that were held out and 17 that the model was trained on"
+    d = photos(tmp_path / 'train', SIX)
+    exported(d, tmp_path)
+    with pytest.raises(ValueError, match='with 3 images held out .*: give --n 3'):
+        evaluate(None, d, None, checkpoint=tmp_path / 'few.pkl', valid='holdout', n=20)
+    s = eval_settings('smoke', data=str(d), eps=0.02, device='cpu', n=20)
+    with pytest.raises(ValueError, match='give --n 3'):
+        run_compare(s, [str(tmp_path / 'few.pkl')], [FGSM(0.02)], valid='holdout')
+
+
+def test_an_export_with_a_class_of_a_module_that_is_missing_names_the_module(tmp_path, monkeypatch):
+    "And opens where the module lies in the working folder"
+    (tmp_path / 'own_module.py').write_text('from fastai.callback.core import Callback\n\nclass Own(Callback): pass\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    learn = exported(photos(tmp_path / 'train', SIX), tmp_path)
+    learn.add_cb(importlib.import_module('own_module').Own())
+    learn.export(tmp_path / 'own.pkl')
+    monkeypatch.delitem(sys.modules, 'own_module')
+    monkeypatch.setattr(sys, 'path', [o for o in sys.path if o not in ('', str(tmp_path))])
+    assert type(cli._opened("own.pkl")).__name__ == "Learner"
+    monkeypatch.delitem(sys.modules, 'own_module')
+    monkeypatch.setattr(sys, 'path', [o for o in sys.path if o not in ('', str(tmp_path))])
+    (tmp_path / 'own_module.py').unlink()
+    with pytest.raises(ValueError, match="No module named 'own_module'"):
+        cli._opened('own.pkl')
 
 
 def test_the_folder_of_the_training_is_recognised(tmp_path):
