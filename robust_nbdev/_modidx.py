@@ -1221,6 +1221,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'robust_nbdev.corruptions._zoom': ('corruptions.html#_zoom', 'robust_nbdev/corruptions.py'),
                                           'robust_nbdev.corruptions._zoom_blur': ( 'corruptions.html#_zoom_blur',
                                                                                    'robust_nbdev/corruptions.py'),
+                                          'robust_nbdev.corruptions.check_corruptions': ( 'corruptions.html#check_corruptions',
+                                                                                          'robust_nbdev/corruptions.py'),
                                           'robust_nbdev.corruptions.class_folders': ( 'corruptions.html#class_folders',
                                                                                       'robust_nbdev/corruptions.py'),
                                           'robust_nbdev.corruptions.class_positions': ( 'corruptions.html#class_positions',

@@ -6,8 +6,8 @@
 __all__ = ['NOISES', 'CORRUPTIONS', 'EXTRA_CORRUPTIONS', 'PERTURBATIONS', 'ALEXNET_C', 'ALEXNET_CLEAN', 'ALEXNET_P', 'size_table',
            'corrupt', 'show_corruptions', 'distortion', 'perturb', 'mce', 'relative_mce', 'flips', 'mfr', 'CifarC',
            'imagenet_classes', 'class_folders', 'class_positions', 'wnid_images', 'ImageNetC', 'CifarP', 'read_video',
-           'ImageNetP', 'SubsetLogits', 'subset_report', 'CorruptionReport', 'Corrupted', 'corruption_report',
-           'CorruptValid', 'flip_report']
+           'ImageNetP', 'SubsetLogits', 'subset_report', 'CorruptionReport', 'Corrupted', 'check_corruptions',
+           'corruption_report', 'CorruptValid', 'flip_report']
 
 # %% ../nbs/01c_corruptions.ipynb #c1c87396
 import hashlib, io, importlib.util, re, time, warnings
@@ -1585,14 +1585,27 @@ def _doubts(rep, model):
     return says + _raw(model) + rep.meta.get('doubts', [])
 
 # %% ../nbs/01c_corruptions.ipynb #f333b595
-def _todo(corruptions, severities, seed, table):
-    "Pairs of corruption and severity; ValueError for what cannot be measured, a warning for scores that cannot be made"
+def check_corruptions(
+    corruptions,  # Names
+    severities=range(1, 6),  # Numbers from 1 to 5
+    seed: int = 0,  # Of the random ones
+    table: int = None,  # See `corrupt`
+) -> list:  # Pairs of corruption and severity
+    "What can be measured; raises ValueError for what cannot, ImportError where frost has no photographs of ice"
     todo = [(c, o) for c in L(corruptions) for o in L(severities)]
     if not todo:
         raise ValueError(f'there is nothing to measure: corruptions={corruptions!r}, severities={severities!r}')
     for name, sev in todo:
         _check_kind(torch.zeros(1, 1, 16, 16), name, sev, table)
     _check_seed(seed)
+    if 'frost' in L(corruptions):
+        _frost_folder()
+    return todo
+
+
+def _todo(corruptions, severities, seed, table):
+    "`check_corruptions`, with a warning for scores that cannot be made"
+    todo = check_corruptions(corruptions, severities, seed, table)
     if {o for _, o in todo} != {1, 2, 3, 4, 5}:
         warnings.warn('not all five severities are measured here, and mean errors and mCE need all: accuracies only')
     return todo

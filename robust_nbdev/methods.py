@@ -22,7 +22,7 @@ from .models import *
 from .attacks import *
 from .adv_train import *
 from .compare import *
-from .corruptions import CORRUPTIONS
+from .corruptions import CORRUPTIONS, check_corruptions
 from .experiments import *
 from .experiments import _code_of, _done, _unpack
 from .robust_tokens import *
@@ -285,11 +285,12 @@ def compared(
     **how,  # Key of a run
 ) -> Outcome:  # Accuracies in percent, costs in forwards of the backbone, and verdicts per image
     "A row of the table: a method is trained, attacked, and shown corrupted images"
+    kinds = CORRUPTIONS if how['corruptions'] == 'all' else how['corruptions'].split()
+    levels = [int(o) for o in str(how['severities']).split()]
+    check_corruptions(kinds, levels, how['seed'])  # before the training
     dls = images_for_methods(how)
     model, cost = trained_method(how, dls)
     attacks = parse_attacks(how['attacks'], how['eps'])
-    kinds = CORRUPTIONS if how['corruptions'] == 'all' else how['corruptions'].split()
-    levels = [int(o) for o in str(how['severities']).split()]
     name, entry = how['method'], METHODS[how['method']].entry(model)
     report = _file_of(how) / f'report {len(kinds)} {how["severities"]}'
     res = compare({name: entry}, dls.valid, attacks, kinds, levels, seed=how['seed'], bs=125, out=report)

@@ -1780,3 +1780,16 @@ def test_classes_that_come_late_in_the_file_are_seen(tmp_path):
     labels = np.concatenate([r.permutation(np.arange(600) % 6), r.permutation(6 + np.arange(400) % 4)])
     np.save(tmp_path / 'labels.npy', np.tile(labels, 5))
     assert set(CifarC(tmp_path, n=100).y.tolist()) == set(range(10))
+
+
+def test_frost_without_photographs_is_refused_before_anything_is_measured(monkeypatch):
+    def missing():
+        raise ImportError('photographs of ice')
+
+    monkeypatch.setattr('robust_nbdev.corruptions._frost_folder', missing)
+    calls = []
+    with pytest.raises(ImportError, match='photographs of ice'):
+        corruption_report(
+            lambda x: calls.append(x), (torch.rand(4, 1, 28, 28), torch.zeros(4).long()), ['fog', 'frost']
+        )
+    assert not calls
