@@ -269,11 +269,11 @@ def is_summed(
 
 # %% ../nbs/01a_adv_train.ipynb #c8aae660
 def with_fields(
-    attack,  # An attack with `but`
+    attack: Value,  # Any attack with fields
     kw: dict,  # Field -> value
-) -> object:  # The same kind of attack
+) -> Value:  # The same kind of attack
     "A copy with other fields; a new `eps` scales a given step length with it, unless there is a new `alpha` too"
-    if 'eps' not in kw or 'alpha' in kw or not isinstance(attack, Value):
+    if 'eps' not in kw or 'alpha' in kw:
         return attack.but(**kw)
     rest = {k: v for k, v in kw.items() if k != 'eps'}
     if rest:
@@ -301,7 +301,7 @@ def begin(
         eps = _radius(eps, attack)
     if eps is not None:
         fields = {'eps': eps, **fields}
-    if fields and not hasattr(attack, 'but'):
+    if fields and not isinstance(attack, Value):
         name = next(iter(fields))
         raise TypeError(f'{name}= needs an attack whose {name} can be changed, attack.but(...), got {attack!r}')
     if fields:
@@ -461,7 +461,7 @@ class BernoulliFGSM(PGD):
 
     @property
     def name(self):
-        return super().name.replace('bernoullifgsm1', 'bernoulli_fgsm')
+        return super().name.replace('bernoullifgsm', 'bernoulli_fgsm')
 
     @property
     def step_size(self):
@@ -532,10 +532,6 @@ class NFGSM(PGD):
     k: float = field(default=2.0, kw_only=True)  # Radius of the noise, in units of `eps`
 
     @property
-    def name(self):
-        return super().name.replace('nfgsm1', 'nfgsm')
-
-    @property
     def slack(self):
         "How far noise and step go beyond the ball"
         return self.k * self.ball.eps + self.step_size
@@ -585,7 +581,7 @@ class CatchOverfit(AdvCallback):
     def before_train(self):
         "Find the attack to watch; forget the images of the last epoch"
         super().before_train()
-        if getattr(getattr(self.watched, 'attack', None), 'eps', None) is None:
+        if self.watched is None or declared(self.watched.attack, 'eps') is None:
             raise TypeError(
                 'CatchOverfit compares the attack of AdvTrain, TRADES, ... with a stronger one '
                 'at the same eps: there is none here that has an eps'
@@ -656,7 +652,7 @@ def like(
         raise ValueError(
             f'{attack!r} stays in a {ours}, and {other!r} in a {norm}: give two attacks of one kind of ball'
         )
-    if getattr(attack, 'alpha', None) is not None:
+    if isinstance(attack, Attack) and attack.alpha is not None:
         raise ValueError(f'{attack!r} has a step for another norm than {other!r}: leave alpha out')
     return attack.but(eps=other.eps, norm=other.norm)
 
@@ -716,7 +712,7 @@ def caught(
 @patch
 def state_dict(self: CatchOverfit) -> dict:  # For `torch.save`
     "The table, and the radius at which `then` took the attack's place (None: it did not)"
-    now = getattr(self.watched, 'instead', None)
+    now = self.watched and self.watched.instead
     return dict(rows=list(self.rows), eps=now and now.eps)
 
 
@@ -780,7 +776,7 @@ class FreeAT(AdvTrain):
         **fields,  # Other fields of the attack that follow a number or a schedule
     ):
         self.begin(attack, eps, fields)
-        if getattr(type(attack), 'update', None) is not PGD.update or attack.loss is not None:
+        if not isinstance(attack, PGD) or type(attack).update is not PGD.update or attack.loss is not None:
             raise TypeError(
                 'FreeAT maximises the loss that is trained, with the step of FGSM(8/255) '
                 f'or PGD(8/255, alpha=...), got {attack!r}'

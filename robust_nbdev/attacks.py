@@ -339,10 +339,8 @@ class Counted(Wrapper):
         return self.model(_Count.apply(x, self) if x.requires_grad and torch.is_grad_enabled() else x)
 
 # %% ../nbs/01_attacks.ipynb #7105899d
-class Value:
+class Value(Declared):
     "What all attacks share: a frozen dataclass that prints like the call that made it"
-
-    eps = norm = None
 
     def _set(self, **kw):
         for k, v in kw.items():
@@ -358,9 +356,16 @@ class Value:
 
     def _whole(self, **least):
         "Raises ValueError if a field is no whole number, or below its least value"
-        for n, lo in least.items():
-            if hasattr(self, n):
-                self._set(**{n: check_whole(getattr(self, n), n, lo)})
+        for f in fields(self):
+            if f.name in least:
+                self._set(**{f.name: check_whole(getattr(self, f.name), f.name, least[f.name])})
+
+    def takes(
+        self,
+        name: str,  # Of a field
+    ) -> bool:  # False too for a field that the class has set for good
+        "Can this field be given?"
+        return any(f.name == name and f.init for f in fields(self))
 
     def but(
         self,
@@ -380,8 +385,12 @@ class Value:
         return self.but(eps=eps)
 
     @property
+    def ball(self):
+        "The set that the change stays in; None where there is no norm"
+        return None if self.norm is None else threat_model(self.eps, self.norm)
+
+    @property
     def name(self):
-        "What columns and rows of tables are called"
         return type(self).__name__.lower()
 
     def __repr__(self):
@@ -399,13 +408,14 @@ class Value:
 class AttackBase(Value):
     "Base of everything that is called as `attack(model, x, y) -> x_adv`: a subclass writes `make`"
 
-    slack = 0.0  # by how much it may leave its ball, pixel units; a report says so
+    takes_target = False  # can it be called with `target`? A call with one is refused otherwise
+    checks_labels = True  # are the labels checked before `make`? Else it gets them as they were given
 
     def make(
         self,
-        model,  # Takes images [B,C,H,W] in [0,1]
+        model,  # Takes images [B,C,H,W] in [0,1]; in evaluation mode, with frozen weights
         x: Tensor,  # Images [B,C,H,W], checked
-        y,  # Labels as given, or None
+        y,  # Labels [B], or soft labels [B,C], or None
         target,  # Labels to reach, or None
         seed,  # An int, or an int64 tensor [B] with one seed per image
     ) -> Tensor:  # Adversarial images in the type of `x`
@@ -414,11 +424,6 @@ class AttackBase(Value):
             f'{type(self).__name__} does not say how adversarial images are made: '
             'give it make(self, model, x, y, target, seed)'
         )
-
-    @property
-    def beside(self) -> tuple:
-        "Attacks without which a report of this one may overstate robustness: it asks for them"
-        return ()
 
 # %% ../nbs/01_attacks.ipynb #b187694c
 def check_call(
@@ -448,9 +453,13 @@ def __call__(  # noqa: PLR0913
 ) -> Tensor:  # Adversarial images: shape, dtype and type of `x`, detached
     "The adversarial images"
     check_call(model, target, targeted)
+    if target is not None and not self.takes_target:
+        raise ValueError(f'{self} takes no target: leave it out, or use PGD or APGD with target=')
     x0 = check_images(x, model)
-    with checked():
-        x_adv = check_result(self.make(model, x0.clone(), own(y), own(target), seed), x0, self)
+    y = check_labels(y, x0) if self.checks_labels and y is not None else own(y)
+    t = None if target is None else check_labels(target, x0)
+    with checked(), attack_mode(model):
+        x_adv = check_result(self.make(model, x0.clone(), y, t, seed), x0, self)
     return x_adv.as_subclass(type(x) if type(x) is not nn.Parameter else Tensor)
 
 
@@ -486,6 +495,7 @@ class Attack(AttackBase):
     restarts: int = field(default=1, kw_only=True)  # Independent runs, the best of which is kept for each image
     draws: int = field(default=1, kw_only=True)  # Gradients averaged in each step; more than 1 for random models
     # what subclasses declare
+    takes_target = True
     usual = ce  # the loss where none is given
     rand, alpha = True, None
     # which point of each image a call returns: the `'last'`, or the `'first'` that fools (else the best)
@@ -522,18 +532,18 @@ class Attack(AttackBase):
             )
 
     @property
-    def ball(self):
-        "The set that the change stays in"
-        return threat_model(self.eps, self.norm)
+    def checks_labels(self):
+        "Not where the loss compares with the clean output"
+        return as_loss(self.loss or self.usual).reference != 'clean'
 
     @property
     def takes_loss(self):
         "Can the attack's loss be chosen?"
-        return any(f.name == 'loss' and f.init for f in fields(self))
+        return self.takes('loss')
 
     @property
     def name(self):
-        parts = [super().name + str(getattr(self, 'steps', ''))]
+        parts = [super().name + (str(self.steps) if self.takes('steps') else '')]
         if self.norm == 'L2':
             parts.append('l2')
         if self.loss:
@@ -587,11 +597,10 @@ def objective(
 # %% ../nbs/01_attacks.ipynb #3c6f5fe0
 @patch
 def make(self: Attack, model, x, y, target, seed):
-    with attack_mode(model):
-        obj = self.objective(model, x, y, target)
-        if not self.eps:
-            return x
-        x_adv = self.run(obj, x.float() if x.element_size() < 4 else x, seed)
+    obj = self.objective(model, x, y, target)
+    if not self.eps:
+        return x
+    x_adv = self.run(obj, x.float() if x.element_size() < 4 else x, seed)
     _warn_of_gradients(self, obj)
     return land(x, x_adv.detach())
 
@@ -678,6 +687,16 @@ def update(
         f'{type(self).__name__} has no step of its own: '
         'give it update(self, x, s, g, v, i), or use PGD(8/255, steps=10)'
     )
+
+
+@patch
+def highest(
+    self: Attack,
+    s: dict,  # The state
+    v: Tensor,  # Loss at its `d` [B]
+) -> Tensor:  # A change [B,C,H,W]
+    "Where `keep` is `'first'`: the point of an image that none has fooled"
+    return s['d']
 
 
 @patch
@@ -932,8 +951,7 @@ class PGD(Attack):
 @patch
 def at_eps(self: Attack, eps):
     ball = threat_model(eps, self.norm)
-    given = any(f.name == 'alpha' and f.init for f in fields(self)) and self.alpha is not None
-    if not given:
+    if not self.takes('alpha') or self.alpha is None:
         return self.but(eps=ball)
     if type(ball).__name__ != self.norm:
         raise ValueError(f'{self} has a step in {self.norm}, which says nothing about {ball}: leave alpha out')
@@ -961,10 +979,6 @@ class FGSM(PGD):
     rand: bool = field(default=False, init=False, repr=False)
 
     @property
-    def name(self):
-        return super().name.replace('fgsm1', 'fgsm')
-
-    @property
     def step_size(self):
         return self.eps
 
@@ -975,10 +989,6 @@ class FGSM_RS(PGD):
 
     steps: int = field(default=1, init=False, repr=False)
     rand: bool = field(default=True, init=False, repr=False)
-
-    @property
-    def name(self):
-        return super().name.replace('fgsm_rs1', 'fgsm_rs')
 
     @property
     def step_size(self):
@@ -1148,11 +1158,7 @@ class APGD(Attack):
         u = self.ball.project(x, d + per_image(size, x) * self.ball.step(g))
         return torch.where(per_image(first, x), u, self.ball.project(x, d + 0.75 * (u - d) + 0.25 * (d - old)))
 
-    def highest(
-        self,
-        s: dict,  # The state
-        v: Tensor,  # Loss at its `d` [B]
-    ) -> Tensor:  # A change [B,C,H,W]
+    def highest(self, s, v):
         "The point with the highest loss"
         return torch.where(per_image(v > s['best_v'], s['d']), s['d'], s['best_d'])
 
@@ -1191,11 +1197,13 @@ def threat(
 ) -> tuple:  # (norm, eps); for attacks without a ball (None, its budget)
     "What an attack may do: only attacks that may do the same can be compared"
     ball = _promised(attack)
-    return (None, getattr(attack, 'budget', None)) if ball is None else (_kind(ball), ball.eps)
+    return (None, declared(attack, 'budget')) if ball is None else (_kind(ball), ball.eps)
 
 # %% ../nbs/01_attacks.ipynb #321d17f9
 class Wraps(AttackBase):
     "Base of attacks made of other attacks, `self.attacks`; radius and norm are those of the first"
+
+    takes_target, checks_labels = True, False
 
     @property
     def ball(self):
@@ -1231,10 +1239,10 @@ class Wraps(AttackBase):
 
     @property
     def beside(self):
-        return tuple(b for a in self.attacks for b in getattr(a, 'beside', ()))
+        return tuple(b for a in self.attacks for b in declared(a, 'beside'))
 
     def _names(self):
-        return '_'.join(getattr(a, 'name', 'attack') for a in self.attacks)
+        return '_'.join(declared(a, 'name') for a in self.attacks)
 
 
 @dataclass(frozen=True, repr=False)
@@ -1242,6 +1250,7 @@ class WorstCase(Wraps):
     "Per image, the first of several attacks that works; each sees only the images that survived the ones before it"
 
     attacks: tuple  # Attacks with one norm and eps; raises ValueError if they differ
+    checks_labels = True
 
     def __post_init__(self):
         self._set(attacks=tuple(L(self.attacks)))
@@ -1279,15 +1288,14 @@ def make(self: WorstCase, model, x, y, target, seed):
 def _one_after_another(attacks, model, x, y, target, seed):
     "Each attack on the images that the ones before it did not fool"
     x_adv, left = x.clone(), torch.arange(len(x), device=x.device)
-    y = None if y is None else check_labels(y, x)
     targeted = target is not None
-    want = check_labels(target, x) if targeted else y
+    want = target if targeted else y
     if want.ndim > 1:
         want = want.argmax(1)
     for a in attacks:
         kw = dict(target=want[left], targeted=True) if targeted else {}
         x_adv[left] = new = a(model, x[left], None if y is None else y[left], seed=_seeds(seed, left), **kw)
-        with attack_mode(model), torch.no_grad():
+        with torch.no_grad():
             z = outputs(model, new)
         left = left[(z.argmax(1) == want[left]) != targeted]
         if not len(left):

@@ -46,6 +46,7 @@ def _top(score, k):
 class PatchAttack(AttackBase):
     "Base of attacks that rewrite whole patches and leave all other pixels alone; no `eps`, no `norm`"
 
+    takes_target = True
     _least, _most, _choices = {}, {}, {}
 
     def __post_init__(self):
@@ -58,22 +59,21 @@ class PatchAttack(AttackBase):
 
     @property
     def name(self):
-        return super().name + str(getattr(self, 'steps', ''))
+        return super().name + (str(self.steps) if self.takes('steps') else '')
 
     @property
     def budget(self):
         "How much may be covered, as tables write it"
-        return f'patches={self.patches}' if hasattr(self, 'patches') else f'share={self.share:g}'
+        return f'patches={self.patches}' if self.takes('patches') else f'share={self.share:g}'
 
 # %% ../nbs/01d_patch_attacks.ipynb #1c67b853
 @patch
 def make(self: PatchAttack, model, x, y, target, seed):
     if x.ndim != 4:
         raise ValueError(f'patches need images [B,C,H,W], got shape {list(x.shape)}')
-    with attack_mode(model):
-        obj = Objective(model, x, _reference(ce, model, x, y, target), ce, target is not None)
-        xf = x.float() if x.element_size() < 4 else x
-        x_adv = self.run(obj, xf, image_seed(xf, seed))
+    obj = Objective(model, x, _reference(ce, model, x, y, target), ce, target is not None)
+    xf = x.float() if x.element_size() < 4 else x
+    x_adv = self.run(obj, xf, image_seed(xf, seed))
     _warn_of_gradients(self, obj)
     return x_adv.detach().to(x.dtype)
 
