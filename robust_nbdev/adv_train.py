@@ -15,6 +15,7 @@ from .core import *
 from .core import _adversarial, _kind
 from .vit import *
 from .attacks import *
+from .attacks import _step
 from .eval_data import few_classes, hard_labels
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
@@ -399,8 +400,7 @@ class NearPGD(PGD):
     noise: float = field(default=0.001, kw_only=True)  # Standard deviation of the start, in pixel units at any `eps`
 
     def start(self, obj, x, seed):
-        u = uniform(image_seed(x) if seed is None else seed, x)
-        return dict(d=self.ball.project(x, self.noise * torch.special.ndtri(u)))
+        return dict(d=self.ball.project(x, self.noise * torch.special.ndtri(uniform(seed, x))))
 
 # %% ../nbs/01a_adv_train.ipynb #51b49eb8
 class MART(AdvTrain):
@@ -463,8 +463,7 @@ class BernoulliFGSM(PGD):
     def name(self):
         return super().name.replace('bernoullifgsm', 'bernoulli_fgsm')
 
-    @property
-    def step_size(self):
+    def step_at(self, i):
         return self.eps if self.alpha is None else self.alpha
 
     def start(self, obj, x, seed):
@@ -534,17 +533,16 @@ class NFGSM(PGD):
     @property
     def slack(self):
         "How far noise and step go beyond the ball"
-        return self.k * self.ball.eps + self.step_size
+        return self.k * self.ball.eps + self.step_at(tensor([0]))
 
-    @property
-    def step_size(self):
+    def step_at(self, i):
         return self.eps if self.alpha is None else self.alpha
 
     def start(self, obj, x, seed):
-        return dict(d=(x + self.k * self.ball.rand(x, image_seed(x) if seed is None else seed)).clamp(0, 1) - x)
+        return dict(d=(x + self.k * self.ball.rand(x, seed)).clamp(0, 1) - x)
 
     def update(self, x, s, g, v, i):
-        return {**s, 'd': (x + s['d'] + self.step_size * self.ball.step(g)).clamp(0, 1) - x}
+        return {**s, 'd': (x + s['d'] + _step(self, g, i)).clamp(0, 1) - x}
 
 # %% ../nbs/01a_adv_train.ipynb #73881874
 class CatchOverfit(AdvCallback):
@@ -803,7 +801,8 @@ class FreeAT(AdvTrain):
         if probe is None or probe.grad is None:
             return
         x = probe.detach().as_subclass(Tensor) - self.delta
-        self.delta = self.scheduled().update(x, {'d': self.delta}, probe.grad.as_subclass(Tensor), None, None)['d']
+        g, i = probe.grad.as_subclass(Tensor), x.new_zeros(len(x), dtype=torch.long)
+        self.delta = self.scheduled().update(x, {'d': self.delta}, g, None, i)['d']
 
 # %% ../nbs/01a_adv_train.ipynb #46be2af9
 def _hush(factor, mod, args, o):
@@ -848,34 +847,30 @@ class ARDPRM(PGD):
                 raise ValueError(f'{k} is a share, between 0 and 1, got {getattr(self, k)!r}')
 
     def start(self, obj, x, seed):
-        s = {**super().start(obj, x, seed), 'seed': image_seed(x) if seed is None else seed}
+        s = {**super().start(obj, x, seed), 'seed': seed}
         if self.prm >= 1:
             return s
         vit_blocks(obj.model)  # raises for what is no transformer
         s['grid'] = x.new_zeros(len(x), *patch_grid(obj.model, x))
-        return {**s, 'd': s['d'] * self.mask(x, s, 0)}
+        return {**s, 'd': s['d'] * self.mask(x, s, torch.zeros_like(seed))}
 
     def mask(
         self,
         x: Tensor,  # Clean images [B,C,H,W] in [0,1]
         s: dict,  # The state: the change `d` [B,C,H,W] and what else the attack remembers
-        i: int,  # The step, from 0
+        i: Tensor,  # Steps that each image has made [B]
     ) -> Tensor:  # [B,1,H,W]
-        "1 where a patch keeps its perturbation before step `i`, 0 elsewhere"
+        "1 where a patch keeps its perturbation before the next step, 0 elsewhere"
         u = uniform(mix64(s['seed'] + i + 1), s['grid']).flatten(1)
         keep = u.argsort(1).argsort(1) < round(self.prm * u.shape[1])
         return F.interpolate(keep.view_as(s['grid'])[:, None].to(x), size=x.shape[-2:])
 
     def update(self, x, s, g, v, i):
         new = super().update(x, s, g, v, i)
-        return (
-            new
-            if self.prm >= 1
-            else {
-                **new,
-                'd': torch.where(per_image(i + 1 < self.steps, x), new['d'] * self.mask(x, s, i + 1), new['d']),
-            }
-        )
+        if self.prm >= 1:
+            return new
+        masked = new['d'] * self.mask(x, s, i + 1)
+        return {**new, 'd': torch.where(per_image(i + 1 < self.steps, x), masked, new['d'])}
 
     def gradient(self, obj, x, s, i):
         if self.ard >= 1:

@@ -655,7 +655,7 @@ def start(
     self: Attack,
     obj: Objective,  # What the attack raises
     x: Tensor,  # Clean images [B,C,H,W] in [0,1]
-    seed: Tensor,  # [B] int64, one per image, for every random number; None: this attack draws none
+    seed: Tensor,  # [B] int64, one per image, for every random number
 ) -> dict:  # The state: at least `d`, the change [B,C,H,W]
     "The state at the beginning"
     return dict(d=self.ball.project(x, self.ball.rand(x, seed)) if self.rand else torch.zeros_like(x))
@@ -716,17 +716,17 @@ class Rows:
         attack: Attack,  # One that goes in steps
         obj: Objective,  # What it raises on these images
         x: Tensor,  # Clean images [B,C,H,W] in [0,1], float32 or float64
-        seed: Tensor = None,  # [B] int64, one per image
+        seed: Tensor,  # [B] int64, one per image
         pos: Tensor = None,  # Where the images are in the data [B]; None: 0, 1, ...
     ):
         none = torch.zeros(len(x), dtype=torch.long, device=x.device)
         refs = attack.references(obj)
         self.attack, self.obj = attack, obj
         self.rounds = attack.restarts if refs is None else refs.shape[1]
-        self.img = AttrDict(x=x, pos=torch.arange(len(x), device=x.device) if pos is None else pos, i=none, r=none)
-        self.img.update({k: v for k, v in dict(seed=seed, refs=refs).items() if v is not None})
+        pos = torch.arange(len(x), device=x.device) if pos is None else pos
+        self.img = AttrDict(x=x, seed=seed, pos=pos, i=none, r=none)
         if refs is not None:
-            self.obj = copy(obj)
+            self.img.refs, self.obj = refs, copy(obj)
             self.obj.t = refs[:, 0]
         self.state = attack.start(self.obj, x, seed)
         self.due = attack.steps  # steps until the first of them ends its round
@@ -912,8 +912,7 @@ class Points:
 # %% ../nbs/01_attacks.ipynb #3f1c9a04
 def _points(attack, obj, x, seed, keep):
     "Attack one batch; what `keep` keeps of each image"
-    seeds = image_seed(x, seed) if attack.rand or attack.restarts > 1 else None
-    one, x_adv = iter([Rows(attack, obj, x, seeds)]), x.clone()
+    one, x_adv = iter([Rows(attack, obj, x, image_seed(x, seed))]), x.clone()
     for pos, point in drive(lambda n: next(one, None), keep, len(x)):
         x_adv[pos] = point
     return x_adv
@@ -938,14 +937,22 @@ class PGD(Attack):
     alpha: float = field(default=None, kw_only=True)  # Step length in pixel units; None: 2.5*eps/steps
     rand: bool = field(default=True, kw_only=True)  # Start at a random point of the ball, or at the image
 
-    @property
-    def step_size(self):
-        "Step length in pixel units"
+    def step_at(
+        self,
+        i: Tensor,  # Steps that each image has made [B]
+    ) -> float | Tensor:  # Pixel units; one number, or one for each image [B]
+        "How long the next step is"
         return 2.5 * self.eps / max(self.steps, 1) if self.alpha is None else self.alpha
 
     def update(self, x, s, g, v, i):
         "One step, and back into the ball"
-        return {**s, 'd': self.ball.project(x, s['d'] + self.step_size * self.ball.step(g))}
+        return {**s, 'd': self.ball.project(x, s['d'] + _step(self, g, i))}
+
+
+def _step(attack, g, i):
+    "The step of `step_at` along a gradient"
+    length = attack.step_at(i)
+    return (per_image(length, g) if isinstance(length, Tensor) else length) * attack.ball.step(g)
 
 # %% ../nbs/01_attacks.ipynb #02b6b6ed
 @patch
@@ -978,8 +985,7 @@ class FGSM(PGD):
     alpha: float = field(default=None, init=False, repr=False)
     rand: bool = field(default=False, init=False, repr=False)
 
-    @property
-    def step_size(self):
+    def step_at(self, i):
         return self.eps
 
 # %% ../nbs/01_attacks.ipynb #a8198e2c
@@ -990,8 +996,7 @@ class FGSM_RS(PGD):
     steps: int = field(default=1, init=False, repr=False)
     rand: bool = field(default=True, init=False, repr=False)
 
-    @property
-    def step_size(self):
+    def step_at(self, i):
         return 1.25 * self.eps if self.alpha is None else self.alpha
 
 # %% ../nbs/01_attacks.ipynb #55f9a5bc
@@ -1003,8 +1008,7 @@ class MIFGSM(PGD):
     decay: float = field(default=1.0, kw_only=True)  # Share of the old direction that is kept
     rand: bool = field(default=False, kw_only=True)  # Start at a random point of the ball, or at the image
 
-    @property
-    def step_size(self):
+    def step_at(self, i):
         return self.eps / max(self.steps, 1) if self.alpha is None else self.alpha
 
     def start(self, obj, x, seed):
@@ -1077,10 +1081,11 @@ class GAMAPGD(Attack):
 
         return obj.grad(x + s['d'], guided)
 
-    def update(self, x, s, g, v, i):
-        "A step that is shortened twice on the way"
-        a = self.rate(i, 2 * self.eps if self.alpha is None else self.alpha, 10)
-        return {**s, 'd': self.ball.project(x, s['d'] + per_image(a, x) * self.ball.step(g))}
+    def step_at(self, i):
+        "It is shortened twice on the way"
+        return self.rate(i, 2 * self.eps if self.alpha is None else self.alpha, 10)
+
+    update = PGD.update
 
 # %% ../nbs/01_attacks.ipynb #58421c3c
 @dataclass(frozen=True, repr=False)

@@ -225,7 +225,7 @@ def into(
 @patch
 def start(self: TokenAttack, obj, x, seed):
     "The first perturbation: normal noise, projected"
-    noise = self.step_size if self.noise is None else self.noise
+    noise = self.step_at(torch.zeros_like(seed)) if self.noise is None else self.noise
     normal = torch.special.ndtri(uniform(seed, x))
     return dict(d=self.into(x, noise * self.share(x) * normal))
 
@@ -235,7 +235,7 @@ def update(self: TokenAttack, x, s, g, v, i):
     "A step along the sign of the gradient of loss - mse*|d|^2/numel"
     d = s['d']
     g = g - self.mse * 2 * d / d[0].numel()
-    step = self.step_size * self.share(x) * self.ball.step(g)
+    step = self.step_at(i) * self.share(x) * self.ball.step(g)
     return {**s, 'd': self.into(x, d + step)}
 
 

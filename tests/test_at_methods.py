@@ -130,7 +130,7 @@ def steps_of(cb, epochs=2):
             cb,
             Callback(
                 before_batch=lambda self: (
-                    seen.append((cb.current().eps, cb.current().step_size)) if self.training else None
+                    seen.append((cb.current().eps, cb.current().step_at(torch.tensor([0])))) if self.training else None
                 )
             ),
         ]
@@ -1553,7 +1553,7 @@ def test_catch_scales_the_step_of_the_strong_attack():
 
     class Spy(PGD):
         def start(self, obj, x, seed):
-            used.append((self.eps, self.step_size))
+            used.append((self.eps, self.step_at(torch.tensor([0]))))
             return super().start(obj, x, seed)
 
     l = watched(CatchOverfit(Spy(0.2, steps=2, alpha=0.1), gap=2), PGD(0.1, steps=1))

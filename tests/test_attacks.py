@@ -609,6 +609,22 @@ def test_a_target_that_nobody_would_look_at_is_refused(attack):
         attack(m, x, y, target=(y + 1) % C)
 
 
+class Shortens(PGD):
+    "Half of `eps`, then nothing more"
+
+    def step_at(self, i):
+        return torch.where(i == 0, self.eps / 2, 0.0)
+
+
+def test_a_schedule_of_steps_is_one_method():
+    m, x, y = Dense((1, 6, 6)), images(3), labels(3)
+    one = PGD(0.1, steps=1, alpha=0.05, rand=False)
+    assert torch.equal(Shortens(0.1, steps=3, rand=False)(m, x, y), one(m, x, y))
+    y = predict(m, x)
+    reports = [robust_report(m, (x, y), [o]) for o in (Shortens(0.1, steps=3, rand=False), one)]
+    assert len({o.rows[1]['accuracy'] for o in reports}) == 1
+
+
 def test_an_attack_without_labels_looks_at_none():
     m, x = Dense((1, 6, 6)), images(3)
     a = PGD(0.1, steps=2, loss=kl)
@@ -1329,7 +1345,7 @@ class Outside(ByHalf):
     "Promises to leave the lower half alone, and does not"
 
     def update(self, x, s, g, v, i):
-        return {**s, 'd': Linf(self.eps).project(x, s['d'] + self.step_size * self.ball.step(g))}
+        return {**s, 'd': Linf(self.eps).project(x, s['d'] + self.step_at(i) * self.ball.step(g))}
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
