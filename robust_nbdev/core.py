@@ -885,8 +885,14 @@ class AdvCallback(Callback):
     def check_weights(self):
         "Raises ValueError if a number, or the value of a schedule at this point of the training, is not allowed"
         for name, check in self.weights.items():
-            v = getattr(self, name)
-            check(v(self.pct_train) if callable(v) else v, name)
+            check(self.at(getattr(self, name)), name)
+
+    def at(
+        self,
+        v,  # A number, or a schedule `pct -> value`
+    ) -> float:  # The number
+        "A number, or the value of a schedule at this point of the training"
+        return v(self.pct_train) if callable(v) else v
 
     @property
     def epochs(self) -> Epochs:  # One for all callbacks of the Learner

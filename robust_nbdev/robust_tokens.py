@@ -302,7 +302,7 @@ class RobustTokens(AdvTrain):
     "Train the extra tokens alone, without labels: they keep the features of clean and adversarial images at `f(x)`"
 
     order, run_valid, _stateattrs = AdvCallback.order - 0.5, True, ('extra', 'target', 'now', 'seen')  # before AdvValid
-    joint, compares, options, target, now, seen = True, True, ('adv_weight', 'through'), None, None, ()
+    joint, options, target, now, seen = True, ('adv_weight', 'through'), None, None, ()
     weights = dict(adv_weight=check_range)
 
     def __init__(
