@@ -241,7 +241,7 @@ def is_summed(
     "Finds out whether a loss sums: evaluates it on the batch repeated; where that tells nothing, reads its `reduction`"
     loss_func = _unmixed(loss_func)
     keywords = getattr(loss_func, 'keywords', {})  # of a partial
-    declared = getattr(loss_func, 'reduction', keywords.get('reduction')) == 'sum'
+    says_sum = getattr(loss_func, 'reduction', keywords.get('reduction')) == 'sum'
 
     def has_pixels(v, ndim):
         return any(isinstance(o, Tensor) and o.ndim >= ndim for o in L(v))
@@ -262,9 +262,9 @@ def is_summed(
         with torch.no_grad():
             once, more = [float(loss_func(*apply(f, [z, *ys]))) for f in (plain, double)]
     except (RuntimeError, ValueError, TypeError, IndexError):
-        return declared
+        return says_sum
     if not math.isfinite(once) or not math.isfinite(more) or abs(once) < 1e-6:
-        return declared
+        return says_sum
     return more / once > (3 if is_dense else 1.5)
 
 # %% ../nbs/01a_adv_train.ipynb #c8aae660
@@ -859,9 +859,8 @@ class ARDPRM(PGD):
 
     def __post_init__(self):
         super().__post_init__()
-        for k in ('ard', 'prm'):
-            if not 0 <= getattr(self, k) <= 1:
-                raise ValueError(f'{k} is a share, between 0 and 1, got {getattr(self, k)!r}')
+        check_share(self.ard, 'ard')
+        check_share(self.prm, 'prm')
 
     def start(self, obj, x, seed):
         s = {**super().start(obj, x, seed), 'seed': seed}

@@ -283,11 +283,7 @@ def rows(
     "The objective of images `m` alone"
     new = copy(self)
     new.flat, new.model = False, _of_images(self.model, m)
-    new.x, new.bad, new.zero = self.x[m], self.bad[m], self.zero[m]
-    if isinstance(self.t, Tensor):
-        new.t = self.t[m]
-    if self.y is not None:
-        new.y = self.y[m]
+    vars(new).update(_take(_per_row(self), m))
     return new
 
 
@@ -298,12 +294,22 @@ def join(
 ) -> Objective:  # A copy
     "The objective of the images of both"
     new = copy(self)
-    for k in ('x', 't', 'y', 'bad', 'zero'):
-        a, b = vars(self)[k], vars(o)[k]
-        if isinstance(a, Tensor):
-            setattr(new, k, torch.cat([a, b]))
+    vars(new).update(_cat(_per_row(self), _per_row(o)))
     new.flat, new.n = self.flat or o.flat, max(self.n, o.n)
     return new
+
+
+def _per_row(obj):
+    "What an objective has a row of for each image"
+    return {k: v for k, v in vars(obj).items() if isinstance(v, Tensor)}
+
+
+def _take(a, m):
+    return {k: v[m] for k, v in a.items()}
+
+
+def _cat(a, b):
+    return {k: torch.cat([v, b[k]]) for k, v in a.items()}
 
 # %% ../nbs/01_attacks.ipynb #d2d9fbf6
 class _Count(torch.autograd.Function):
@@ -353,6 +359,12 @@ class Value(Declared):
             scalar = isinstance(v, Tensor) and not v.ndim and v.is_floating_point()
             if f.init and (scalar or isinstance(v, (float, np.floating))):
                 self._set(**{f.name: _meant(v)})
+
+    def _in_ball(self):
+        "`eps` may be a `Ball`, which has a norm too"
+        if isinstance(self.eps, Ball):
+            self._set(norm=type(self.eps).__name__, eps=self.eps.eps)
+        self._set(eps=threat_model(self.eps, self.norm).eps)
 
     def _whole(self, **least):
         "Raises ValueError if a field is no whole number, or below its least value"
@@ -502,7 +514,7 @@ class Attack(AttackBase):
     keep = 'last'
     in_steps = True  # does it go in steps, by `start` and `update`? Not if it writes a `run` of its own
     restartable = True  # does it make `restarts` runs? A `run` or `make` of its own has to say so
-    fewest = 1  # targets
+    whole = dict(restarts=1, draws=1, steps=0, targets=1)  # whole numbers, each with the smallest that makes sense
 
     def __init_subclass__(cls, **kw):
         super().__init_subclass__(**kw)
@@ -512,10 +524,8 @@ class Attack(AttackBase):
 
     def __post_init__(self):
         self._plain()
-        if isinstance(self.eps, Ball):
-            self._set(norm=type(self.eps).__name__, eps=self.eps.eps)
-        self._set(eps=threat_model(self.eps, self.norm).eps)
-        self._whole(restarts=1, draws=1, steps=0, targets=self.fewest)
+        self._in_ball()
+        self._whole(**self.whole)
         if self.restarts > 1 and not self.restartable:
             raise ValueError(
                 f'{type(self).__name__} is run in a way of its own, which would make one run and not {self.restarts}: '
@@ -535,11 +545,6 @@ class Attack(AttackBase):
     def checks_labels(self):
         "Not where the loss compares with the clean output"
         return as_loss(self.loss or self.usual).reference != 'clean'
-
-    @property
-    def takes_loss(self):
-        "Can the attack's loss be chosen?"
-        return self.takes('loss')
 
     @property
     def name(self):
@@ -785,14 +790,6 @@ class Rows:
         new._count()
         return new
 
-
-def _take(a, m):
-    return {k: v[m] for k, v in a.items()}
-
-
-def _cat(a, b):
-    return {k: torch.cat([v, b[k]]) for k, v in a.items()}
-
 # %% ../nbs/01_attacks.ipynb #3f1c9a02
 def drive(
     more: Callable,  # `more(n)`: the next images to attack, `Rows` of at most `n`; None when there are no more
@@ -847,17 +844,15 @@ class Points:
         z: Tensor,  # The output there
     ) -> Tensor:  # Which of them leave [B] bool; None: nobody, before the round is over
         "A step was made"
-        if not self.first:
-            return
-        fooled = rows.obj.fooled(z)
+        if self.first:
+            self._note(rows.obj.fooled(z), d)
+
+    def _note(self, fooled, d):
         if self.won is None:
             self.won, self.d = fooled, d
         else:
-            self._note(fooled, d)
-
-    def _note(self, fooled, d):
-        self.d = torch.where(per_image(fooled & ~self.won, d), d, self.d)
-        self.won = self.won | fooled
+            self.d = torch.where(per_image(fooled & ~self.won, d), d, self.d)
+            self.won = self.won | fooled
 
     def ended(
         self,
@@ -869,11 +864,7 @@ class Points:
         leave = rows.img.r + 1 >= rows.rounds
         if self.first:
             v, z = rows.obj.look(x + d)
-            fooled = rows.obj.fooled(z)
-            if self.won is None:
-                self.won, self.d = fooled, d
-            else:
-                self._note(fooled, d)
+            self._note(rows.obj.fooled(z), d)
             d = torch.where(per_image(self.won, x), self.d, rows.attack.highest(rows.state, v))
             if 'refs' in rows.img:
                 leave = leave | self.won
@@ -910,7 +901,7 @@ class Points:
         return pos, self.point[gone]
 
 # %% ../nbs/01_attacks.ipynb #3f1c9a04
-def _points(attack, obj, x, seed, keep):
+def _attack_batch(attack, obj, x, seed, keep):
     "Attack one batch; what `keep` keeps of each image"
     one, x_adv = iter([Rows(attack, obj, x, image_seed(x, seed))]), x.clone()
     for pos, point in drive(lambda n: next(one, None), keep, len(x)):
@@ -926,7 +917,7 @@ def run(
     seed,  # An int, or an int64 tensor [B] with one seed per image
 ) -> Tensor:  # Adversarial images [B,C,H,W]
     "The adversarial images: what an attack replaces that does not go in steps"
-    return _points(self, obj, x, seed, Points(obj, self.keep == 'first'))
+    return _attack_batch(self, obj, x, seed, Points(obj, self.keep == 'first'))
 
 # %% ../nbs/01_attacks.ipynb #99e5b132
 @dataclass(frozen=True, repr=False)
@@ -1399,5 +1390,5 @@ def loss_trace(
         x = check_images(x, model)
         obj = attack.objective(model, x, y)
         trace = _Trace(obj, loss)
-        _points(attack, obj, x, seed, trace)
+        _attack_batch(attack, obj, x, seed, trace)
     return torch.stack(trace.values)

@@ -32,6 +32,13 @@ def dlr_t(
     return (zt - zy) / (top[:, 0] - top[:, 2:].mean(1) + 1e-12)
 
 # %% ../nbs/01e_ensemble.ipynb #22ff32d3
+def _class_numbers(attack, y):
+    "The labels, if they are class numbers; raises ValueError"
+    if y is None or y.ndim > 1:
+        raise ValueError(f'{attack} needs class numbers [B] as labels: of soft labels give y.argmax(1)')
+    return y
+
+
 @dataclass(frozen=True, repr=False)
 class APGDT(APGD):
     "Targeted APGD: for each image its `targets` likeliest wrong classes in turn, by the targeted DLR loss"
@@ -42,8 +49,7 @@ class APGDT(APGD):
 
     def objective(self, model, x, y=None, target=None):
         "The targeted DLR loss; raises ValueError for what has no single label"
-        if y is None or (y := check_labels(y, x)).ndim > 1:
-            raise ValueError('APGDT needs class numbers [B] as labels')
+        y = _class_numbers(self, y if y is None else check_labels(y, x))
         return Objective(model, x, y, lambda z, t: dlr_t(z, *t.unbind(1)), draws=self.draws)
 
     def references(self, obj):
@@ -133,11 +139,10 @@ class Square(Attack):
     loss: Callable = field(default=None, init=False, repr=False)
     draws: int = field(default=1, init=False, repr=False)
     blackbox, restartable, takes_target = True, True, False
+    whole = Attack.whole | dict(queries=1)
 
     def run(self, obj, x, seed):
-        self._whole(queries=1)
-        if obj.y is None or obj.y.ndim > 1:
-            raise ValueError('Square needs class numbers [B] as labels')
+        _class_numbers(self, obj.y)
         if self.norm == 'L2' and min(x.shape[-2:]) < 5:
             raise ValueError(f'Square in L2 needs images of 5 pixels or more, got {list(x.shape)}')
         if isinstance(seed, Tensor):
@@ -188,11 +193,11 @@ class FAB(Attack):
     targets: int = field(default=9, kw_only=True)
     loss: Callable = field(default=None, init=False, repr=False)
     draws: int = field(default=1, init=False, repr=False)
-    fewest, restartable, takes_target = 0, True, False
+    restartable, takes_target = True, False
+    whole = Attack.whole | dict(targets=0)
 
     def run(self, obj, x, seed):
-        if obj.y is None or obj.y.ndim > 1:
-            raise ValueError('FAB needs class numbers [B] as labels')
+        _class_numbers(self, obj.y)
         if isinstance(seed, Tensor):
             seed = 0  # without restarts FAB draws nothing
         logits = lambda x: _logits(obj)(x).float()
@@ -219,10 +224,8 @@ class AutoAttack(AttackBase):
     reference: bool = field(default=False, kw_only=True)
 
     def __post_init__(self):
-        if isinstance(self.eps, Ball):
-            self._set(norm=type(self.eps).__name__, eps=self.eps.eps)
-        attacks = (self.attacks,) if isinstance(self.attacks, str) else tuple(L(self.attacks))
-        self._set(eps=threat_model(self.eps, self.norm).eps, attacks=attacks)
+        self._in_ball()
+        self._set(attacks=(self.attacks,) if isinstance(self.attacks, str) else tuple(L(self.attacks)))
         if self.attacks and self.version == 'standard':
             self._set(version='custom')
         if self.version not in ('custom', *_versions):
@@ -330,11 +333,7 @@ def _heard():
 def _reference_aa(aa, model, x, y, seed):
     "The whole of pyautoattack on one batch, its warnings passed on, global random state and tracer restored"
     xf = x.float()
-    if y.ndim > 1:
-        raise ValueError(
-            f'the reference package needs class numbers [B] as labels, got {list(y.shape)}: give y.argmax(1)'
-        )
-    obj = Objective(model, x, y)
+    obj = Objective(model, x, _class_numbers(aa, y))
     kw = dict(version='custom', attacks=list(aa.attacks)) if aa.version == 'custom' else dict(version=aa.version)
     with _heard() as heard, _own_rng(xf):
         a = _package('').AutoAttack(

@@ -47,11 +47,11 @@ class PatchAttack(AttackBase):
     "Base of attacks that rewrite whole patches and leave all other pixels alone; no `eps`, no `norm`"
 
     takes_target = True
-    _least, _most, _choices = {}, {}, {}
+    whole, _most, _choices = {}, {}, {}
 
     def __post_init__(self):
         self._plain()
-        self._whole(**self._least)
+        self._whole(**self.whole)
         for n, hi in self._most.items():
             check_range(getattr(self, n), n, 0, hi)
         for n, options in self._choices.items():
@@ -89,7 +89,7 @@ class RandomOcclusion(PatchAttack):
     fill: str = field(default='black', kw_only=True)
     # Random draws, of which each image keeps the worst; 1: the model is not run at all
     draws: int = field(default=1, kw_only=True)
-    _least, _most, _choices = dict(draws=1), dict(share=1), dict(fill=('black', 'mean', 'noise'))
+    whole, _most, _choices = dict(draws=1), dict(share=1), dict(fill=('black', 'mean', 'noise'))
 
     def __post_init__(self):
         super().__post_init__()
@@ -211,7 +211,7 @@ class PatchFool(PatchAttack):
     patches: int = field(default=1, kw_only=True)  # Patches per image
     select: str = field(default='attention', kw_only=True)  # Which: `'attention'` or `'random'`
     pcgrad: str = field(default='projection', kw_only=True)  # `'projection'` or `'paper-code'`, see `pcgrad`
-    _least, _most = dict(steps=0, block=0, patches=1), dict(lr=float('inf'), weight=float('inf'))
+    whole, _most = dict(steps=0, block=0, patches=1), dict(lr=float('inf'), weight=float('inf'))
     _choices = dict(select=('attention', 'random'), pcgrad=('projection', 'paper-code'))
 
 # %% ../nbs/01d_patch_attacks.ipynb #ed5d9c41

@@ -288,7 +288,7 @@ def _check_labelfree(attack, loss=kl):
         )
     if not isinstance(attack, Attack):
         return
-    used = attack.loss or (loss if attack.takes_loss else None)
+    used = attack.loss or (loss if attack.takes('loss') else None)
     if used is not None and as_loss(used).reference == 'clean':
         return
     what = getattr(attack.loss, '__name__', repr(attack))
