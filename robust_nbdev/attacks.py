@@ -403,6 +403,7 @@ class Value(Declared):
 
     @property
     def name(self):
+        "What columns and rows of tables are called"
         return type(self).__name__.lower()
 
     def __repr__(self):
@@ -1072,7 +1073,10 @@ class GAMAPGD(Attack):
 
         return obj.grad(x + s['d'], guided)
 
-    def step_at(self, i):
+    def step_at(
+        self,
+        i: Tensor,  # Steps that each image has made [B]
+    ) -> Tensor:  # Pixel units [B]
         "It is shortened twice on the way"
         return self.rate(i, 2 * self.eps if self.alpha is None else self.alpha, 10)
 
@@ -1235,6 +1239,7 @@ class Wraps(AttackBase):
 
     @property
     def beside(self):
+        "What belongs beside those inside"
         return tuple(b for a in self.attacks for b in declared(a, 'beside'))
 
     def _names(self):
