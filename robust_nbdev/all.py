@@ -13,8 +13,8 @@ from .attacks import (Loss, ce, margin, cw, scaled_ce, dlr, kl, feat_cos, Attack
     APGD, WorstCase, Transfer, Counted, choose_target)
 from .autoattack import AutoAttack, APGDT, FAB, Square, Fast
 from .patch_attacks import PatchAttack, PatchFool
-from .adv_train import (warmup, switch, AdvTrain, TRADES, MART, GAT, BernoulliFGSM, FreeAT, ARDPRM, AWP, CatchOverfit,
-    EMA, SaveRun)
+from .adv_train import (warmup, switch, AdvTrain, ALP, TRADES, MART, GAT, BernoulliFGSM, FreeAT, ARDPRM, AWP,
+    CatchOverfit, EMA, SaveRun)
 from .evaluate import (Report, robust_report, Run, interval, self_check, predict, show_adv, save_adv, eps_curve,
     steps_curve, AdvValid, RobustAccuracy, lpips_dist)
 from .corruptions import (corrupt, show_corruptions, mce, corruption_report, CorruptValid, CifarC, ImageNetC,

@@ -283,11 +283,7 @@ def rows(
     "The objective of images `m` alone"
     new = copy(self)
     new.flat, new.model = False, _of_images(self.model, m)
-    new.x, new.bad, new.zero = self.x[m], self.bad[m], self.zero[m]
-    if isinstance(self.t, Tensor):
-        new.t = self.t[m]
-    if self.y is not None:
-        new.y = self.y[m]
+    vars(new).update(_take(_per_row(self), m))
     return new
 
 
@@ -298,12 +294,22 @@ def join(
 ) -> Objective:  # A copy
     "The objective of the images of both"
     new = copy(self)
-    for k in ('x', 't', 'y', 'bad', 'zero'):
-        a, b = vars(self)[k], vars(o)[k]
-        if isinstance(a, Tensor):
-            setattr(new, k, torch.cat([a, b]))
+    vars(new).update(_cat(_per_row(self), _per_row(o)))
     new.flat, new.n = self.flat or o.flat, max(self.n, o.n)
     return new
+
+
+def _per_row(obj):
+    "What an objective has a row of for each image"
+    return {k: v for k, v in vars(obj).items() if isinstance(v, Tensor)}
+
+
+def _take(a, m):
+    return {k: v[m] for k, v in a.items()}
+
+
+def _cat(a, b):
+    return {k: torch.cat([v, b[k]]) for k, v in a.items()}
 
 # %% ../nbs/01_attacks.ipynb #d2d9fbf6
 class _Count(torch.autograd.Function):
@@ -339,10 +345,8 @@ class Counted(Wrapper):
         return self.model(_Count.apply(x, self) if x.requires_grad and torch.is_grad_enabled() else x)
 
 # %% ../nbs/01_attacks.ipynb #7105899d
-class Value:
+class Value(Declared):
     "What all attacks share: a frozen dataclass that prints like the call that made it"
-
-    eps = norm = None
 
     def _set(self, **kw):
         for k, v in kw.items():
@@ -356,11 +360,24 @@ class Value:
             if f.init and (scalar or isinstance(v, (float, np.floating))):
                 self._set(**{f.name: _meant(v)})
 
+    def _in_ball(self):
+        "`eps` may be a `Ball`, which has a norm too"
+        if isinstance(self.eps, Ball):
+            self._set(norm=type(self.eps).__name__, eps=self.eps.eps)
+        self._set(eps=threat_model(self.eps, self.norm).eps)
+
     def _whole(self, **least):
         "Raises ValueError if a field is no whole number, or below its least value"
-        for n, lo in least.items():
-            if hasattr(self, n):
-                self._set(**{n: check_whole(getattr(self, n), n, lo)})
+        for f in fields(self):
+            if f.name in least:
+                self._set(**{f.name: check_whole(getattr(self, f.name), f.name, least[f.name])})
+
+    def takes(
+        self,
+        name: str,  # Of a field
+    ) -> bool:  # False too for a field that the class has set for good
+        "Can this field be given?"
+        return any(f.name == name and f.init for f in fields(self))
 
     def but(
         self,
@@ -378,6 +395,11 @@ class Value:
         if self.eps is None:
             raise TypeError(f'{self!r} has no radius that could be changed')
         return self.but(eps=eps)
+
+    @property
+    def ball(self):
+        "The set that the change stays in; None where there is no norm"
+        return None if self.norm is None else threat_model(self.eps, self.norm)
 
     @property
     def name(self):
@@ -399,13 +421,14 @@ class Value:
 class AttackBase(Value):
     "Base of everything that is called as `attack(model, x, y) -> x_adv`: a subclass writes `make`"
 
-    slack = 0.0  # by how much it may leave its ball, pixel units; a report says so
+    takes_target = False  # can it be called with `target`? A call with one is refused otherwise
+    checks_labels = True  # are the labels checked before `make`? Else it gets them as they were given
 
     def make(
         self,
-        model,  # Takes images [B,C,H,W] in [0,1]
+        model,  # Takes images [B,C,H,W] in [0,1]; in evaluation mode, with frozen weights
         x: Tensor,  # Images [B,C,H,W], checked
-        y,  # Labels as given, or None
+        y,  # Labels [B], or soft labels [B,C], or None
         target,  # Labels to reach, or None
         seed,  # An int, or an int64 tensor [B] with one seed per image
     ) -> Tensor:  # Adversarial images in the type of `x`
@@ -414,11 +437,6 @@ class AttackBase(Value):
             f'{type(self).__name__} does not say how adversarial images are made: '
             'give it make(self, model, x, y, target, seed)'
         )
-
-    @property
-    def beside(self) -> tuple:
-        "Attacks without which a report of this one may overstate robustness: it asks for them"
-        return ()
 
 # %% ../nbs/01_attacks.ipynb #b187694c
 def check_call(
@@ -448,9 +466,13 @@ def __call__(  # noqa: PLR0913
 ) -> Tensor:  # Adversarial images: shape, dtype and type of `x`, detached
     "The adversarial images"
     check_call(model, target, targeted)
+    if target is not None and not self.takes_target:
+        raise ValueError(f'{self} takes no target: leave it out, or use PGD or APGD with target=')
     x0 = check_images(x, model)
-    with checked():
-        x_adv = check_result(self.make(model, x0.clone(), own(y), own(target), seed), x0, self)
+    y = check_labels(y, x0) if self.checks_labels and y is not None else own(y)
+    t = None if target is None else check_labels(target, x0)
+    with checked(), attack_mode(model):
+        x_adv = check_result(self.make(model, x0.clone(), y, t, seed), x0, self)
     return x_adv.as_subclass(type(x) if type(x) is not nn.Parameter else Tensor)
 
 
@@ -486,13 +508,14 @@ class Attack(AttackBase):
     restarts: int = field(default=1, kw_only=True)  # Independent runs, the best of which is kept for each image
     draws: int = field(default=1, kw_only=True)  # Gradients averaged in each step; more than 1 for random models
     # what subclasses declare
+    takes_target = True
     usual = ce  # the loss where none is given
     rand, alpha = True, None
     # which point of each image a call returns: the `'last'`, or the `'first'` that fools (else the best)
     keep = 'last'
     in_steps = True  # does it go in steps, by `start` and `update`? Not if it writes a `run` of its own
     restartable = True  # does it make `restarts` runs? A `run` or `make` of its own has to say so
-    fewest = 1  # targets
+    whole = dict(restarts=1, draws=1, steps=0, targets=1)  # whole numbers, each with the smallest that makes sense
 
     def __init_subclass__(cls, **kw):
         super().__init_subclass__(**kw)
@@ -502,10 +525,8 @@ class Attack(AttackBase):
 
     def __post_init__(self):
         self._plain()
-        if isinstance(self.eps, Ball):
-            self._set(norm=type(self.eps).__name__, eps=self.eps.eps)
-        self._set(eps=threat_model(self.eps, self.norm).eps)
-        self._whole(restarts=1, draws=1, steps=0, targets=self.fewest)
+        self._in_ball()
+        self._whole(**self.whole)
         if self.restarts > 1 and not self.restartable:
             raise ValueError(
                 f'{type(self).__name__} is run in a way of its own, which would make one run and not {self.restarts}: '
@@ -522,18 +543,13 @@ class Attack(AttackBase):
             )
 
     @property
-    def ball(self):
-        "The set that the change stays in"
-        return threat_model(self.eps, self.norm)
-
-    @property
-    def takes_loss(self):
-        "Can the attack's loss be chosen?"
-        return any(f.name == 'loss' and f.init for f in fields(self))
+    def checks_labels(self):
+        "Not where the loss compares with the clean output"
+        return as_loss(self.loss or self.usual).reference != 'clean'
 
     @property
     def name(self):
-        parts = [super().name + str(getattr(self, 'steps', ''))]
+        parts = [super().name + (str(self.steps) if self.takes('steps') else '')]
         if self.norm == 'L2':
             parts.append('l2')
         if self.loss:
@@ -587,11 +603,10 @@ def objective(
 # %% ../nbs/01_attacks.ipynb #3c6f5fe0
 @patch
 def make(self: Attack, model, x, y, target, seed):
-    with attack_mode(model):
-        obj = self.objective(model, x, y, target)
-        if not self.eps:
-            return x
-        x_adv = self.run(obj, x.float() if x.element_size() < 4 else x, seed)
+    obj = self.objective(model, x, y, target)
+    if not self.eps:
+        return x
+    x_adv = self.run(obj, x.float() if x.element_size() < 4 else x, seed)
     _warn_of_gradients(self, obj)
     return land(x, x_adv.detach())
 
@@ -646,7 +661,7 @@ def start(
     self: Attack,
     obj: Objective,  # What the attack raises
     x: Tensor,  # Clean images [B,C,H,W] in [0,1]
-    seed: Tensor,  # [B] int64, one per image, for every random number; None: this attack draws none
+    seed: Tensor,  # [B] int64, one per image, for every random number
 ) -> dict:  # The state: at least `d`, the change [B,C,H,W]
     "The state at the beginning"
     return dict(d=self.ball.project(x, self.ball.rand(x, seed)) if self.rand else torch.zeros_like(x))
@@ -681,6 +696,16 @@ def update(
 
 
 @patch
+def highest(
+    self: Attack,
+    s: dict,  # The state
+    v: Tensor,  # Loss at its `d` [B]
+) -> Tensor:  # A change [B,C,H,W]
+    "Where `keep` is `'first'`: the point of an image that none has fooled"
+    return s['d']
+
+
+@patch
 def references(
     self: Attack,
     obj: Objective,  # What the attack raises
@@ -697,17 +722,17 @@ class Rows:
         attack: Attack,  # One that goes in steps
         obj: Objective,  # What it raises on these images
         x: Tensor,  # Clean images [B,C,H,W] in [0,1], float32 or float64
-        seed: Tensor = None,  # [B] int64, one per image
+        seed: Tensor,  # [B] int64, one per image
         pos: Tensor = None,  # Where the images are in the data [B]; None: 0, 1, ...
     ):
         none = torch.zeros(len(x), dtype=torch.long, device=x.device)
         refs = attack.references(obj)
         self.attack, self.obj = attack, obj
         self.rounds = attack.restarts if refs is None else refs.shape[1]
-        self.img = AttrDict(x=x, pos=torch.arange(len(x), device=x.device) if pos is None else pos, i=none, r=none)
-        self.img.update({k: v for k, v in dict(seed=seed, refs=refs).items() if v is not None})
+        pos = torch.arange(len(x), device=x.device) if pos is None else pos
+        self.img = AttrDict(x=x, seed=seed, pos=pos, i=none, r=none)
         if refs is not None:
-            self.obj = copy(obj)
+            self.img.refs, self.obj = refs, copy(obj)
             self.obj.t = refs[:, 0]
         self.state = attack.start(self.obj, x, seed)
         self.due = attack.steps  # steps until the first of them ends its round
@@ -766,14 +791,6 @@ class Rows:
         new._count()
         return new
 
-
-def _take(a, m):
-    return {k: v[m] for k, v in a.items()}
-
-
-def _cat(a, b):
-    return {k: torch.cat([v, b[k]]) for k, v in a.items()}
-
 # %% ../nbs/01_attacks.ipynb #3f1c9a02
 def drive(
     more: Callable,  # `more(n)`: the next images to attack, `Rows` of at most `n`; None when there are no more
@@ -828,17 +845,15 @@ class Points:
         z: Tensor,  # The output there
     ) -> Tensor:  # Which of them leave [B] bool; None: nobody, before the round is over
         "A step was made"
-        if not self.first:
-            return
-        fooled = rows.obj.fooled(z)
+        if self.first:
+            self._note(rows.obj.fooled(z), d)
+
+    def _note(self, fooled, d):
         if self.won is None:
             self.won, self.d = fooled, d
         else:
-            self._note(fooled, d)
-
-    def _note(self, fooled, d):
-        self.d = torch.where(per_image(fooled & ~self.won, d), d, self.d)
-        self.won = self.won | fooled
+            self.d = torch.where(per_image(fooled & ~self.won, d), d, self.d)
+            self.won = self.won | fooled
 
     def ended(
         self,
@@ -850,11 +865,7 @@ class Points:
         leave = rows.img.r + 1 >= rows.rounds
         if self.first:
             v, z = rows.obj.look(x + d)
-            fooled = rows.obj.fooled(z)
-            if self.won is None:
-                self.won, self.d = fooled, d
-            else:
-                self._note(fooled, d)
+            self._note(rows.obj.fooled(z), d)
             d = torch.where(per_image(self.won, x), self.d, rows.attack.highest(rows.state, v))
             if 'refs' in rows.img:
                 leave = leave | self.won
@@ -891,10 +902,9 @@ class Points:
         return pos, self.point[gone]
 
 # %% ../nbs/01_attacks.ipynb #3f1c9a04
-def _points(attack, obj, x, seed, keep):
+def _attack_batch(attack, obj, x, seed, keep):
     "Attack one batch; what `keep` keeps of each image"
-    seeds = image_seed(x, seed) if attack.rand or attack.restarts > 1 else None
-    one, x_adv = iter([Rows(attack, obj, x, seeds)]), x.clone()
+    one, x_adv = iter([Rows(attack, obj, x, image_seed(x, seed))]), x.clone()
     for pos, point in drive(lambda n: next(one, None), keep, len(x)):
         x_adv[pos] = point
     return x_adv
@@ -908,7 +918,7 @@ def run(
     seed,  # An int, or an int64 tensor [B] with one seed per image
 ) -> Tensor:  # Adversarial images [B,C,H,W]
     "The adversarial images: what an attack replaces that does not go in steps"
-    return _points(self, obj, x, seed, Points(obj, self.keep == 'first'))
+    return _attack_batch(self, obj, x, seed, Points(obj, self.keep == 'first'))
 
 # %% ../nbs/01_attacks.ipynb #99e5b132
 @dataclass(frozen=True, repr=False)
@@ -919,21 +929,28 @@ class PGD(Attack):
     alpha: float = field(default=None, kw_only=True)  # Step length in pixel units; None: 2.5*eps/steps
     rand: bool = field(default=True, kw_only=True)  # Start at a random point of the ball, or at the image
 
-    @property
-    def step_size(self):
-        "Step length in pixel units"
+    def step_at(
+        self,
+        i: Tensor,  # Steps that each image has made [B]
+    ) -> float | Tensor:  # Pixel units; one number, or one for each image [B]
+        "How long the next step is"
         return 2.5 * self.eps / max(self.steps, 1) if self.alpha is None else self.alpha
 
     def update(self, x, s, g, v, i):
         "One step, and back into the ball"
-        return {**s, 'd': self.ball.project(x, s['d'] + self.step_size * self.ball.step(g))}
+        return {**s, 'd': self.ball.project(x, s['d'] + _step(self, g, i))}
+
+
+def _step(attack, g, i):
+    "The step of `step_at` along a gradient"
+    length = attack.step_at(i)
+    return (per_image(length, g) if isinstance(length, Tensor) else length) * attack.ball.step(g)
 
 # %% ../nbs/01_attacks.ipynb #02b6b6ed
 @patch
 def at_eps(self: Attack, eps):
     ball = threat_model(eps, self.norm)
-    given = any(f.name == 'alpha' and f.init for f in fields(self)) and self.alpha is not None
-    if not given:
+    if not self.takes('alpha') or self.alpha is None:
         return self.but(eps=ball)
     if type(ball).__name__ != self.norm:
         raise ValueError(f'{self} has a step in {self.norm}, which says nothing about {ball}: leave alpha out')
@@ -960,12 +977,7 @@ class FGSM(PGD):
     alpha: float = field(default=None, init=False, repr=False)
     rand: bool = field(default=False, init=False, repr=False)
 
-    @property
-    def name(self):
-        return super().name.replace('fgsm1', 'fgsm')
-
-    @property
-    def step_size(self):
+    def step_at(self, i):
         return self.eps
 
 # %% ../nbs/01_attacks.ipynb #a8198e2c
@@ -976,12 +988,7 @@ class FGSM_RS(PGD):
     steps: int = field(default=1, init=False, repr=False)
     rand: bool = field(default=True, init=False, repr=False)
 
-    @property
-    def name(self):
-        return super().name.replace('fgsm_rs1', 'fgsm_rs')
-
-    @property
-    def step_size(self):
+    def step_at(self, i):
         return 1.25 * self.eps if self.alpha is None else self.alpha
 
 # %% ../nbs/01_attacks.ipynb #55f9a5bc
@@ -993,8 +1000,7 @@ class MIFGSM(PGD):
     decay: float = field(default=1.0, kw_only=True)  # Share of the old direction that is kept
     rand: bool = field(default=False, kw_only=True)  # Start at a random point of the ball, or at the image
 
-    @property
-    def step_size(self):
+    def step_at(self, i):
         return self.eps / max(self.steps, 1) if self.alpha is None else self.alpha
 
     def start(self, obj, x, seed):
@@ -1067,10 +1073,14 @@ class GAMAPGD(Attack):
 
         return obj.grad(x + s['d'], guided)
 
-    def update(self, x, s, g, v, i):
-        "A step that is shortened twice on the way"
-        a = self.rate(i, 2 * self.eps if self.alpha is None else self.alpha, 10)
-        return {**s, 'd': self.ball.project(x, s['d'] + per_image(a, x) * self.ball.step(g))}
+    def step_at(
+        self,
+        i: Tensor,  # Steps that each image has made [B]
+    ) -> Tensor:  # Pixel units [B]
+        "It is shortened twice on the way"
+        return self.rate(i, 2 * self.eps if self.alpha is None else self.alpha, 10)
+
+    update = PGD.update
 
 # %% ../nbs/01_attacks.ipynb #58421c3c
 @dataclass(frozen=True, repr=False)
@@ -1148,11 +1158,7 @@ class APGD(Attack):
         u = self.ball.project(x, d + per_image(size, x) * self.ball.step(g))
         return torch.where(per_image(first, x), u, self.ball.project(x, d + 0.75 * (u - d) + 0.25 * (d - old)))
 
-    def highest(
-        self,
-        s: dict,  # The state
-        v: Tensor,  # Loss at its `d` [B]
-    ) -> Tensor:  # A change [B,C,H,W]
+    def highest(self, s, v):
         "The point with the highest loss"
         return torch.where(per_image(v > s['best_v'], s['d']), s['d'], s['best_d'])
 
@@ -1191,11 +1197,13 @@ def threat(
 ) -> tuple:  # (norm, eps); for attacks without a ball (None, its budget)
     "What an attack may do: only attacks that may do the same can be compared"
     ball = _promised(attack)
-    return (None, getattr(attack, 'budget', None)) if ball is None else (_kind(ball), ball.eps)
+    return (None, declared(attack, 'budget')) if ball is None else (_kind(ball), ball.eps)
 
 # %% ../nbs/01_attacks.ipynb #321d17f9
 class Wraps(AttackBase):
     "Base of attacks made of other attacks, `self.attacks`; radius and norm are those of the first"
+
+    takes_target, checks_labels = True, False
 
     @property
     def ball(self):
@@ -1231,10 +1239,11 @@ class Wraps(AttackBase):
 
     @property
     def beside(self):
-        return tuple(b for a in self.attacks for b in getattr(a, 'beside', ()))
+        "What belongs beside those inside"
+        return tuple(b for a in self.attacks for b in declared(a, 'beside'))
 
     def _names(self):
-        return '_'.join(getattr(a, 'name', 'attack') for a in self.attacks)
+        return '_'.join(declared(a, 'name') for a in self.attacks)
 
 
 @dataclass(frozen=True, repr=False)
@@ -1242,6 +1251,7 @@ class WorstCase(Wraps):
     "Per image, the first of several attacks that works; each sees only the images that survived the ones before it"
 
     attacks: tuple  # Attacks with one norm and eps; raises ValueError if they differ
+    checks_labels = True
 
     def __post_init__(self):
         self._set(attacks=tuple(L(self.attacks)))
@@ -1279,15 +1289,14 @@ def make(self: WorstCase, model, x, y, target, seed):
 def _one_after_another(attacks, model, x, y, target, seed):
     "Each attack on the images that the ones before it did not fool"
     x_adv, left = x.clone(), torch.arange(len(x), device=x.device)
-    y = None if y is None else check_labels(y, x)
     targeted = target is not None
-    want = check_labels(target, x) if targeted else y
+    want = target if targeted else y
     if want.ndim > 1:
         want = want.argmax(1)
     for a in attacks:
         kw = dict(target=want[left], targeted=True) if targeted else {}
         x_adv[left] = new = a(model, x[left], None if y is None else y[left], seed=_seeds(seed, left), **kw)
-        with attack_mode(model), torch.no_grad():
+        with torch.no_grad():
             z = outputs(model, new)
         left = left[(z.argmax(1) == want[left]) != targeted]
         if not len(left):
@@ -1386,5 +1395,5 @@ def loss_trace(
         x = check_images(x, model)
         obj = attack.objective(model, x, y)
         trace = _Trace(obj, loss)
-        _points(attack, obj, x, seed, trace)
+        _attack_batch(attack, obj, x, seed, trace)
     return torch.stack(trace.values)

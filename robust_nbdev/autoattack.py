@@ -32,19 +32,24 @@ def dlr_t(
     return (zt - zy) / (top[:, 0] - top[:, 2:].mean(1) + 1e-12)
 
 # %% ../nbs/01e_ensemble.ipynb #22ff32d3
+def _class_numbers(attack, y):
+    "The labels, if they are class numbers; raises ValueError"
+    if y is None or y.ndim > 1:
+        raise ValueError(f'{attack} needs class numbers [B] as labels: of soft labels give y.argmax(1)')
+    return y
+
+
 @dataclass(frozen=True, repr=False)
 class APGDT(APGD):
     "Targeted APGD: for each image its `targets` likeliest wrong classes in turn, by the targeted DLR loss"
 
     targets: int = field(default=9, kw_only=True)  # Classes to try
     loss: Callable = field(default=None, init=False, repr=False)
+    takes_target = False  # it chooses its own
 
     def objective(self, model, x, y=None, target=None):
         "The targeted DLR loss; raises ValueError for what has no single label"
-        if target is not None:
-            raise ValueError('APGDT chooses its own targets: use APGD(loss=dlr) with target=')
-        if y is None or (y := check_labels(y, x)).ndim > 1:
-            raise ValueError('APGDT needs class numbers [B] as labels')
+        y = _class_numbers(self, y if y is None else check_labels(y, x))
         return Objective(model, x, y, lambda z, t: dlr_t(z, *t.unbind(1)), draws=self.draws)
 
     def references(self, obj):
@@ -133,12 +138,11 @@ class Square(Attack):
     p: float = field(default=0.8, kw_only=True)  # Share of the image that the first squares cover
     loss: Callable = field(default=None, init=False, repr=False)
     draws: int = field(default=1, init=False, repr=False)
-    blackbox, restartable = True, True
+    blackbox, restartable, takes_target = True, True, False
+    whole = Attack.whole | dict(queries=1)
 
     def run(self, obj, x, seed):
-        self._whole(queries=1)
-        if obj.sign < 0 or obj.y is None or obj.y.ndim > 1:
-            raise ValueError('Square is untargeted here and needs class numbers [B] as labels')
+        _class_numbers(self, obj.y)
         if self.norm == 'L2' and min(x.shape[-2:]) < 5:
             raise ValueError(f'Square in L2 needs images of 5 pixels or more, got {list(x.shape)}')
         if isinstance(seed, Tensor):
@@ -189,11 +193,11 @@ class FAB(Attack):
     targets: int = field(default=9, kw_only=True)
     loss: Callable = field(default=None, init=False, repr=False)
     draws: int = field(default=1, init=False, repr=False)
-    fewest, restartable = 0, True
+    restartable, takes_target = True, False
+    whole = Attack.whole | dict(targets=0)
 
     def run(self, obj, x, seed):
-        if obj.sign < 0 or obj.y is None or obj.y.ndim > 1:
-            raise ValueError('FAB chooses its own targets and needs class numbers [B] as labels')
+        _class_numbers(self, obj.y)
         if isinstance(seed, Tensor):
             seed = 0  # without restarts FAB draws nothing
         logits = lambda x: _logits(obj)(x).float()
@@ -220,10 +224,8 @@ class AutoAttack(AttackBase):
     reference: bool = field(default=False, kw_only=True)
 
     def __post_init__(self):
-        if isinstance(self.eps, Ball):
-            self._set(norm=type(self.eps).__name__, eps=self.eps.eps)
-        attacks = (self.attacks,) if isinstance(self.attacks, str) else tuple(L(self.attacks))
-        self._set(eps=threat_model(self.eps, self.norm).eps, attacks=attacks)
+        self._in_ball()
+        self._set(attacks=(self.attacks,) if isinstance(self.attacks, str) else tuple(L(self.attacks)))
         if self.attacks and self.version == 'standard':
             self._set(version='custom')
         if self.version not in ('custom', *_versions):
@@ -232,11 +234,6 @@ class AutoAttack(AttackBase):
             raise ValueError("attacks= goes with version='custom', and 'custom' needs attacks")
         # raises for members with another threat model
         WorstCase([APGD(self.eps, norm=self.norm), *self.members(10)])
-
-    @property
-    def ball(self):
-        "The set that the change stays in"
-        return threat_model(self.eps, self.norm)
 
     def but(
         self,
@@ -298,8 +295,8 @@ def _members(eps, norm, c, version):
 @patch
 def make(self: AutoAttack, model, x, y, target, seed):
     "Those that survive come back as the last attempt left them"
-    if target is not None or y is None:
-        raise ValueError('AutoAttack is untargeted and needs labels')
+    if y is None:
+        raise ValueError('AutoAttack needs labels: attack(model, x, y)')
     if self.eps == 0:
         return x
     if self.reference:
@@ -336,14 +333,9 @@ def _heard():
 def _reference_aa(aa, model, x, y, seed):
     "The whole of pyautoattack on one batch, its warnings passed on, global random state and tracer restored"
     xf = x.float()
-    y = check_labels(y, xf)
-    if y.ndim > 1:
-        raise ValueError(
-            f'the reference package needs class numbers [B] as labels, got {list(y.shape)}: give y.argmax(1)'
-        )
-    obj = Objective(model, x, y)
+    obj = Objective(model, x, _class_numbers(aa, y))
     kw = dict(version='custom', attacks=list(aa.attacks)) if aa.version == 'custom' else dict(version=aa.version)
-    with _heard() as heard, attack_mode(model), _own_rng(xf):
+    with _heard() as heard, _own_rng(xf):
         a = _package('').AutoAttack(
             _logits(obj), norm=aa.norm, eps=aa.eps, seed=int(seed) % 2**32, device=xf.device, **kw
         )

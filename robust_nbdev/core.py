@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['eps_str', 'number', 'check_whole', 'check_range', 'check_share', 'check_option', 'mix64', 'image_seed', 'uniform',
            'per_image', 'Ball', 'Linf', 'L2', 'threat_model', 'Wrapper', 'unwrap', 'in_chans', 'Normalized', 'Logits',
-           'attack_mode', 'checked', 'outputs', 'own', 'check_images', 'row_name', 'check_result', 'check_labels',
-           'check_logits', 'n_classes', 'weights_hash', 'check_dls', 'Epochs', 'refuse_second', 'AdvCallback']
+           'attack_mode', 'checked', 'outputs', 'own', 'check_images', 'row_name', 'Declared', 'declared',
+           'check_result', 'check_labels', 'check_logits', 'n_classes', 'weights_hash', 'check_dls', 'Epochs',
+           'refuse_second', 'AdvCallback']
 
 # %% ../nbs/00_core.ipynb #d29588c3
 import hashlib, operator, re
@@ -614,6 +615,25 @@ def row_name(
     return re.sub(' at 0x[0-9a-fA-F]+', '', repr(attack))
 
 
+class Declared:
+    "What code asks an attack for, with what holds where a class declares nothing else"
+
+    ball = norm = eps = None  # a `Ball` that the change stays in; or its norm, `'Linf'` or `'L2'`, and its radius
+    slack = 0.0  # by how much it may leave its ball, pixel units; a report says so
+    budget = None  # what an attack without a ball may do, in words, such as `'patches=1'`
+    blackbox = False  # does it do without gradients of the model? A report looks for masked gradients with it
+    beside = ()  # attacks without which a report of this one may overstate robustness: it asks for them
+    name = 'attack'  # what columns and rows of tables are called
+
+
+def declared(
+    attack,  # Any attack, a plain function too
+    what: str,  # An attribute of `Declared`
+) -> Any:  # Its own, or the default
+    "What an attack declares"
+    return getattr(attack, what, getattr(Declared, what))
+
+
 def check_result(
     x_adv,  # What an attack returned
     x: Tensor,  # For these images [B,C,H,W]
@@ -638,7 +658,7 @@ def check_result(
         raise ValueError(
             f'{row_name(attack)} returned pixels from {lo:g} to {hi:g}: adversarial images must lie in [0,1]'
         )
-    room = getattr(attack, 'slack', 0) + 1e-5
+    room = declared(attack, 'slack') + 1e-5
     if ball is None or (beyond <= ball.eps * 0.001 + room and moved <= room):
         return x_adv
     raise ValueError(
@@ -650,11 +670,8 @@ def _promised(
     attack,  # Any attack
 ) -> Ball | None:  # None for one that names no ball
     "The ball that an attack promises to stay in: its own `ball`, else that of its `norm` and `eps`"
-    ball = getattr(attack, 'ball', None)
-    if isinstance(ball, Ball):
-        return ball
-    norm = getattr(attack, 'norm', None)
-    return None if norm is None else threat_model(attack.eps, norm)
+    ball, norm = [declared(attack, k) for k in ('ball', 'norm')]
+    return threat_model(attack.eps, norm) if ball is None and norm is not None else ball
 
 
 def _outside(ball, x, x_adv):
@@ -868,8 +885,14 @@ class AdvCallback(Callback):
     def check_weights(self):
         "Raises ValueError if a number, or the value of a schedule at this point of the training, is not allowed"
         for name, check in self.weights.items():
-            v = getattr(self, name)
-            check(v(self.pct_train) if callable(v) else v, name)
+            check(self.at(getattr(self, name)), name)
+
+    def at(
+        self,
+        v,  # A number, or a schedule `pct -> value`
+    ) -> float:  # The number
+        "A number, or the value of a schedule at this point of the training"
+        return v(self.pct_train) if callable(v) else v
 
     @property
     def epochs(self) -> Epochs:  # One for all callbacks of the Learner

@@ -12,16 +12,10 @@ from contextvars import ContextVar
 from functools import singledispatch
 from pickle import PickleError
 from .core import *
+from .core import _bytes
 from fastai.basics import *
 
 # %% ../nbs/00e_identity.ipynb #3d7a1f99
-def _bytes(t):
-    "The bytes of a tensor of any type"
-    if not t.numel():
-        return b''
-    return t.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
-
-
 def fingerprint(
     model,  # An `nn.Module`, or any callable (then '')
 ) -> str:  # 16 hex digits

@@ -46,11 +46,12 @@ def _top(score, k):
 class PatchAttack(AttackBase):
     "Base of attacks that rewrite whole patches and leave all other pixels alone; no `eps`, no `norm`"
 
-    _least, _most, _choices = {}, {}, {}
+    takes_target = True
+    whole, _most, _choices = {}, {}, {}
 
     def __post_init__(self):
         self._plain()
-        self._whole(**self._least)
+        self._whole(**self.whole)
         for n, hi in self._most.items():
             check_range(getattr(self, n), n, 0, hi)
         for n, options in self._choices.items():
@@ -58,22 +59,21 @@ class PatchAttack(AttackBase):
 
     @property
     def name(self):
-        return super().name + str(getattr(self, 'steps', ''))
+        return super().name + (str(self.steps) if self.takes('steps') else '')
 
     @property
     def budget(self):
         "How much may be covered, as tables write it"
-        return f'patches={self.patches}' if hasattr(self, 'patches') else f'share={self.share:g}'
+        return f'patches={self.patches}' if self.takes('patches') else f'share={self.share:g}'
 
 # %% ../nbs/01d_patch_attacks.ipynb #1c67b853
 @patch
 def make(self: PatchAttack, model, x, y, target, seed):
     if x.ndim != 4:
         raise ValueError(f'patches need images [B,C,H,W], got shape {list(x.shape)}')
-    with attack_mode(model):
-        obj = Objective(model, x, _reference(ce, model, x, y, target), ce, target is not None)
-        xf = x.float() if x.element_size() < 4 else x
-        x_adv = self.run(obj, xf, image_seed(xf, seed))
+    obj = Objective(model, x, _reference(ce, model, x, y, target), ce, target is not None)
+    xf = x.float() if x.element_size() < 4 else x
+    x_adv = self.run(obj, xf, image_seed(xf, seed))
     _warn_of_gradients(self, obj)
     return x_adv.detach().to(x.dtype)
 
@@ -89,7 +89,7 @@ class RandomOcclusion(PatchAttack):
     fill: str = field(default='black', kw_only=True)
     # Random draws, of which each image keeps the worst; 1: the model is not run at all
     draws: int = field(default=1, kw_only=True)
-    _least, _most, _choices = dict(draws=1), dict(share=1), dict(fill=('black', 'mean', 'noise'))
+    whole, _most, _choices = dict(draws=1), dict(share=1), dict(fill=('black', 'mean', 'noise'))
 
     def __post_init__(self):
         super().__post_init__()
@@ -211,7 +211,7 @@ class PatchFool(PatchAttack):
     patches: int = field(default=1, kw_only=True)  # Patches per image
     select: str = field(default='attention', kw_only=True)  # Which: `'attention'` or `'random'`
     pcgrad: str = field(default='projection', kw_only=True)  # `'projection'` or `'paper-code'`, see `pcgrad`
-    _least, _most = dict(steps=0, block=0, patches=1), dict(lr=float('inf'), weight=float('inf'))
+    whole, _most = dict(steps=0, block=0, patches=1), dict(lr=float('inf'), weight=float('inf'))
     _choices = dict(select=('attention', 'random'), pcgrad=('projection', 'paper-code'))
 
 # %% ../nbs/01d_patch_attacks.ipynb #ed5d9c41

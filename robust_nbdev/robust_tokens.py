@@ -225,7 +225,7 @@ def into(
 @patch
 def start(self: TokenAttack, obj, x, seed):
     "The first perturbation: normal noise, projected"
-    noise = self.step_size if self.noise is None else self.noise
+    noise = self.step_at(torch.zeros_like(seed)) if self.noise is None else self.noise
     normal = torch.special.ndtri(uniform(seed, x))
     return dict(d=self.into(x, noise * self.share(x) * normal))
 
@@ -235,7 +235,7 @@ def update(self: TokenAttack, x, s, g, v, i):
     "A step along the sign of the gradient of loss - mse*|d|^2/numel"
     d = s['d']
     g = g - self.mse * 2 * d / d[0].numel()
-    step = self.step_size * self.share(x) * self.ball.step(g)
+    step = self.step_at(i) * self.share(x) * self.ball.step(g)
     return {**s, 'd': self.into(x, d + step)}
 
 
@@ -288,7 +288,7 @@ def _check_labelfree(attack, loss=kl):
         )
     if not isinstance(attack, Attack):
         return
-    used = attack.loss or (loss if attack.takes_loss else None)
+    used = attack.loss or (loss if attack.takes('loss') else None)
     if used is not None and as_loss(used).reference == 'clean':
         return
     what = getattr(attack.loss, '__name__', repr(attack))
@@ -302,7 +302,7 @@ class RobustTokens(AdvTrain):
     "Train the extra tokens alone, without labels: they keep the features of clean and adversarial images at `f(x)`"
 
     order, run_valid, _stateattrs = AdvCallback.order - 0.5, True, ('extra', 'target', 'now', 'seen')  # before AdvValid
-    joint, compares, options, target, now, seen = True, True, ('adv_weight', 'through'), None, None, ()
+    joint, options, target, now, seen = True, ('adv_weight', 'through'), None, None, ()
     weights = dict(adv_weight=check_range)
 
     def __init__(

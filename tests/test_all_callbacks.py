@@ -39,6 +39,7 @@ ALL = {k: v for k, v in of_package(Callback).items() if v is not AdvCallback}
 augment = xcit_recipe('n12', eps=0.1).but(scale=(0.5, 1.0), jitter=0.4)
 MAKE = dict(
     AdvTrain=lambda: AdvTrain(PGD2),
+    ALP=lambda: ALP(PGD2),
     TRADES=lambda: TRADES(PGD2),
     MART=lambda: MART(PGD2),
     GAT=lambda: GAT(BernoulliFGSM(0.1)),

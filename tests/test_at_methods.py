@@ -54,6 +54,7 @@ METHODS = dict(
     n=lambda: [AdvTrain(NFGSM(0.1))],
     mo=lambda: [AdvTrain(ARDPRM(0.1, steps=2), ard=warmup(1, pct=0.5), prm=warmup(1, pct=0.5))],
     free=lambda: [FreeAT(FGSM(0.1), replay=2)],
+    alp=lambda: [ALP(PGD2)],
     trades=lambda: [TRADES(PGD2, eps=warmup(0.1, pct=0.5))],
     mart=lambda: [MART(PGD2)],
     gat=lambda: [GAT(BernoulliFGSM(0.1))],
@@ -130,7 +131,7 @@ def steps_of(cb, epochs=2):
             cb,
             Callback(
                 before_batch=lambda self: (
-                    seen.append((cb.current().eps, cb.current().step_size)) if self.training else None
+                    seen.append((cb.current().eps, cb.current().step_at(torch.tensor([0])))) if self.training else None
                 )
             ),
         ]
@@ -376,6 +377,7 @@ def mart_each(z, z_adv, y):
 # method -> its callback, L of which output, and what is added per image; `left_out` images count in what needs no label
 OBJECTIVES = dict(
     half=(lambda: AdvTrain(PGD2, clean_loss=0.3), lambda L, z, a: 0.3 * L(z) + 0.7 * L(a), lambda z, a, y: 0 * z[:, 0]),
+    alp=(lambda: ALP(PGD2), lambda L, z, a: L(a), lambda z, a, y: (z - a).pow(2).mean(1) / 2),
     trades=(lambda: TRADES(PGD2), lambda L, z, a: L(z), lambda z, a, y: 6 * kl_each(a, z)),
     gat=(
         lambda: GAT(BernoulliFGSM(0.1)),
@@ -665,6 +667,7 @@ COSTS = dict(
     at=(AdvTrain(PGD(0.1, steps=K)), K + 1, K),
     rs=(AdvTrain(FGSM_RS(0.1)), 2, 1),
     n=(AdvTrain(NFGSM(0.1)), 2, 1),
+    alp=(ALP(PGD(0.1, steps=K)), K + 2, K),
     trades=(TRADES(PGD(0.1, steps=K)), K + 1 + 2, K),
     mart=(MART(PGD(0.1, steps=K)), K + 2, K),
     gat=(GAT(BernoulliFGSM(0.1)), 1 + 0.5 + 2, 1),
@@ -688,7 +691,7 @@ def test_passes_per_image(k, awp):
             raise CancelFitException()
 
     learner([cb, Stop()] + [AWP(0.01)] * awp, model=m).fit(1, 1e-3)
-    more = {'trades': 2, 'mart': 2, 'gat': 2, 'half': 2, 'free': 4}.get(k, 1) if awp else 0
+    more = {'free': 4}.get(k, 1 + cb.joint) if awp else 0
     assert got[0] == (fwd + more, bwd), got
 
 
@@ -1553,7 +1556,7 @@ def test_catch_scales_the_step_of_the_strong_attack():
 
     class Spy(PGD):
         def start(self, obj, x, seed):
-            used.append((self.eps, self.step_size))
+            used.append((self.eps, self.step_at(torch.tensor([0]))))
             return super().start(obj, x, seed)
 
     l = watched(CatchOverfit(Spy(0.2, steps=2, alpha=0.1), gap=2), PGD(0.1, steps=1))

@@ -564,6 +564,73 @@ def test_a_target_is_enough_and_is_not_the_label():
         PGD(0.1)(m, x, y, target=y, targeted=True)
 
 
+@dataclass(frozen=True, repr=False)
+class Uphill(AttackBase):
+    "One step along the gradient, without a thought for modes, targets or kinds of labels"
+
+    by: float = 0.1
+
+    def make(self, model, x, y, target, seed):
+        x = x.requires_grad_()
+        (g,) = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), x)
+        return (x + self.by * g.sign()).clamp(0, 1).detach()
+
+
+def norm_and_dropout():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Dropout(0.5), nn.Linear(36, C))
+
+
+def test_a_make_of_ones_own_sees_the_model_in_evaluation_mode():
+    m, x, y = norm_and_dropout().train(), images(3), labels(3)
+    before = state_of(m)
+    x_adv = Uphill()(m, x, y)
+    assert state_of(m) == before and torch.equal(x_adv, Uphill()(m.eval(), x, y))
+
+
+@pytest.mark.parametrize('kind', [torch.int32, torch.uint8, torch.float])
+def test_a_make_of_ones_own_gets_labels_that_losses_take(kind):
+    m, x, y = Dense((1, 6, 6)), images(3), labels(3)
+    given = nn.functional.one_hot(y, C).float() if kind is torch.float else y[:, None].to(kind)
+    assert torch.equal(Uphill()(m, x, given), Uphill()(m, x, y))
+
+
+def test_a_make_of_ones_own_gets_no_labels_of_other_images():
+    with pytest.raises(ValueError, match='3 images need 3 labels'):
+        Uphill()(Dense((1, 6, 6)), images(3), labels(2))
+
+
+@pytest.mark.parametrize(
+    'attack', [Uphill(), APGDT(0.1), Square(0.1), FAB(0.1), AutoAttack(0.1), WorstCase([Square(0.1)])], ids=repr
+)
+def test_a_target_that_nobody_would_look_at_is_refused(attack):
+    m, x, y = Dense((1, 6, 6)), images(3), labels(3)
+    with pytest.raises(ValueError, match='takes no target'):
+        attack(m, x, y, target=(y + 1) % C)
+
+
+class Shortens(PGD):
+    "Half of `eps`, then nothing more"
+
+    def step_at(self, i):
+        return torch.where(i == 0, self.eps / 2, 0.0)
+
+
+def test_a_schedule_of_steps_is_one_method():
+    m, x, y = Dense((1, 6, 6)), images(3), labels(3)
+    one = PGD(0.1, steps=1, alpha=0.05, rand=False)
+    assert torch.equal(Shortens(0.1, steps=3, rand=False)(m, x, y), one(m, x, y))
+    y = predict(m, x)
+    reports = [robust_report(m, (x, y), [o]) for o in (Shortens(0.1, steps=3, rand=False), one)]
+    assert len({o.rows[1]['accuracy'] for o in reports}) == 1
+
+
+def test_an_attack_without_labels_looks_at_none():
+    m, x = Dense((1, 6, 6)), images(3)
+    a = PGD(0.1, steps=2, loss=kl)
+    assert torch.equal(a(m, x, torch.full((3, 6, 6), -1)), a(m, x))
+
+
 # --- R14: train mode
 # ------------------------------------------------------------------------------------------------------
 
@@ -1278,7 +1345,7 @@ class Outside(ByHalf):
     "Promises to leave the lower half alone, and does not"
 
     def update(self, x, s, g, v, i):
-        return {**s, 'd': Linf(self.eps).project(x, s['d'] + self.step_size * self.ball.step(g))}
+        return {**s, 'd': Linf(self.eps).project(x, s['d'] + self.step_at(i) * self.ball.step(g))}
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
@@ -1334,7 +1401,7 @@ class InPlace(AttackBase):
     "Moves the images that it is given, and reverses the targets"
 
     by: float = 0.5
-    norm, eps = 'Linf', 0.03
+    norm, eps, takes_target = 'Linf', 0.03, True
 
     def make(self, model, x, y, target, seed):
         if target is not None:

@@ -36,7 +36,7 @@ CHANGES = dict(
     update=('class A(PGD):\n def update(self, x, s, g, v, i): return {}\nA = A(.1)', 's', '{**s}'),
     base_class=('class B(PGD):\n def run(self, obj, x, seed): return {}\nclass A(B): pass\nA = A(.1)', 'x', 'x+0'),
     class_attribute=('class A(PGD): k = {}\nA = A(.1)', '1', '2'),
-    property=('class A(PGD):\n @property\n def step_size(self): return {}\nA = A(.1)', '.1', '.2'),
+    property=('class A(PGD):\n @property\n def width(self): return {}\nA = A(.1)', '.1', '.2'),
     staticmethod=('class A(PGD):\n @staticmethod\n def f(): return {}\nA = A(.1)', '.1', '.2'),
     loss=(LOSS, 'ce(z, y)', '-ce(z, y)'),
     helper=('def h(z): return {}\ndef f(z, y): return ce(h(z), y)\nA = PGD(.1, loss=f)', 'z', '2*z'),
@@ -109,7 +109,7 @@ def test_the_surrogate_of_a_transfer_counts(kind):
 
 def test_a_patched_method_of_the_library_is_seen(monkeypatch):
     before = identity(PGD(0.1))
-    monkeypatch.setattr(PGD, 'step_size', property(lambda self: 0.01))
+    monkeypatch.setattr(PGD, 'step_at', lambda self, i: 0.01)
     assert identity(PGD(0.1)) != before
 
 
