@@ -486,16 +486,16 @@ def checkpointed():
 
 
 COMPOSITIONS = dict(compositions())
-TOGETHER = [(k, 'everything') for k in METHODS] + [
+TOGETHER = [(k, 'everything') for k in ('at', 'mo', 'free', 'trades', 'mart', 'gat', 'trades_awp', 'all')] + [
     ('all', 'mixup'),
     ('free', 'cutmix'),
     ('gat', 'accumulation'),
     ('trades_awp', 'clip'),
     ('mart', 'bf16'),
     ('awp', 'fp16'),
-    ('some', 'channels_last'),
-    ('mo', 'dropout'),
-    ('trades', 'checkpointing'),
+    ('rs', 'channels_last'),
+    ('n', 'dropout'),
+    ('some', 'checkpointing'),
     ('half', 'compile'),
 ]
 

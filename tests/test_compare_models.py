@@ -319,10 +319,10 @@ def test_a_class_that_a_model_does_not_know_is_named(photos, tmp_path, capsys):
 
 
 def test_the_command(tmp_path, capsys):
-    run = lambda *models, **kw: robust_compare(*models, profile='smoke', n=32, attacks='fgsm', out=str(tmp_path), **kw)
-    run('plain=fashion_mnist_vit', 'robust=fashion_mnist_vit_robust', corruptions='fog', severities='1,2')
+    run = lambda *models, **kw: robust_compare(*models, profile='smoke', n=16, attacks='fgsm', out=str(tmp_path), **kw)
+    run('plain=fashion_mnist_vit', 'robust=fashion_mnist_vit_robust', corruptions='fog', severities='1')
     said = capsys.readouterr().out
-    assert 'FGSM(0.1)' in said and 'n=32' in said and re.search(r'robust +white box', said)
+    assert 'FGSM(0.1)' in said and 'n=16' in said and re.search(r'robust +white box', said)
     t = pd.read_csv(tmp_path / 'compare.csv', index_col='model')
     assert t.loc['robust', 'FGSM(0.1)'] > t.loc['plain', 'FGSM(0.1)']
     assert (tmp_path / 'plain' / 'corruptions' / 'report.json').exists()
