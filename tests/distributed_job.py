@@ -1,6 +1,6 @@
 """What `test_distributed` runs in one process and, by torchrun, in two: trainings, their averages, reports.
 
-`python distributed_job.py out` writes `out/res{rank}.json`."""
+`python distributed_job.py out few` writes `out/res{rank}.json`; `all` instead of `few` trains with more methods."""
 
 import json, os, sys, warnings
 from contextlib import nullcontext
@@ -12,6 +12,7 @@ from robust_nbdev.adv_train import OnAverage, SaveEMA
 from robust_nbdev.test_utils import tiny_vit
 
 RANK, WORLD, OUT = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1)), Path(sys.argv[1])
+FEW = sys.argv[2] == 'few'
 
 
 def broadcast_on_the_cpu(self, t, rank):
@@ -91,26 +92,23 @@ def table(rep):
     return [untimed(r) | dict(parts=[untimed(p) for p in r.get('parts', [])]) for r in rep.rows]
 
 
-METHODS = dict(
-    at=lambda: [AdvTrain(PGD2)],
-    trades=lambda: [TRADES(PGD2)],
-    mart=lambda: [MART(PGD2)],
-    gat=lambda: [GAT(BernoulliFGSM(0.02))],
-    ema=lambda: [AdvTrain(PGD2), EMA(0.9)],
-)
-ONLY_OF_TWO = dict(
+METHODS = dict(mart=lambda: [MART(PGD2)], ema=lambda: [AdvTrain(PGD2), EMA(0.9)])
+MORE = dict(trades=lambda: [TRADES(PGD2)], gat=lambda: [GAT(BernoulliFGSM(0.02))])
+ONLY_OF_TWO = dict(mart_awp=lambda: [MART(PGD2), AWP(0.01), GradientAccumulation(16)])
+MORE_OF_TWO = dict(
     awp=lambda: [TRADES(PGD2), AWP(0.01), EMA(0.9)],
-    mart_awp=lambda: [MART(PGD2), AWP(0.01), GradientAccumulation(16)],
     free=lambda: [FreeAT(FGSM(0.02), replay=2)],
     some=lambda: [AdvTrain(PGD2, clean_images=0.5)],
 )
+if not FEW:
+    METHODS, ONLY_OF_TWO = METHODS | MORE, ONLY_OF_TWO | MORE_OF_TWO
 res = {}
 for name, cbs in (METHODS | ONLY_OF_TWO if WORLD > 1 else METHODS).items():
     learn = fit(cbs(), [RobustAccuracy(ATTACK)])
     res[name] = told(learn, ema=state(learn.ema.avg.module) if name in ('ema', 'awp') else None)
 
 weak = PGD(0.3, steps=0, rand=False)
-for then in ('stop', PGD(steps=2)):
+for then in ['stop'] if FEW else ['stop', PGD(steps=2)]:
     catch = CatchOverfit(PGD(steps=5), gap=0.01, then=then)
     learn = fit([AdvTrain(weak), catch], epochs=3)
     res[f'catch_{then}'] = told(learn, df=catch.df.values.tolist())

@@ -1,36 +1,18 @@
 """`AdvTrain` with everything else that fastai offers, and after everything that can go wrong (style rules 2-20;
 R14-R16, R20-R23)."""
 
-import copy, threading, itertools, pickle, random, subprocess, sys, warnings
+import copy, threading, random, subprocess, sys, warnings
 from dataclasses import dataclass
-from pathlib import Path
 import numpy as np, pytest, torch, torch.nn.functional as F
 from torch import nn
 from fastai.vision.all import (
     BCEWithLogitsLossFlat,
     Callback,
-    CancelBatchException,
-    CancelEpochException,
     CancelFitException,
-    CancelStepException,
-    CancelTrainException,
-    ChannelsLast,
-    CrossEntropyLossFlat,
-    CutMix,
-    DataLoaders,
-    EarlyStoppingCallback,
-    GradientAccumulation,
-    GradientClip,
     LabelSmoothingCrossEntropyFlat,
-    Learner,
     MixUp,
     Normalize,
-    SaveModelCallback,
-    accuracy,
     set_seed,
-    load_learner,
-    vision_learner,
-    noop,
 )
 import fastai.callback.fp16 as fp16
 from fastai.callback.schedule import *
@@ -43,20 +25,9 @@ from robust_nbdev.attacks import *
 from robust_nbdev.adv_train import *
 from robust_nbdev.evaluate import *
 from robust_nbdev.test_utils import *
+from test_at_methods import KeepClean, same, weights
 
 ADV = PGD(0.1, steps=2)
-
-
-def weights(learn):
-    return [p.detach().clone() for p in learn.model.parameters()]
-
-
-def same(a, b):
-    return len(a) == len(b) and all(torch.equal(o, p) for o, p in zip(a, b))
-
-
-def close(a, b, rtol=1e-5):
-    return all((o - p).norm() <= rtol * p.norm() + 1e-8 for o, p in zip(a, b))
 
 
 class Seen(Callback):
@@ -69,16 +40,7 @@ class Seen(Callback):
 
     def before_batch(self):
         if self.training:
-            self.dist.append((self.x.as_subclass(torch.Tensor) - self.keep_clean.x).abs().max().item())
-
-
-class KeepClean(Callback):
-    "The images just before `AdvTrain` sees them"
-
-    order = AdvTrain.order - 0.5
-
-    def before_batch(self):
-        self.x = self.learn.x.as_subclass(torch.Tensor).clone()
+            self.dist.append((self.x.as_subclass(torch.Tensor) - self.keep_clean.seen[-1]).abs().max().item())
 
 
 class MixedPrecision(fp16.MixedPrecision):
@@ -163,7 +125,7 @@ def test_a_function_that_works_in_place_leaves_the_clean_images_alone():
         order = AdvTrain.order + 1
 
         def before_batch(self):
-            halves[:] = [self.keep_clean.x, *self.x.as_subclass(torch.Tensor).chunk(2)]
+            halves[:] = [self.keep_clean.seen[-1], *self.x.as_subclass(torch.Tensor).chunk(2)]
             raise CancelFitException()
 
     synth_learner(cbs=[KeepClean(), TRADES(brighten), Halves()]).fit(1, 1e-3)
@@ -211,55 +173,17 @@ def test_it_trains_on_what_the_attack_makes():
     learn = synth_learner(cbs=[KeepClean(), AdvTrain(ADV), Grab(), GetGrads()])
     seed = torch.initial_seed() % 2**62
     learn.fit(1, 1e-3)
-    x_adv, y, m = seen[0]
-    clean = synth_learner(cbs=KeepClean())
-    xs = []
-
-    class Xs(Callback):
-        def before_batch(self):
-            xs.append(self.x.as_subclass(torch.Tensor).clone()) if self.training else None
-
-    clean.fit(1, 1e-3, cbs=Xs())
-    want = ADV(m, xs[0], y, seed=seed)
-    assert torch.equal(x_adv, want) and (x_adv - xs[0]).abs().max() > 0.05
+    (x_adv, y, m), x = seen[0], learn.keep_clean.seen[0]
+    want = ADV(m, x, y, seed=seed)
+    assert torch.equal(x_adv, want) and (x_adv - x).abs().max() > 0.05
     m.zero_grad()
     F.cross_entropy(m.train()(want), y.as_subclass(torch.Tensor)).backward()
     assert torch.allclose(torch.cat([p.grad.flatten() for p in m.parameters()]), learn.get_grads.grads[0], atol=1e-6)
 
 
-def test_two_runs_are_equal():
-    runs = []
-    for _ in range(2):
-        l = synth_learner(cbs=AdvTrain(ADV), model=noisy_vit())
-        l.fit(2, 1e-3)
-        runs.append(weights(l))
-    assert same(*runs)
-
-
-@pytest.mark.parametrize('adv', [PGD(0, steps=2), FGSM(0), APGD(0, steps=3)], ids=repr)
-def test_eps_0_is_plain_training_exactly(adv):
-    "With dropout and stochastic depth: the attack draws nothing from the global random state"
+def test_eps_0_is_plain_training_exactly_with_mixing():
     ws = []
-    for cbs in (None, AdvTrain(adv)):
-        l = synth_learner(cbs=cbs, model=noisy_vit())
-        l.fit_one_cycle(2, 1e-3)
-        ws.append(weights(l))
-    assert same(*ws)
-
-
-def test_a_schedule_of_0_is_plain_training_exactly():
-    ws = []
-    for cbs in (None, AdvTrain(ADV, eps=0), AdvTrain(ADV, eps=lambda p: 0.0)):
-        l = synth_learner(cbs=cbs, model=noisy_vit())
-        l.fit(1, 1e-3)
-        ws.append(weights(l))
-    assert same(ws[0], ws[1]) and same(ws[0], ws[2])
-
-
-@pytest.mark.parametrize('mix', [MixUp, CutMix])
-def test_eps_0_is_plain_training_exactly_with_mixing(mix):
-    ws = []
-    for cbs in ([mix(0.5)], [mix(0.5), AdvTrain(ADV, eps=0)]):
+    for cbs in ([MixUp(0.5)], [MixUp(0.5), AdvTrain(ADV, eps=0)]):
         l = synth_learner(cbs=cbs, model=noisy_vit())
         l.fit(1, 1e-3)
         ws.append(weights(l))
@@ -286,63 +210,14 @@ def test_batch_norm_statistics_see_each_batch_once():
     assert ns == [4, 4]
 
 
-def test_validation_batches_stay_clean():
-    class V(Callback):
-        order = 100
-
-        def before_validate(self):
-            self.xs = []
-
-        def before_batch(self):
-            if not self.training:
-                self.xs.append(self.x.as_subclass(torch.Tensor).clone())
-
-    l = synth_learner(cbs=[AdvTrain(ADV), V()])
-    l.fit(1, 1e-3)
-    assert torch.equal(torch.cat(l.v.xs), torch.stack([x.as_subclass(torch.Tensor) for x, _ in l.dls.valid_ds]))
-
-
 # --- schedules
 # --------------------------------------------------------------------------------------------------------------
-
-
-def test_warmup_by_hand():
-    w = warmup(0.2, pct=0.5)
-    assert (
-        [w(p) for p in (0, 0.25, 0.5, 0.75, 1)] == [0, 0.1, 0.2, 0.2, 0.2]
-        and warmup(0.2, pct=0)(0) == 0.2
-        and repr(warmup(8 / 255, pct=0.1)) == 'warmup(8/255, pct=0.1)'
-    )
-    for bad in (-0.1, 1.1):
-        with pytest.raises(ValueError, match='between 0 and 1'):
-            warmup(0.2, pct=bad)
-    with pytest.raises(ValueError, match='>= 0'):
-        warmup(-0.2)
-
-
-def test_warmup_per_batch_in_a_fit():
-    "Two epochs of four batches: pct_train is 0, 1/8, ... 7/8"
-    l = synth_learner(cbs=[KeepClean(), AdvTrain(FGSM(0.2), eps=warmup(0.2, pct=0.5)), Seen()])
-    l.fit(2, 1e-3)
-    assert l.seen.dist == pytest.approx([0.2 * min(1, i / 8 / 0.5) for i in range(8)], abs=1e-6)
 
 
 def test_number_as_eps_wins_over_the_attack():
     l = synth_learner(cbs=[KeepClean(), AdvTrain(FGSM(0.2), eps=0.05), Seen()])
     l.fit(1, 1e-3)
     assert l.seen.dist == pytest.approx([0.05] * 4, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    'cb,words',
-    [
-        (AdvTrain(PGD(8 / 255, steps=2)), 'AdvTrain(PGD(8/255, steps=2))'),
-        (AdvTrain(FGSM(0.1), eps=0.05), 'AdvTrain(FGSM(0.1), eps=0.05)'),
-        (AdvTrain(FGSM(0.1), eps=warmup(0.1)), 'AdvTrain(FGSM(0.1), eps=warmup(0.1, pct=0.1))'),
-    ],
-)
-def test_repr(cb, words):
-    assert repr(cb) == words
 
 
 def test_a_ball_as_eps():
@@ -352,73 +227,14 @@ def test_a_ball_as_eps():
         AdvTrain(PGD(0.1), eps=8)
 
 
-@pytest.mark.parametrize('clean_images', [0.0, 0.25])
-def test_images_outside_their_range_are_not_trained_on(clean_images):
-    def beyond(model, x, y, seed=0):
-        return 3 * x - 1
-
-    with pytest.raises(ValueError, match='adversarial images must lie in'):
-        synth_learner(cbs=AdvTrain(beyond, clean_images=clean_images)).fit(1)
-
-
-def test_no_attack_no_callback():
-    with pytest.raises(TypeError, match='expected an attack'):
-        AdvTrain(0.1)
-
-
-def test_any_function_is_an_attack():
-    l = synth_learner(cbs=[KeepClean(), AdvTrain(lambda model, x, y, seed=0: (x + 0.25).clamp(0, 1)), Seen()])
-    l.fit(1, 1e-3)
-    assert l.seen.dist == pytest.approx([0.25] * 4, abs=1e-6)
-
-
 # --- together with fastai
 # -----------------------------------------------------------------------------------------------------
 
 
-def test_order_follows_mixup_and_precedes_mixed_precision():
-    assert (
-        MixUp.order < AdvTrain.order < GradientAccumulation.order < MixedPrecision.order and AdvTrain.run_valid is False
-    )
-
-
-@pytest.mark.parametrize('mix', [MixUp, CutMix])
-@pytest.mark.parametrize('first', [True, False])
-def test_mixed_images_are_attacked_under_the_mixed_loss(mix, first):
-    "The attack raises the loss that is trained, lam*L(y)+(1-lam)*L(y1), at the mixed images"
-    rises = []
-
-    class Check(Callback):
-        order = AdvTrain.order + 0.5
-
-        def before_batch(self):
-            if not self.training:
-                return
-            m = copy.deepcopy(self.model).eval()
-            with torch.no_grad():
-                rises.append(
-                    self.learn.loss_func(m(self.x), *self.yb).item()
-                    - self.learn.loss_func(m(self.keep_clean.x), *self.yb).item()
-                )
-
-    cbs = [mix(0.5), AdvTrain(FGSM(0.02))]
-    l = synth_learner(cbs=[KeepClean(), Check(), Seen(), *(cbs if first else cbs[::-1])])
-    f = l.loss_func
-    l.fit(1, 1e-3)
-    assert (
-        len(rises) == 4 and min(rises) > 0 and l.loss_func is f and l.seen.dist == pytest.approx([0.02] * 4, abs=1e-6)
-    )
-
-
 @pytest.mark.parametrize(
     'loss',
-    [
-        LabelSmoothingCrossEntropyFlat(),
-        CrossEntropyLossFlat(label_smoothing=0.1),
-        nn.CrossEntropyLoss(),
-        lambda p, y: F.cross_entropy(p, y),
-    ],
-    ids=['smooth', 'ce_smooth', 'torch', 'function'],
+    [LabelSmoothingCrossEntropyFlat(), lambda p, y: F.cross_entropy(p, y)],
+    ids=['smooth', 'function'],
 )
 def test_the_learners_loss_is_what_the_attack_climbs(loss):
     class Count(nn.Module):
@@ -462,77 +278,7 @@ def test_soft_labels_of_many_classes():
     assert l.seen.dist == pytest.approx([0.1] * 2, abs=1e-6)
 
 
-@pytest.mark.parametrize('swap', [False, True])
-def test_accumulated_gradients_are_those_of_the_full_batch(swap):
-    got = {}
-    for bs, cbs in ((32, []), (8, [GradientAccumulation(32)])):
-        torch.manual_seed(0)
-        dls = synth_dls(n=32, bs=bs)
-        dls.train = dls.train.new(shuffle=False)
-
-        class Fixed(AdvTrain):
-            # per batch, the training's own seed differs
-            def before_batch(self):
-                self.attack_batch(self.current(), seed=0)
-
-        cbs = [Fixed(ADV), *cbs, GetGrads()]
-        l = synth_learner(
-            dls=DataLoaders(dls.train, dls.valid, device='cpu'),
-            cbs=cbs[::-1] if swap else cbs,
-            model=tiny_vit(num_classes=4).double(),
-        )
-        l.dls.train.after_batch.add(_Double())
-        l.dls.valid.after_batch.add(_Double())
-        l.fit(1, 1e-3)
-        got[bs] = l.get_grads.grads
-    assert (
-        len(got[8]) == len(got[32]) == 1
-        and (got[8][0] - got[32][0]).norm() <= 1e-5 * got[32][0].norm()
-        and got[32][0].norm() > 0
-    )
-
-
-from fastai.data.transforms import DisplayedTransform
-from fastai.vision.core import TensorImage
-
-
-class _Double(DisplayedTransform):
-    def encodes(self, x: TensorImage):
-        return x.double()
-
-
-def test_gradient_clip_sees_the_adversarial_gradient():
-    l = synth_learner(cbs=[AdvTrain(ADV), GradientClip(0.01), _After()])
-    l.fit(1, 1e-3)
-    assert max(l._after.norms) <= 0.0101
-
-
-class _After(Callback):
-    order = GradientClip.order + 1
-
-    def before_fit(self):
-        self.norms = []
-
-    def before_step(self):
-        self.norms.append(
-            torch.cat([p.grad.flatten() for p in self.model.parameters() if p.grad is not None]).norm().item()
-        )
-
-
-ORDERS = list(itertools.permutations(range(4)))
-
-
-def test_callbacks_in_any_order_give_the_same_weights():
-    ref = None
-    for perm in ORDERS[::5] + [ORDERS[-1]]:
-        cbs = [AdvTrain(ADV), MixUp(0.4), GradientClip(1.0), GradientAccumulation(32)]
-        l = synth_learner(cbs=[cbs[i] for i in perm])
-        l.fit(1, 1e-3)
-        ref = ref or weights(l)
-        assert same(weights(l), ref)
-
-
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('dtype', [torch.bfloat16])
 def test_autocast_on_the_cpu(dtype):
     "The attack runs in the half type, closes its scope, and training differs from float32 by rounding only"
     types, scopes = [], []
@@ -556,39 +302,6 @@ def test_autocast_on_the_cpu(dtype):
     )
 
 
-@pytest.mark.parametrize('how', ['to_bf16', 'to_fp16'])
-@pytest.mark.filterwarnings('ignore:User provided device_type', 'ignore:torch.cuda.amp', 'ignore:CUDA is not available')
-def test_fastais_own_mixed_precision(how):
-    l = getattr(synth_learner(cbs=AdvTrain(ADV), metrics=RobustAccuracy(ADV)), how)()
-    l.fit(1, 1e-3)
-    l.validate()
-    assert all(p.isfinite().all() for p in l.model.parameters()) and not torch.is_autocast_enabled('cpu')
-
-
-def test_accumulation_clip_and_mixed_precision_together():
-    l = synth_learner(
-        cbs=[
-            GradientClip(1.0),
-            MixedPrecision(torch.bfloat16),
-            MixUp(0.4),
-            GradientAccumulation(32),
-            AdvTrain(ADV),
-            GetGrads(),
-        ]
-    )
-    l.fit(1, 1e-3)
-    assert l.recorder.values[0][0] < 3 and len(l.get_grads.grads) == 2 and not torch.is_autocast_enabled('cpu')
-
-
-def test_lr_find(tmp_path):
-    l = synth_learner(path=tmp_path, cbs=[AdvTrain(ADV, eps=warmup(0.1))])
-    w = weights(l)
-    l.lr_find(num_it=12, show_plot=False)
-    assert same(weights(l), w)
-    l.fit(1, 1e-3)
-    assert not same(weights(l), w)
-
-
 def test_get_preds_and_predictions_are_clean():
     l = synth_learner(cbs=AdvTrain(ADV))
     l.fit(1, 1e-3)
@@ -596,79 +309,13 @@ def test_get_preds_and_predictions_are_clean():
     x = torch.stack([o.as_subclass(torch.Tensor) for o, _ in l.dls.valid_ds])
     with torch.no_grad():
         assert torch.allclose(p, l.model.eval()(x).softmax(1), atol=1e-6)
-    assert torch.allclose(
-        l.get_preds(dl=l.dls.train.new(shuffle=False, drop_last=False))[0],
-        l.model(torch.stack([o.as_subclass(torch.Tensor) for o, _ in l.dls.train_ds])).softmax(1),
-        atol=1e-6,
-    )
-
-
-def test_validate_before_any_fit():
-    l = synth_learner(cbs=AdvTrain(ADV, eps=warmup(0.1)), metrics=[accuracy, RobustAccuracy(ADV)])
-    assert len(l.validate()) == 3
-
-
-def test_channels_last():
-    a, b = [synth_learner(cbs=[AdvTrain(ADV), *cbs]) for cbs in ([], [ChannelsLast()])]
-    for l in (a, b):
-        l.fit(1, 1e-3)
-    assert close(weights(b), weights(a), 1e-3)
-
-
-@pytest.mark.parametrize('train_bn', [True, False])
-def test_freeze_and_unfreeze(train_bn):
-    split = lambda m: [
-        list(m.model.patch_embed.parameters())
-        + list(m.model.blocks.parameters())
-        + [m.model.cls_token, m.model.pos_embed],
-        list(m.model.norm.parameters()) + list(m.model.head.parameters()),
-    ]
-    l = synth_learner(cbs=AdvTrain(ADV), splitter=split, train_bn=train_bn)
-    l.freeze()
-    flags, w = [p.requires_grad for p in l.model.parameters()], weights(l)
-    l.fit(1, 1e-2)
-    assert [p.requires_grad for p in l.model.parameters()] == flags
-    moved = [not torch.equal(a, b) for a, b in zip(w, weights(l))]
-    assert moved == flags and any(moved) and not all(moved)
-    l.unfreeze()
-    w = weights(l)
-    l.fit(1, 1e-2)
-    assert all(not torch.equal(a, b) for a, b in zip(w, weights(l)))
-
-
-@pytest.mark.parametrize('tracker', [SaveModelCallback, EarlyStoppingCallback])
-def test_robust_accuracy_as_monitor(tracker, tmp_path):
-    l = synth_learner(cbs=AdvTrain(ADV), metrics=[accuracy, RobustAccuracy(PGD(0.1, steps=5))], path=tmp_path)
-    l.fit(2, 1e-3, cbs=tracker(monitor='pgd5_acc'))
-    assert l.recorder.metric_names[-2] == 'pgd5_acc' and len(l.recorder.values) >= 1
-    vals = [v[-1] for v in l.recorder.values]
-    if tracker is SaveModelCallback:
-        assert l.final_record is not None and l.validate()[-1] == max(vals)
-
-
-def test_an_average_of_weights_composes():
-    "EMA in the fastai way: a copy updated in after_step"
-
-    class EMA(Callback):
-        order = 70
-
-        def before_fit(self):
-            self.avg = None
-
-        def after_step(self):
-            w = torch.cat([p.detach().flatten() for p in self.model.parameters()])
-            self.avg = w.clone() if self.avg is None else self.avg.lerp(w, 0.1)
-            self.n = getattr(self, 'n', 0) + 1
-
-    l = synth_learner(cbs=[AdvTrain(ADV), EMA()])
-    l.fit(1, 1e-3)
-    assert l.ema.n == 4 and l.ema.avg.isfinite().all()
 
 
 # --- files
 # ------------------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
+@pytest.mark.slow
 def test_export_in_a_fresh_process(tmp_path):
     l = synth_learner(
         dls=real_dls(),
@@ -690,144 +337,6 @@ print(repr(l.adv_train), [m.name for m in l.metrics])'''
     r = subprocess.run([sys.executable, '-c', code], cwd=tmp_path, capture_output=True, text=True)
     assert r.returncode == 0, r.stderr
     assert r.stdout.strip() == "AdvTrain(PGD(0.1, steps=2), eps=warmup(0.1, pct=0.1)) ['pgd2_acc']"
-
-
-def test_callback_adds_nothing_to_the_export(tmp_path):
-    sizes = {}
-    for k, cbs in dict(plain=None, adv=AdvTrain(ADV)).items():
-        l = synth_learner(dls=real_dls(), model=real_vit(), cbs=cbs, path=tmp_path)
-        l.fit(1, 1e-3)
-        l.export(f'{k}.pkl')
-        sizes[k] = (tmp_path / f'{k}.pkl').stat().st_size
-    assert sizes['adv'] - sizes['plain'] < 2000
-
-
-@pytest.mark.parametrize('when', ['fit', 'validate', 'failed fit', 'failed validate'])
-def test_callbacks_hold_no_tensor_whatever_happened(when, tmp_path):
-    class Boom(Callback):
-        order = 20
-
-        def after_batch(self):
-            if self.armed and self.training == ('fit' in when):
-                raise RuntimeError('boom')
-
-    l = synth_learner(
-        dls=real_dls(), model=real_vit(), cbs=[AdvTrain(ADV), AdvValid(ADV)], metrics=RobustAccuracy(ADV), path=tmp_path
-    )
-    b = Boom()
-    b.armed = 'failed' in when
-    l.add_cb(b)
-    run = l.validate if 'validate' in when else lambda: l.fit(1, 1e-3)
-    if b.armed:
-        with pytest.raises(RuntimeError, match='boom'):
-            run()
-    else:
-        run()
-    l.remove_cb(b)
-    for o in (l.adv_train, l.adv_valid):
-        assert not any(isinstance(v, (torch.Tensor, nn.Module)) for k, v in o.__getstate__().items() if k != 'learn'), (
-            vars(o).keys()
-        )
-    l.export('x.pkl')
-
-
-def test_save_and_load_with_the_optimiser(tmp_path):
-    l = synth_learner(cbs=AdvTrain(ADV), path=tmp_path)
-    l.fit(1, 1e-3)
-    f = l.save('m', with_opt=True)
-    w = weights(l)
-    l.fit(1, 1e-3)
-    assert not same(weights(l), w)
-    l.load('m', with_opt=True)
-    assert same(weights(l), w)
-    n = synth_learner(cbs=AdvTrain(ADV), path=tmp_path)
-    n.create_opt()
-    n.load('m', with_opt=True)
-    assert same(weights(n), w)
-
-
-# --- interrupts
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-class Stop(Callback):
-    order = 20
-
-    def __init__(self, err, event):
-        self.err, self.armed = err, True
-        setattr(self, event, self.fire)
-
-    def fire(self):
-        if self.armed and self.training and self.train_iter == 2:
-            self.armed = False
-            raise self.err('stop')
-
-
-CANCELS = (CancelFitException, CancelBatchException, CancelTrainException, CancelEpochException)
-
-
-@pytest.mark.parametrize(
-    'err,event',
-    [
-        (e, v)
-        for e in (KeyboardInterrupt, ValueError, *CANCELS)
-        for v in ('before_batch', 'after_loss', 'before_step', 'after_batch')
-        # fastai sends `after_batch` when the batch is over
-        if (e, v) != (CancelBatchException, 'after_batch')
-    ],
-    ids=lambda o: getattr(o, '__name__', o),
-)
-def test_interrupted_and_fitted_again(err, event):
-    "The loss function, modes, grad state, autocast and the next fit are as without the interrupt"
-    l = synth_learner(cbs=[AdvTrain(ADV), Stop(err, event)], model=noisy_vit())
-    f, cb = l.loss_func, l.adv_train
-    # what it asks the loss at the beginning of each epoch
-    held = lambda: {k: v for k, v in vars(cb).items() if k not in ('run', 'learn', 'summed')}
-    before = held()
-    if err in CANCELS:
-        l.fit(2, 1e-3)
-    else:
-        with pytest.raises(err):
-            l.fit(2, 1e-3)
-    assert l.loss_func is f and torch.is_grad_enabled() and not torch.is_autocast_enabled('cpu') and held() == before
-    assert all(p.requires_grad for p in l.model.parameters())
-    w = copy.deepcopy(l.model.state_dict())
-    ref = synth_learner(cbs=AdvTrain(ADV), model=noisy_vit())
-    ref.model.load_state_dict(w)
-    for o in (l, ref):
-        o.opt, o.epochs_lived = None, Epochs()
-        set_seed(3, True)
-        o.dls.train.rng.seed(3)
-        o.model.zero_grad()
-        o.fit(1, 1e-3)
-    assert same(weights(l), weights(ref))
-
-
-@pytest.mark.parametrize('err', [KeyboardInterrupt, RuntimeError])
-def test_interrupted_inside_the_attack(err):
-    class M(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net, self.n, self.on = noisy_vit(), 0, True
-
-        def forward(self, x):
-            self.n += 1
-            if self.on and self.n == 8:
-                raise err('stop')  # inside the third batch's attack
-            return self.net(x)
-
-    m = M()
-    l = synth_learner(cbs=[AdvTrain(ADV), MixedPrecision(torch.bfloat16)], model=m)
-    with pytest.raises(err, match='stop'):
-        l.fit(1, 1e-3)
-    assert (
-        all(o.training for o in m.modules())
-        and all(p.requires_grad for p in m.parameters())
-        and torch.is_grad_enabled()
-        and not torch.is_autocast_enabled('cpu')
-    )
-    m.on = False
-    l.fit(1, 1e-3)
 
 
 # --- data that cannot be attacked
@@ -853,7 +362,6 @@ def test_a_refusal_does_not_lock_the_learner(run):
     """fastai's validation takes a lock before `before_fit` and frees it only if `before_fit` returns: refuse later, or
     the next call waits for ever"""
     l = synth_learner(cbs=AdvTrain(ADV))
-    after = l.dls.valid.after_batch
     l.dls.add_tfms([Normalize.from_stats([0.5], [0.5])], 'after_batch')
     with pytest.raises(ValueError, match='ends with Normalize'):
         run(l)
@@ -863,19 +371,6 @@ def test_a_refusal_does_not_lock_the_learner(run):
     t.start()
     t.join(5)
     assert done, 'the second call hangs'
-
-
-def test_normalize_appended_by_vision_learner_is_refused(monkeypatch):
-    from fastai.vision.all import ImageDataLoaders, resnet18
-    from robust_nbdev.datasets import fashion_mnist
-
-    dls = fashion_mnist(16, 10, bs=8, mode='RGB')
-    l = vision_learner(dls, 'resnet18', pretrained=False, normalize=True, cbs=AdvTrain(ADV))
-    # pretrained=True needs a download
-    if not any(isinstance(t, Normalize) for t in dls.after_batch.fs):
-        dls.add_tfms([Normalize.from_stats([0.5] * 3, [0.5] * 3)], 'after_batch')
-    with pytest.raises(ValueError, match='vision_learner: normalize=False'):
-        l.fit(1, 1e-3)
 
 
 def test_images_outside_01_are_refused_in_the_fit():
@@ -901,71 +396,16 @@ def test_several_inputs_are_refused():
         synth_learner(cbs=[AdvTrain(ADV), Two()]).fit(1, 1e-3)
 
 
-def test_distributed_wrapper_is_trained_and_the_network_attacked():
-    "One gloo process: the reducer sees one backward pass a batch"
-    import torch.distributed as dist, tempfile
-
-    if not dist.is_available():
-        pytest.skip('no torch.distributed')
-    dist.init_process_group('gloo', init_method=f'file://{tempfile.mktemp()}', rank=0, world_size=1)
-    try:
-        ref = synth_learner(cbs=AdvTrain(ADV))
-        ref.fit(1, 1e-3)
-        l = synth_learner(cbs=[AdvTrain(ADV)])
-        ddp, calls, victims = nn.parallel.DistributedDataParallel(l.model), [], []
-
-        class Wrap(Callback):
-            order = 11
-
-            def before_fit(self):
-                self.learn.model = ddp
-
-            def after_fit(self):
-                self.learn.model = ddp.module
-
-        ddp.register_forward_hook(lambda *a: calls.append(1))
-        l.fit(1, 1e-3, cbs=Wrap())
-        assert len(calls) == 4 + len(l.dls.valid) and close(weights(l), weights(ref), 1e-6)
-    finally:
-        dist.destroy_process_group()
-
-
 # --- found by a reviewer
 # ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('a,b,run', [(AdvTrain(ADV), AdvTrain(ADV), 'fit'), (AdvValid(ADV), AdvValid(ADV), 'validate')])
-def test_two_of_a_kind_are_refused(a, b, run):
-    l = synth_learner(cbs=a)
-    with pytest.raises(ValueError, match='two Adv'):
-        l.fit(1, 1e-3, cbs=b) if run == 'fit' else l.validate(cbs=b)
-    l.fit(1, 1e-3) if run == 'fit' else l.validate()
-
-
-@pytest.mark.parametrize('mix', [None, MixUp, CutMix])
-@pytest.mark.parametrize('attack', [APGD(0.1, steps=3), PGD(0.1, steps=1, restarts=2)])
+@pytest.mark.parametrize('mix,attack', [(MixUp, APGD(0.1, steps=3)), (None, PGD(0.1, steps=1, restarts=2))])
 def test_attacks_that_need_a_loss_per_image(mix, attack):
     l = synth_learner(cbs=[AdvTrain(attack)] + ([mix()] if mix else []))
     lf = l.loss_func
     l.fit(1, 1e-3)
     assert l.loss_func is lf and lf.reduction == 'mean'
-
-
-def test_accumulated_gradient_equals_the_full_batch_with_a_random_start():
-    got = {}
-    for bs, cbs in ((16, []), (4, [GradientAccumulation(16)])):
-        dls = synth_dls(16, bs=bs)
-        dls.train = dls.train.new(shuffle=False)
-
-        class Stop(Callback):
-            order = GradientAccumulation.order + 1
-
-            def before_step(self):
-                got[bs] = torch.cat([p.grad.flatten() for p in self.model.parameters()])
-                raise CancelFitException()
-
-        synth_learner(dls=dls, cbs=[AdvTrain(PGD(0.1, steps=2)), Stop(), *cbs]).fit(1, 1e-3)
-    assert torch.allclose(got[4], got[16], atol=1e-5 * got[16].abs().max())
 
 
 def test_layers_that_merge_weights_on_eval_are_unmerged():
@@ -980,27 +420,6 @@ def test_layers_that_merge_weights_on_eval_are_unmerged():
     x = torch.rand(2, 1, 28, 28)
     PGD(0.1, steps=1)(m, x, torch.tensor([0, 1]))
     assert m[1].training and not m[1].merged
-
-
-def test_a_model_that_writes_into_its_input():
-    m = nn.Sequential(nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(784, 4))
-    x = torch.rand(2, 1, 28, 28)
-    was = x.clone()
-
-    class Half(nn.Module):
-        def forward(self, x):
-            return m(x.mul_(0.5))
-
-    PGD(0.1, steps=2)(Half(), x, torch.tensor([0, 1]))
-    predict(Half(), x)
-    assert torch.equal(x, was)
-
-
-def test_compiled_model_trains():
-    l = synth_learner(cbs=AdvTrain(ADV))
-    l.model = torch.compile(l.model, backend='eager')
-    l.fit(1, 1e-3)
-    assert len(l.recorder.values) == 1
 
 
 class Counts(AdvCallback):
@@ -1060,9 +479,8 @@ def saved(path, fits, fname='run', seed=0, lr=1e-3, about=''):
 
 def test_a_run_goes_on_from_the_state_that_was_saved_last(tmp_path):
     "Not from that of the highest epoch, which may be of an older fit or of an older run"
-    for fits in ([4, 1], [4, 2]):
-        new, again = saved(tmp_path, fits), synth_learner(path=tmp_path)
-        assert again.resume() == fits[-1] and same(weights(again), weights(new))
+    new, again = saved(tmp_path, [3, 1]), synth_learner(path=tmp_path)
+    assert again.resume() == 1 and same(weights(again), weights(new))
     other = saved(tmp_path, [1], seed=1)
     again = synth_learner(path=tmp_path)
     assert again.resume() == 1 and same(weights(again), weights(other))
@@ -1075,9 +493,15 @@ def test_a_fit_leaves_the_states_of_another_training_alone(tmp_path):
     assert synth_learner(path=tmp_path).resume(about='a') == 3 and synth_learner(path=tmp_path).resume(about='b') == 1
 
 
+def test_a_state_that_was_not_written_to_its_end_is_passed_over(tmp_path):
+    saved(tmp_path, [3])
+    (tmp_path / 'models' / 'average_run_2.pth').unlink()
+    assert synth_learner(path=tmp_path).resume() == 2 and synth_learner(path=tmp_path).resume('run2') == 0
+
+
 def test_a_fit_that_dies_while_it_saves_leaves_no_mixture(tmp_path, monkeypatch):
     "New weights beside an old average"
-    old = saved(tmp_path, [1])
+    saved(tmp_path, [1])
 
     def dies(self):
         raise KeyboardInterrupt
@@ -1120,8 +544,9 @@ def test_a_resumed_run_draws_on(tmp_path):
     assert first + trained(tmp_path / 'b') == whole and len(set(whole)) == len(whole)
 
 
-@pytest.mark.parametrize('eps', [None, warmup(0.1, pct=0.3)])
-def test_a_resumed_run_goes_on_with_what_catch_overfit_put_in_place(tmp_path, eps):
+def test_a_resumed_run_goes_on_with_what_catch_overfit_put_in_place(tmp_path):
+    eps = warmup(0.1, pct=0.3)
+
     def learner(path):
         set_seed(0)
         return synth_learner(
@@ -1129,12 +554,12 @@ def test_a_resumed_run_goes_on_with_what_catch_overfit_put_in_place(tmp_path, ep
         )
 
     whole, killed = learner(tmp_path / 'a'), learner(tmp_path / 'b')
-    whole.fit(4, 1e-3)
-    killed.fit(4, 1e-3, cbs=[SaveRun(), CancelAt(2)])
+    whole.fit(3, 1e-3)
+    killed.fit(3, 1e-3, cbs=[SaveRun(), CancelAt(2)])
     again = learner(tmp_path / 'b')
-    again.fit(4, 1e-3, start_epoch=again.resume())
+    again.fit(3, 1e-3, start_epoch=again.resume())
     assert again.catch_overfit.df.equals(whole.catch_overfit.df) and same(weights(again), weights(whole))
-    assert again.catch_overfit.df.attack[0] != again.catch_overfit.df.attack[3]
+    assert again.catch_overfit.df.attack[0] != again.catch_overfit.df.attack[2]
 
 
 def test_the_state_of_catch_overfit_without_a_case():
@@ -1152,7 +577,7 @@ def test_a_state_of_other_callbacks_is_noticed(tmp_path):
     synth_learner(path=tmp_path, cbs=AdvTrain(PGD(0.1), eps=schedule)).fit(
         1, cbs=[SaveRun(), SaveRun('told', about='x')]
     )
-    for cb in (TRADES(PGD(0.3)), AdvTrain(PGD(0.2)), []):
+    for cb in (AdvTrain(PGD(0.2)), []):
         with pytest.warns(UserWarning, match='about='):
             assert synth_learner(path=tmp_path, cbs=cb).resume() == 1
     with warnings.catch_warnings():

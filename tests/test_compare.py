@@ -6,7 +6,6 @@ from scipy.stats import bootstrap
 from robust_nbdev.compare import (
     Claim,
     above_chance,
-    claims_table,
     judge,
     learned,
     paired,
@@ -32,17 +31,9 @@ def words(effect, luck, seeds, n=500, times=1000):
     return [judge(claim, paired(*tables(effect, luck, seeds, n, rng))).word for _ in range(times)]
 
 
-@pytest.mark.parametrize('seeds', [2, 3, 5])
-@pytest.mark.parametrize('luck', [0, 0.01, 0.03])
+@pytest.mark.parametrize('luck,seeds', [(0, 5), (0.03, 2)])
 def test_no_effect_gets_a_verdict_at_most_once_in_twenty(luck, seeds):
     assert np.mean([w != 'not decided' for w in words(0, luck, seeds)]) <= 0.055
-
-
-@pytest.mark.parametrize('luck,effect', [(0, 0.08), (0.01, 0.15)])
-def test_a_large_effect_is_found_on_its_side(luck, effect):
-    right, wrong = words(effect, luck, 3, times=200), words(-effect, luck, 3, times=200)
-    assert right.count('holds') > 180 and wrong.count('contradicted') > 180
-    assert 'contradicted' not in right and 'holds' not in wrong
 
 
 def test_the_interval_over_images_is_that_of_the_bootstrap():
@@ -85,19 +76,9 @@ def test_two_classes_can_be_learned():
     assert learned(0.8, 2).met and not learned(0.6, 2).met
 
 
-def test_unequal_cost_decides_nothing():
-    assert [judge(Claim('x'), good, cost=c).word for c in (4, 1, 0.5)] == ['not testable here', 'holds', 'holds']
-
-
 def test_one_seed_of_a_training_decides_nothing():
     one = paired(np.arange(400) < 200, np.arange(400) < 100)
     assert judge(Claim('x'), one).word == 'not testable here' and judge(Claim('x', trained=False), one).word == 'holds'
-
-
-def test_a_sign_that_depends_on_the_reading_is_named():
-    other = paired(np.tile(np.arange(400) < 100, (3, 1)), np.tile(np.arange(400) < 200, (3, 1)))
-    v = judge(Claim('x'), {'as printed': good, 'as coded': other})
-    assert v.word == 'not decided' and 'as printed holds' in v.why and 'as coded contradicted' in v.why
 
 
 def test_a_real_but_tiny_effect_says_so():
@@ -138,17 +119,6 @@ def test_reports_on_other_images_or_without_the_row_are_refused():
         report_verdicts([a, b])
     with pytest.raises(ValueError, match='no row FGSM'):
         report_verdicts(a, 'FGSM')
-
-
-def test_the_table_shows_what_a_verdict_rests_on():
-    row = claims_table(judge(Claim('A beats B', '3 points'), good, learned(0.5, 10))).iloc[0]
-    assert (
-        row.verdict == 'holds'
-        and 'A beats B' == row.claim
-        and '+25.0' in row.effect
-        and '3 seeds' in row.effect
-        and '0.5' in row.needs
-    )
 
 
 # --- the same attacks

@@ -1,13 +1,12 @@
 "`core`: balls, seeds, normalisation, `attack_mode` and the input checks (R01-R04)."
 
-import random, warnings
+import warnings
 from functools import partial
 from types import SimpleNamespace
 import numpy as np, pytest, timm, torch
 from hypothesis import given, settings, strategies as st
 from scipy import stats
 from torch import nn
-from fastai.torch_core import TensorBase
 from fastai.vision.core import TensorImage
 from robust_nbdev import core
 from robust_nbdev.core import *
@@ -50,34 +49,6 @@ def test_projection_lands_inside_and_is_idempotent(norm, data):
 
 
 @pytest.mark.parametrize('norm', list(BALLS))
-@settings(max_examples=100, deadline=None)
-@given(shape=shapes, seed=st.integers(0, 99), scale=st.sampled_from([1e-30, 1e-9, 1.0, 1e9]))
-def test_step_is_the_steepest_direction(norm, shape, seed, scale):
-    "g.step(g) is the dual norm of g, and the step has length 1"
-    g = torch.randn(shape, generator=gen(seed), dtype=torch.float64) * scale
-    s = BALLS[norm](0.1).step(g)
-    dual = g.flatten(1).abs().sum(1) if norm == 'Linf' else g.flatten(1).norm(dim=1)
-    assert torch.allclose((g * s).flatten(1).sum(1), dual, rtol=1e-12) and torch.allclose(
-        length(s, norm), torch.ones(len(g), dtype=torch.float64), rtol=1e-12
-    )
-
-
-@pytest.mark.parametrize('norm', list(BALLS))
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
-def test_step_of_zero_and_of_broken_gradients(norm, dtype):
-    g = torch.zeros(4, 1, 2, 2, dtype=dtype)
-    g[1, 0, 0, 0] = float('nan')
-    g[1, 0, 0, 1] = 2.0
-    g[2] = float('inf')
-    g[3, 0, 0, 0] = 1e-37
-    s = BALLS[norm](0.1).step(g)
-    want = torch.zeros_like(g)
-    want[1, 0, 0, 1] = 1
-    want[3, 0, 0, 0] = 1
-    assert torch.equal(s, want)
-
-
-@pytest.mark.parametrize('norm', list(BALLS))
 def test_random_points_fill_the_ball(norm):
     "Linf: each pixel uniform; L2: (|d|/eps)^n uniform, directions without preference"
     x = torch.rand(4000, 1, 3, 3, generator=gen(0))
@@ -95,17 +66,6 @@ def test_random_points_fill_the_ball(norm):
     assert stats.kstest(u.double().numpy(), 'uniform').pvalue > 1e-3
 
 
-def test_ball_values():
-    assert (
-        Linf(8 / 255) == threat_model(8 / 255)
-        and threat_model(L2(0.5)) is not None
-        and threat_model(0.5, 'L2') == L2(0.5) != Linf(0.5)
-        and repr(Linf(8 / 255)) == 'Linf(8/255)'
-        and repr(L2(0.5)) == 'L2(0.5)'
-        and len({Linf(0.1), Linf(0.1), L2(0.1)}) == 2
-    )
-
-
 @pytest.mark.parametrize(
     'f,words',
     [
@@ -119,10 +79,6 @@ def test_ball_values():
 def test_wrong_radii(f, words):
     with pytest.raises(ValueError, match=words):
         f()
-
-
-def test_l2_radii_may_exceed_1():
-    assert L2(3.0).eps == 3
 
 
 @pytest.mark.parametrize(
@@ -223,25 +179,10 @@ def test_statistics_are_the_models_own(name):
     mean, std = CFG[name]
     assert n.mean.flatten().tolist() == pytest.approx(mean) and n.std.flatten().tolist() == pytest.approx(std)
     x = torch.rand(3, 3, 32, 32)
-    want = m((x - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None])
-    assert torch.equal(n(x), want) and torch.equal(n(TensorImage(x)).as_subclass(torch.Tensor), want)
-    state = n.state_dict()
     other = Normalized(timm.create_model(name, **SMALL), [0.0] * 3, [1.0] * 3).eval()
-    other.load_state_dict(state)
-    # both routes, statistics included
-    assert torch.equal(other(x), want)
-
-
-def test_statistics_given_win_and_one_channel():
-    m = timm.create_model('deit_tiny_patch16_224', in_chans=1, **SMALL).eval()
-    assert (
-        Normalized(m).mean.shape == (1, 1, 1)
-        and Normalized(m).mean.item() == pytest.approx((0.485 + 0.456 + 0.406) / 3)
-        and Normalized(m)(torch.rand(2, 1, 32, 32)).shape == (2, 5)
-    )
-    n = Normalized(m, 0.3, 0.2)
-    x = torch.rand(2, 1, 32, 32)
-    assert torch.equal(n(x), m((x - n.mean) / n.std)) and 'mean=[0.3], std=[0.2]' in repr(n)
+    other.load_state_dict(n.state_dict())
+    # statistics included
+    assert torch.equal(other(x), m((x - n.mean) / n.std))
 
 
 @pytest.mark.parametrize('wrap', [lambda n: n, lambda n: nn.Sequential(n), lambda n: Logits(n)])
@@ -260,25 +201,18 @@ def test_wrong_statistics_and_channels():
         Normalized(nn.Flatten(), [0.0] * 3, [1.0] * 3)(torch.rand(2, 1, 4, 4))
 
 
-@pytest.mark.parametrize('norm,eps', [('Linf', 4 / 255), ('L2', 0.5)])
-@pytest.mark.parametrize('cls', [FGSM, PGD, APGD])
+@pytest.mark.parametrize('cls,norm,eps', [(PGD, 'Linf', 4 / 255), (APGD, 'L2', 0.5)])
 def test_eps_is_in_pixels_whatever_the_statistics(norm, eps, cls):
     "R01: three very different deviations"
     m = Normalized(nn.Sequential(nn.Flatten(), nn.Linear(48, 4)), [0.1, 0.5, 0.9], [0.01, 0.2, 3.0])
     x, y = torch.rand(5, 3, 4, 4), torch.arange(5) % 4
-    kw = {} if cls is FGSM else dict(steps=5)
-    d = cls(eps, norm=norm, **kw)(m, x, y) - x
+    d = cls(eps, norm=norm, steps=5)(m, x, y) - x
     assert (
         length(d, norm).max() <= eps + 1e-6
         and (x + d).min() >= 0
         and (x + d).max() <= 1
         and (length(d, norm) > 0.3 * eps).all()
     )
-
-
-def test_normalised_input_is_refused():
-    with pytest.raises(ValueError, match=r'must lie in \[0,1\], got values from -'):
-        FGSM(0.1)(tiny_vit(), (torch.rand(2, 1, 28, 28) - 0.5) / 0.5, [0, 1])
 
 
 @pytest.mark.parametrize(
@@ -295,17 +229,6 @@ def test_normalised_input_is_refused():
 )
 def test_in_chans(m, c):
     assert in_chans(m()) == c
-
-
-def test_unwrap():
-    m = tiny_vit()
-    inner = m.model
-    assert (
-        unwrap(m) is inner
-        and unwrap(Logits(m)) is inner
-        and unwrap(nn.DataParallel(m)) is inner
-        and unwrap(inner) is inner
-    )
 
 
 # --- attack_mode
@@ -355,12 +278,6 @@ def test_attack_mode_restores_after_exceptions(err):
     assert state_of(m) == before
 
 
-def test_attack_mode_of_a_function():
-    f = lambda x: x
-    with torch.no_grad(), attack_mode(f) as g:
-        assert g is f and torch.is_grad_enabled()
-
-
 # --- checks (R03, R04)
 # ---------------------------------------------------------------------------------------------------------------
 
@@ -368,15 +285,8 @@ def test_attack_mode_of_a_function():
 def test_rounding_is_clamped_and_more_is_refused():
     x = torch.tensor([[1 + 1e-7, -1e-8, 0.5, 0.0]])
     assert check_images(x).tolist() == [[1.0, 0.0, 0.5, 0.0]] and x[0, 0] > 1
-    for bad, words in ((1.02, 'from 0 to 1.02'), (-0.01, 'from -0.01 to 1'), (255.0, 'to 255')):
-        with pytest.raises(ValueError, match=words):
-            check_images(torch.tensor([[0.0, 1.0, bad]]))
-    with pytest.raises(TypeError, match='uint8.*divided by 255'):
-        check_images(torch.zeros(1, 1, 2, 2, dtype=torch.uint8))
     with pytest.raises(TypeError, match='ndarray'):
         check_images(np.zeros((1, 1, 2, 2)))
-    with pytest.raises(ValueError, match='B>=1'):
-        check_images(torch.zeros(0, 1, 2, 2))
     with pytest.raises(ValueError, match='nan'):
         check_images(torch.tensor([[0.0, float('nan')]]))
 
@@ -386,45 +296,8 @@ def test_checked_images_are_plain_and_detached():
     assert type(x) is torch.Tensor and not x.requires_grad
 
 
-def test_grey_models_say_what_they_take():
-    with pytest.raises(ValueError, match='takes 1 channel.*have 3'):
-        check_images(torch.rand(2, 3, 28, 28), tiny_vit(in_chans=1))
-    with pytest.raises(ValueError, match='takes 3 channel.*have 1'):
-        check_images(torch.rand(2, 1, 28, 28), tiny_vit(in_chans=3))
-
-
-@pytest.mark.parametrize('cls', [FGSM, PGD, APGD])
-def test_grey_images_stay_grey(cls):
-    assert cls(0.1)(tiny_vit(in_chans=1), torch.rand(2, 1, 28, 28), [0, 1]).shape == (2, 1, 28, 28)
-
-
-def test_check_dls():
-    from fastai.data.transforms import Normalize
-
-    dls = synth_dls(n=16)
-    check_dls(dls.train)
-    check_dls([1])
-    check_dls(None)
-    dls.add_tfms([Normalize.from_stats([0.5], [0.5])], 'after_batch')
-    with pytest.raises(ValueError, match='ends with Normalize'):
-        check_dls(dls.valid)
-
-
 # --- numbers that are off by rounding, statistics and images in other units
 # --------------------------------------------------------
-
-
-@pytest.mark.parametrize('v', [8 / 255, 0.1, 0.3, 4 / 255, 0.5 / 255, 1.5 / 255, 0.031, 1 / 3, 1.0])
-@pytest.mark.parametrize(
-    'how', [float, np.float32, np.float64, torch.tensor, lambda v: float(np.float32(v)), lambda v: 3 * (v / 3)]
-)
-def test_a_radius_in_any_disguise_is_the_same(v, how):
-    assert (
-        Linf(how(v)) == Linf(v)
-        and Linf(how(v)).eps == v
-        and hash(Linf(how(v))) == hash(Linf(v))
-        and repr(Linf(how(v))) == repr(Linf(v))
-    )
 
 
 def test_radii_that_differ_print_differently():
@@ -466,7 +339,7 @@ def test_own_copies_what_holds_tensors():
 
 
 def test_seeds_of_epochs_meet_those_of_no_other_seed():
-    "Of a hundred seeds in a hundred epochs each, and they stay whole numbers below 2**63"
+    "Of twenty seeds in fifty epochs each, and they stay whole numbers below 2**63"
     cb = AdvCallback()
     cb.learn = type('L', (), dict(epochs_lived=None))()
 
@@ -475,8 +348,8 @@ def test_seeds_of_epochs_meet_those_of_no_other_seed():
         cb.learn.__dict__['epochs_lived'] = Epochs(epoch=epoch)
         return cb.epoch_seed
 
-    seeds = [seed_in(s, e) for s in (*range(98), 2**62, 2**63 - 1) for e in range(100)]
-    assert len(set(seeds)) == len(seeds) - 100 and all(0 <= o < 2**63 for o in seeds)  # 2**62 and 0 are one seed
+    seeds = [seed_in(s, e) for s in (*range(18), 2**62, 2**63 - 1) for e in range(50)]
+    assert len(set(seeds)) == len(seeds) - 50 and all(0 <= o < 2**63 for o in seeds)  # 2**62 and 0 are one seed
     assert seed_in(7, 0) == 7 and seed_in(7, 3) == seed_in(7, 3)
 
 

@@ -7,7 +7,6 @@ from fastai.vision.all import Learner, accuracy
 from fastai.callback.schedule import *
 from fastai.callback.progress import *
 from robust_nbdev.core import *
-from robust_nbdev.datasets import fashion_mnist
 from robust_nbdev.attacks import *
 from robust_nbdev.adv_train import *
 from robust_nbdev.eval_data import Feed, few_classes, unfair
@@ -46,9 +45,7 @@ def validate(l, metrics, cbs=None):
 # --- metric ---
 
 
-@pytest.mark.parametrize(
-    'a', [FGSM(EPS), PGD(EPS, steps=3), PGD(0.6, norm='L2', steps=3), APGD(EPS, steps=5)], ids=repr
-)
+@pytest.mark.parametrize('a', [PGD(0.6, norm='L2', steps=3), APGD(EPS, steps=5)], ids=repr)
 def test_robust_accuracy_is_the_number_by_hand(learn, a):
     x, y = valid(learn)
     got = validate(learn, [accuracy, RobustAccuracy(a)])
@@ -90,12 +87,6 @@ def test_metric_does_nothing_in_training(learn):
     assert sum(n) == len(l.dls.valid_ds)
 
 
-def test_metric_restores_the_model(learn):
-    state = state_of(learn.model)
-    validate(learn, [RobustAccuracy(ADV)])
-    assert state_of(learn.model)[1:] == state[1:]
-
-
 # --- AdvValid ---
 
 
@@ -120,22 +111,8 @@ def test_seed_of_adv_valid(learn):
         assert torch.allclose(p, learn.model(a(learn.model, x, y, seed=7)).softmax(1), atol=1e-5)
 
 
-def test_get_preds_under_attack(learn):
-    x, y = valid(learn)
-    a = PGD(EPS, steps=3)
-    p, t = learn.get_preds(cbs=AdvValid(a))
-    with torch.no_grad():
-        want = learn.model(a(learn.model, x, y)).softmax(1)
-    assert torch.allclose(p, want, atol=1e-4)
-    assert torch.equal(t.as_subclass(torch.Tensor), y)
-
-
 def test_no_attack_leaves_the_images_clean(learn):
     assert learn.validate(cbs=AdvValid(None)) == learn.validate()
-
-
-def test_eps_0_gives_the_clean_numbers(learn):
-    assert learn.validate(cbs=AdvValid(PGD(0))) == learn.validate()
 
 
 def test_the_metric_starts_from_clean_images_under_adv_valid(learn):
@@ -157,22 +134,6 @@ def test_adv_valid_attacks_no_training_batch():
     l = synth_learner(cbs=AdvValid(a))
     l.fit(1, 1e-3)
     assert sum(seen) == len(l.dls.valid_ds)
-
-
-def test_interpretation_follows():
-    from fastai.interpret import ClassificationInterpretation
-
-    l = synth_learner(dls=fashion_mnist(256, 50, bs=32), model=tiny_vit())
-    l.fit(2, 3e-3)
-    l.model.eval()
-    a = FGSM(0.1)
-    x, y = valid(l)
-    want = by_hand(l.model, x, y, a)
-    with l.added_cbs(AdvValid(a)):
-        i = ClassificationInterpretation.from_learner(l)
-        m = i.confusion_matrix()
-    assert m.trace() / len(y) == pytest.approx(want, abs=1e-6)
-    assert want < (predict(l.model, x) == y).float().mean()
 
 
 # --- predict and self_check ---
@@ -269,18 +230,6 @@ def test_honest_models_get_no_remark(learn):
 # --- pictures ---
 
 
-def test_show_adv(learn):
-    import matplotlib.pyplot as plt
-
-    learn.show_adv(PGD(EPS, steps=2), max_n=3)
-    axs = plt.gcf().axes
-    titles = [a.get_title() for a in axs]
-    assert len(axs) == 9
-    assert titles.count('delta, pgd2') == 3
-    assert sum(t.startswith('quarter') for t in titles) == 6
-    plt.close('all')
-
-
 def test_show_adv_says_what_a_wrong_clean_image_is(learn):
     import matplotlib.pyplot as plt
 
@@ -305,10 +254,9 @@ def test_show_adv_says_what_a_wrong_clean_image_is(learn):
     [
         lambda l, **k: l.robust_report([FGSM(EPS)], **k),
         lambda l, **k: l.show_adv(FGSM(EPS), **k),
-        lambda l, **k: l.eps_curve(PGD(EPS, steps=1), [0, EPS], **k),
         lambda l, **k: l.steps_curve(PGD(EPS), [0, 1], **k),
     ],
-    ids=['report', 'show', 'eps', 'steps'],
+    ids=['report', 'show', 'steps'],
 )
 def test_a_loaded_learner_takes_images_and_checks_their_classes(learn, f, tmp_path):
     "After `load_learner` there are no images; a folder without some class would number the others anew"
@@ -362,8 +310,10 @@ VERDICTS = dict(
 )
 
 
-@pytest.mark.parametrize('labels', ['one-hot', 'integers', 'several classes', 'a column'])
-@pytest.mark.parametrize('verdict', VERDICTS.values(), ids=VERDICTS)
+LABELS = ['one-hot', 'integers', 'several classes', 'a column']
+
+
+@pytest.mark.parametrize('verdict,labels', [*zip(VERDICTS, 3 * LABELS), *zip(['report'] * 3, LABELS[1:])])
 def test_labels_mean_their_class_or_are_refused_in_words(verdict, labels):
     "As many images as classes, so that a comparison of [B] with [B,C] would go through"
     x, y = torch.rand(4, 1, 28, 28), torch.tensor([0, 1, 3, 3])
@@ -374,7 +324,7 @@ def test_labels_mean_their_class_or_are_refused_in_words(verdict, labels):
         'several classes': (rows + rows.roll(1, 1)).float(),
         'a column': torch.ones(4, 1),
     }[labels]
-    m = tiny_vit(num_classes=4)
+    m, verdict = tiny_vit(num_classes=4), VERDICTS[verdict]
     try:
         got = verdict(m, x, given)
     except (TypeError, ValueError) as e:
@@ -384,13 +334,13 @@ def test_labels_mean_their_class_or_are_refused_in_words(verdict, labels):
 
 
 def test_soft_labels_count_as_their_largest_entry_in_every_number(learn):
-    x, y = valid(learn)
+    x, y = [o[:40] for o in valid(learn)]
     soft = 0.8 * nn.functional.one_hot(y, 4) + 0.05
-    a, b = [robust_report(learn.model, (x, o), [ADV, PGD(EPS, steps=5)]) for o in (y, soft)]
+    a, b = [robust_report(learn.model, (x, o), [PGD(EPS, steps=3)]) for o in (y, soft)]
     assert a.df.accuracy.tolist() == b.df.accuracy.tolist()
 
 
-@pytest.mark.parametrize('bs', [0, -1, 2.5, True, '64'])
+@pytest.mark.parametrize('bs', [0, True, '64'])
 def test_a_batch_size_of_nothing_is_refused(bs):
     "Else no image would be attacked, and all would count as wrong"
     m, (x, y) = tiny_vit(num_classes=4), next(iter(synth_dls().valid))

@@ -1,8 +1,9 @@
 """`hunt`, `run_attack`, `robust_report`: verdicts against the plain call, costs, resumption, planted faults, files
 (R26-R29, R31-R33, R35, R42)."""
 
-import copy, itertools, json, os, random, signal, subprocess, sys, textwrap, time, warnings
-import numpy as np, pandas as pd, pytest, torch, torch.nn.functional as F
+import os, shutil, signal, subprocess, sys, time, warnings
+from functools import partial
+import numpy as np, pytest, torch, torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from fastai.callback.schedule import *
@@ -13,24 +14,12 @@ from robust_nbdev.autoattack import *
 from robust_nbdev.patch_attacks import *
 from robust_nbdev.evaluate import *
 from robust_nbdev.eval_data import Feed, eval_batches
-from robust_nbdev.evaluate import _Progress, hunt, run_attack, to_8bit
+from robust_nbdev.evaluate import hunt, run_attack
 from robust_nbdev.test_utils import *
+import test_verdicts
 
 C, H, W, N = 4, 6, 7, 61
-
-
-class Dense(nn.Module):
-    def __init__(self, c=C, seed=0, k=1.0, shape=(1, H, W), dtype=torch.float64):
-        super().__init__()
-        g, n = torch.Generator().manual_seed(seed), int(np.prod(shape))
-        self.a, self.b, self.k = (
-            nn.Parameter((torch.randn(16, n, generator=g) * 3 / n**0.5).to(dtype)),
-            nn.Parameter(torch.randn(c, 16, generator=g).to(dtype)),
-            k,
-        )
-
-    def forward(self, x):
-        return ((x.flatten(1) - 0.5) @ self.a.T).tanh() @ self.b.T * self.k
+Dense = partial(test_verdicts.Dense, dtype=torch.float64)
 
 
 class Stop(nn.Module):
@@ -157,15 +146,11 @@ def test_pgd_survives_the_hunt_if_every_point_on_its_way_is_right(bs):
 @pytest.mark.parametrize(
     'kind,norm,bs',
     [
-        (k, n, bs)
-        for k, n in ALL
-        for bs in (
-            (1, 3, 7)
-            if k in ('pgd', 'apgd_restarts', 'gama_restarts') and n == 'L2'
-            else (5,)
-            if n == 'L2' or k == 'gamafw'
-            else ()
-        )
+        ('pgd', 'L2', 1),
+        ('apgd_restarts', 'L2', 3),
+        ('gama_restarts', 'L2', 7),
+        ('gamafw', 'Linf', 5),
+        ('mifgsm_restarts', 'L2', 5),
     ],
 )
 def test_batch_size_and_order_change_no_verdict(net, data, kind, norm, bs):
@@ -176,40 +161,12 @@ def test_batch_size_and_order_change_no_verdict(net, data, kind, norm, bs):
     assert torch.equal(hunted(net, x[p], y[p], a, bs), want[p])
 
 
-@pytest.mark.parametrize('norm', list(EPS))
-@pytest.mark.parametrize('bs', [1, 7])
+@pytest.mark.parametrize('norm,bs', [('Linf', 1), ('L2', 7)])
 def test_targeted_rounds_are_independent_of_the_batch_and_as_strong(net, data, norm, bs):
     x, y = data
     a = APGDT_[norm]
     h, p = hunted(net, x, y, a, bs), plain(net, x, y, a)
     assert torch.equal(h, hunted(net, x, y, a)) and abs(int(h.sum()) - int(p.sum())) <= 2 and 0 < h.sum() < N - 5
-
-
-def test_targeted_rounds_start_where_the_plain_call_starts(net, data):
-    x, y = data
-    a, starts = APGDT_['Linf'], dict(hunt=[], plain=[])
-
-    class See(nn.Module):
-        def __init__(self, to):
-            super().__init__()
-            self.to_ = to
-
-        def forward(self, v):
-            self.to_.append(v.detach().clone())
-            return net(v)
-
-    hunted(See(starts['hunt']), x[:1], y[:1] * 0 + predict(net, x[:1]), a)
-    plain(See(starts['plain']), x[:1], predict(net, x[:1]), a)
-    assert torch.equal(starts['hunt'][1], starts['plain'][1])
-
-
-@pytest.mark.parametrize('norm', list(EPS))
-def test_the_seed_reaches_the_hunt(net, data, norm):
-    x, y = data
-    a = PGD(10 * EPS[norm], norm=norm, steps=1, alpha=0.0)
-    v = [hunted(net, x, y, a, seed=s) for s in (0, 0, 1)]
-    assert torch.equal(v[0], v[1]) and not torch.equal(v[0], v[2])
-    assert torch.equal(v[2] & plain(net, x, y, a, 1), v[2])
 
 
 def test_every_judged_image_is_inside_the_ball(net, data):
@@ -238,41 +195,25 @@ def test_every_judged_image_is_inside_the_ball(net, data):
         )
 
 
-@pytest.mark.parametrize('draw', [False, True], ids=['hunt', 'plain'])
-def test_verdicts_of_a_report_are_those_of_a_fresh_forward(net, data, draw):
-    "R27: at another batch size, after a round trip through float32"
-    x, y = data
-    a = Square(0.1, queries=20) if draw else make('apgd', 'Linf')
-    rep = robust_report(net, data, [a], bs=7, cascade=False)
-    x_adv = a(net, x, y).float().double()
-    fresh = torch.cat([predict(net, o) for o in x_adv.split(17)]) == y
-    assert (fresh.numpy() & rep.verdicts['clean'] == rep.verdicts[repr(a)]).all() and rep.rows[1][
-        'accuracy'
-    ] == pytest.approx(rep.verdicts[repr(a)].mean(), abs=1e-6)
-
-
-@pytest.mark.parametrize('cascade', [True, False])
-def test_cascades_have_the_same_worst_case(net, data, cascade):
+def test_cascades_have_the_same_worst_case(net, data):
     att = [
         make('fgsm', 'Linf'),
         make('pgd_restarts', 'Linf'),
         APGDT_['Linf'],
         WorstCase([make('apgd', 'Linf'), Square(0.03, queries=20)]),
     ]
-    a, b = robust_report(net, data, att, bs=9, cascade=cascade), robust_report(net, data, att, bs=64)
+    a, b = robust_report(net, data, att, bs=9, cascade=False), robust_report(net, data, att, bs=64)
     assert (
         np.minimum.reduce([a.verdicts[repr(o)] for o in att]) == np.minimum.reduce([b.verdicts[repr(o)] for o in att])
     ).all()
-    if cascade:
-        assert all((a.verdicts[repr(o)] <= a.verdicts[repr(p)]).all() for p, o in zip(att, att[1:]))
+    assert all((b.verdicts[repr(o)] <= b.verdicts[repr(p)]).all() for p, o in zip(att, att[1:]))
 
 
 # --- loaders, costs, memory
 # -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('odd', [1, 5, 60, 61, 200])
-@pytest.mark.parametrize('bs', [4, 64])
+@pytest.mark.parametrize('odd,bs', [(1, 64), (5, 4), (200, 64)])
 def test_loaders_of_any_batch_size(net, data, odd, bs):
     a = make('apgd_restarts', 'Linf')
     want = robust_report(net, data, [a]).verdicts[repr(a)]
@@ -288,37 +229,23 @@ class Never(nn.Module):
         return torch.stack([s + 9, s * 0.1, -s, s * 0], 1)
 
 
-@pytest.mark.parametrize('bs', [3, 16])
 @pytest.mark.parametrize(
     'a,want',
     [
-        (PGD(0.1, steps=7), 2 * 7 + 1),
         (PGD(0.1, steps=5, restarts=3), 3 * (2 * 5 + 1)),
         (APGD(0.1, steps=6), 2 * 6 + 1),
-        (FGSM(0.1), 3),
         (PGD(0.1, steps=3, draws=4), 4 * 2 * 3 + 1),
         (APGDT(0.1, steps=4, targets=2), 1 + 2 * (2 * 4 + 1)),
         (GAMAPGD(0.1, steps=6), 1 + 2 * 6 + 1),
     ],
     ids=repr,
 )
-def test_passes_of_a_model_that_never_falls(a, want, bs):
+def test_passes_of_a_model_that_never_falls(a, want, bs=3):
     x, y = images(16), torch.zeros(16).long()
     m = Stop(Never())
     t = run_attack(m, a, eval_batches((x, y), bs=5), np.ones(16, bool), bs)
     assert t.got['share'].all() and t.got['cost'][0] == 16 * want
     assert robust_report(Never(), (x, y), [a], bs=bs).rows[1]['passes'] == 16 * want
-
-
-def test_images_that_fall_cost_no_more(net, data):
-    x, y = data
-    a = PGD(0.3, steps=40, alpha=0.05, rand=False)
-    st = predict(net, x) == y
-    t = run_attack(net, a, eval_batches(data), st.numpy(), 8)
-    assert not t.got['share'].any() and t.got['cost'][0] < 8 * 2 * int(st.sum())
-    m = Stop(net)
-    run_attack(m, a, eval_batches(data), st.numpy(), 8)
-    assert m.images < t.got['cost'][0]  # forwards alone
 
 
 def test_wrong_images_are_never_attacked(net, data):
@@ -333,25 +260,6 @@ def test_wrong_images_are_never_attacked(net, data):
     run_attack(See(), PGD(0.03, steps=2), eval_batches(data), np.arange(N) >= 5, 8)
     near = torch.cat([(v[:, None] - x[None]).flatten(2).abs().amax(2) for v in seen]).argmin(1)
     assert near.min() == 5 and set(near.tolist()) == set(range(5, N))
-
-
-def test_feed_gives_every_kept_image_once_in_any_portions():
-    for sizes in ([7], [1, 4, 2], [64], [3, 50, 1]):
-        for step in (1, 4, 9, 40):
-            keep = torch.rand(97, generator=torch.Generator().manual_seed(step)) < 0.4
-            src = (
-                (
-                    torch.arange(i, min(i + step, 97)),
-                    torch.arange(i, min(i + step, 97)).float()[:, None],
-                    torch.arange(i, min(i + step, 97)),
-                )
-                for i in range(0, 97, step)
-            )
-            feed, got, want = Feed(src, keep.numpy()), [], itertools.cycle(sizes)
-            while (b := feed(n := next(want))) is not None:
-                assert len(b[0]) <= n and torch.equal(b[0].float(), b[1][:, 0])
-                got.append(b[0])
-            assert torch.equal(torch.cat(got), keep.nonzero()[:, 0]) and feed(3) is None
 
 
 def test_the_hunt_holds_few_images_and_batches_stay_full():
@@ -404,8 +312,7 @@ def killed(m, data, attacks, out, at, **kw):
 ROWS = [PGD(0.01, steps=5), APGD(0.01, steps=8, restarts=2)]
 
 
-@pytest.mark.parametrize('share', [0.3, 0.6, 0.9])
-@pytest.mark.parametrize('bs', [4, 64])
+@pytest.mark.parametrize('share,bs', [(0.6, 4), (0.9, 64)])
 def test_killed_in_the_middle_of_a_row(net, data, tmp_path, share, bs):
     whole = Stop(net)
     want = robust_report(whole, data, ROWS, bs=bs)
@@ -423,87 +330,28 @@ def test_killed_in_the_middle_of_a_row(net, data, tmp_path, share, bs):
     assert same(robust_report(third, data, ROWS, out=tmp_path, bs=bs), want) and third.images <= 2 * N + 64
 
 
-def test_again_and_again(net, data, tmp_path):
-    want, k = robust_report(net, data, ROWS, bs=4), 0
-    while k < 60:
-        s = Stop(net, 45 + k)
-        k += 1
-        try:
-            got = robust_report(s, data, ROWS, out=tmp_path, bs=4)
-        except KeyboardInterrupt:
-            continue
-        break
-    assert 2 < k < 60 and same(got, want)
-
-
-def test_only_what_is_missing_is_attacked(net, data, tmp_path):
-    x, y = data
-    a = ROWS[0]
-    st = (predict(net, x) == y).numpy()
-    path = tmp_path / 'running.npz'
-    t = _Progress('k', st, path)
-    with pytest.raises(KeyboardInterrupt):
-        run_attack(Stop(net, 40), a, eval_batches(data, bs=4), st, 4, trial=t)
-    done = t.got['done'].copy()
-    assert 8 < done.sum() < N - 8 and path.exists()
-    seen = []
-
-    class See(nn.Module):
-        def forward(self, v):
-            seen.append(v.detach())
-            return net(v)
-
-    t2 = _Progress('k', st, path)
-    assert (t2.got['done'] == done).all()
-    run_attack(See(), a, eval_batches(data, bs=4), st, 4, trial=t2)
-    near = {i for v in seen for i in (v[:, None] - x[None]).flatten(2).abs().amax(2).argmin(1).tolist()}
-    assert (
-        near == set(np.flatnonzero(~done).tolist())
-        and (t2.got['share'] == run_attack(net, a, eval_batches(data), st, 64).got['share']).all()
-    )
-
-
-def test_a_state_of_another_row_is_not_taken(net, data, tmp_path):
-    st = np.arange(N) >= 5
-    path = tmp_path / 'running.npz'
-    for key, stand, n in (('a', st, N), ('b', st, N)):
-        if key == 'a':
-            t = _Progress('a', st, path)
-            with pytest.raises(KeyboardInterrupt):
-                run_attack(Stop(net, 40), ROWS[0], eval_batches(data, bs=4), st, 4, trial=t)
-            assert t.got['done'].sum() > 10
-    assert _Progress('b', st, path).got['done'].sum() == 5 and _Progress('a', st, path).got['done'].sum() > 10
-    fewer = st.copy()
-    fewer[20:] = False
-    t = _Progress('a', fewer, path)
-    assert (t.got['done'][20:]).all()
-    short = _Progress('a', st[:30], path)
-    assert len(short.got['done']) == 30
-
-
-@pytest.mark.parametrize('junk', [b'', b'PK\x03\x04', b'nonsense', None], ids=['empty', 'zip', 'text', 'cut'])
-def test_a_damaged_state_is_ignored(net, data, tmp_path, junk):
-    want = robust_report(net, data, ROWS, bs=4)
-    killed(net, data, ROWS, tmp_path, 60, bs=4)
-    p = tmp_path / 'running.npz'
-    p.write_bytes(p.read_bytes()[: len(p.read_bytes()) // 2] if junk is None else junk)
-    assert same(robust_report(net, data, ROWS, out=tmp_path, bs=4), want)
+def test_a_damaged_state_is_ignored(net, data, tmp_path):
+    want = robust_report(net, data, ROWS, bs=16)
+    killed(net, data, ROWS, tmp_path / 'killed', 20, bs=16)
+    state = (tmp_path / 'killed' / 'running.npz').read_bytes()
+    for name, junk in dict(zip=b'PK\x03\x04', cut=state[: len(state) // 2]).items():
+        shutil.copytree(tmp_path / 'killed', tmp_path / name)
+        (tmp_path / name / 'running.npz').write_bytes(junk)
+        assert same(robust_report(net, data, ROWS, out=tmp_path / name, bs=16), want)
 
 
 CHANGED = dict(
     seed=lambda d: dict(kw=dict(seed=5)),
     model=lambda d: dict(model=Dense(seed=7)),
-    images=lambda d: dict(data=(d[0] * 0.9, d[1])),
     order=lambda d: dict(data=(d[0].flip(0), d[1].flip(0))),
 )
 
 
-@pytest.mark.parametrize('row', [0, pytest.param(1)])
-@pytest.mark.parametrize('what', CHANGED)
+@pytest.mark.parametrize('what,row', [('seed', 0), ('model', 1), ('order', 1)])
 def test_a_state_begun_on_something_else_is_not_taken(tmp_path, what, row):
     "Killed in the first row there is no report.json yet that could refuse"
     att = [PGD(0.01, steps=1, alpha=0.005), APGD(0.01, steps=8)]
-    x = images(N)
+    x = images(31)
     # all right, so that the set that stands is the same
     y = predict(Dense(), x)
     whole = Stop(Dense())
@@ -532,36 +380,12 @@ def test_an_ensemble_goes_on_where_it_was_killed(net, data, tmp_path):
     assert same(robust_report(again, data, a, out=tmp_path, bs=4), want) and again.images < 0.6 * whole.images
 
 
-def test_a_killed_ensemble_gives_the_same_table(net, data, tmp_path):
-    a = [WorstCase([PGD(0.01, steps=8), APGD(0.01, steps=8)])]
-    want = robust_report(net, data, a, bs=4)
-    killed(net, data, a, tmp_path, 190, bs=4)
-    assert same(robust_report(net, data, a, out=tmp_path, bs=4), want)
-
-
-def test_rows_below_a_loss_of_ones_own(net, data, tmp_path):
-    "What the own loss lets stand may have changed, and with it what the row below attacks"
-
-    def mine(z, y):
-        return -ce(z, y)
-
-    low = PGD(0.03, steps=1, alpha=0.003)
-    robust_report(net, data, [PGD(0.03, steps=3, loss=mine), low], out=tmp_path)
-
-    def mine(z, y):
-        return ce(z, y)
-
-    att = [PGD(0.03, steps=3, loss=mine), low]
-    assert same(robust_report(net, data, att, out=tmp_path), robust_report(net, data, att))
-
-
 def test_attacks_added_before_and_after(net, data, tmp_path):
     a, b, c = make('fgsm', 'Linf'), make('pgd', 'Linf'), make('apgd', 'Linf')
     z = PGD(0.1, norm='L2', steps=2)
-    for att in ([b], [b, c], [z, b, c], [a, b, c], [c], [c, b]):
-        got = robust_report(net, data, att, out=tmp_path)
-        for o in att:
-            assert (got.verdicts[repr(o)] == robust_report(net, data, att).verdicts[repr(o)]).all(), (att, o)
+    for att in ([b, c], [z, b, c], [a, b, c], [c, b]):
+        got, want = robust_report(net, data, att, out=tmp_path), robust_report(net, data, att)
+        assert all((got.verdicts[repr(o)] == want.verdicts[repr(o)]).all() for o in att), att
     s = Stop(net)
     robust_report(s, data, [c, b], out=tmp_path / 'n')
     k = s.images
@@ -599,6 +423,7 @@ print('end', flush=True)
 '''
 
 
+@pytest.mark.slow
 def test_a_real_kill(tmp_path, monkeypatch, wait=0.6):
     "kill -9 of another process; what it left is continued in this one"
     p = subprocess.Popen(
@@ -653,13 +478,6 @@ def test_no_number_mixes_threat_models(net, data):
         assert worst[w]['accuracy'] == pytest.approx(
             np.minimum.reduce([rep.verdicts[repr(att[i])] for i in rows]).mean(), abs=1e-6
         )
-    row = next(r for r in rep.rows if r['attack'].startswith('Transfer'))
-    assert 'Transfer(Dense, PGD(0.03' in row['attack'] and 'Transfer' in repr(rep)
-    alone = robust_report(net, data, att[3:4])
-    assert (
-        alone.verdicts[repr(att[3])]
-        == ((predict(net, att[3].attack(sur, *data)) == data[1]) & (predict(net, data[0]) == data[1])).numpy()
-    ).all()
 
 
 def test_n_is_what_was_measured(net, data):
@@ -687,19 +505,11 @@ class Noisy(nn.Module):
         return self.m((x + self.s * torch.randn_like(x)))
 
 
-def test_random_models_are_noticed_and_averaged(net, data):
+def test_random_models_are_averaged(net, data):
     "R29"
     m, x, y = Noisy(net), *data
     a = PGD(0.03, steps=3).eot(3)
-    one, many = robust_report(m, data, [a]), robust_report(m, data, [a], draws=12)
-    assert any('the model is random' in o for o in one.warnings) and set(np.unique(one.verdicts['clean'])) <= {
-        False,
-        True,
-    }
-    for k in ('clean', repr(a)):
-        assert (np.abs(many.verdicts[k] * 12 - np.round(many.verdicts[k] * 12)) < 1e-4).all() and len(
-            np.unique(many.verdicts[k])
-        ) > 3
+    many = robust_report(m, data, [a], draws=12)
     torch.manual_seed(0)
     truth = torch.stack([predict(m, x) == y for _ in range(200)]).float().mean(0)
     assert (
@@ -707,8 +517,6 @@ def test_random_models_are_noticed_and_averaged(net, data):
         and np.abs(many.verdicts['clean'] - truth.numpy()).mean() < 0.15
     )
     assert many.rows[0]['passes'] == 12 * N and many.rows[1]['accuracy'] <= many.rows[0]['accuracy'] + 0.05
-    with pytest.raises(ValueError, match='draws'):
-        robust_report(m, data, [a], draws=0)
 
 
 def test_random_state_does_not_steer_a_random_model(net, data):
@@ -729,51 +537,21 @@ def test_random_state_does_not_steer_a_random_model(net, data):
 # ----------------------------------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
-@pytest.mark.parametrize('norm,eps', [('Linf', 4 / 255), ('Linf', 1 / 255), ('L2', 0.3)])
+@pytest.mark.parametrize('norm,eps', [('Linf', 4 / 255), ('L2', 0.3)])
 def test_saved_images_stay_in_the_ball_and_are_scored_as_they_come_back(tmp_path, norm, eps):
     from PIL import Image
 
     m = Dense(dtype=torch.float32)
     x = (images(30, dtype=torch.float32) * 255).round() / 255
     y = predict(m, x)
-    y[:3] = (y[:3] + 1) % C
-    a = PGD(eps, norm=norm, steps=5)
-    got = save_adv(m, x, y, a, tmp_path / 'new' / 'dir', seed=3)
-    out = tmp_path / 'new' / 'dir'
+    a, out = PGD(eps, norm=norm, steps=5), tmp_path / 'new' / 'dir'
+    got = save_adv(m, x, y, a, out, seed=3)
     pngs = torch.stack([torch.as_tensor(np.array(Image.open(out / f'{i:05d}.png')))[None] / 255 for i in range(30)])
     with np.load(out / 'adv.npz') as f:
-        exact, yy = torch.as_tensor(f['x_adv']), f['y']
-    assert torch.equal(exact, a(m, x, y, seed=3)) and (yy == y.numpy()).all() and len(list(out.glob('*.png'))) == 30
-    d = (pngs - x).flatten(1)
-    assert (d.abs().amax(1) if norm == 'Linf' else d.norm(dim=1)).max() <= eps + 1e-6
-    assert (
-        got
-        == pytest.approx(
-            dict(
-                clean=27 / 30,
-                exact=(predict(m, exact) == y).float().mean().item(),
-                png=(predict(m, pngs) == y).float().mean().item(),
-            )
-        )
-        and got['exact'] <= got['png']
-    )
-
-
-def test_colour_files_and_rounding(tmp_path):
-    m = Dense(shape=(3, 5, 9), dtype=torch.float32)
-    x = images(4, dtype=torch.float32, shape=(3, 5, 9))
-    y = predict(m, x)
-    got = save_adv(m, x, y, PGD(0.1, steps=3), tmp_path)
-    assert set(got) == {'clean', 'exact', 'png'} and got['clean'] == 1
-    with pytest.raises(ValueError, match='1 or 3 channels'):
-        save_adv(Dense(shape=(2, 5, 9), dtype=torch.float32), x[:, :2], y, FGSM(0.1), tmp_path)
-    k = to_8bit(torch.tensor([0.0, 0.5, 1.0, 0.1]), torch.tensor([0.01, 0.5, 0.99, 0.2])) * 255
-    assert (
-        torch.allclose(k, k.round(), atol=1e-4)
-        and (
-            (k / 255 >= torch.tensor([-1e-6, 0.498, 0.99, 0.1])) & (k / 255 <= torch.tensor([0.01, 0.502, 1.0, 0.2]))
-        ).all()
-    )
+        assert (f['x_adv'] == a(m, x, y, seed=3).numpy()).all() and (f['y'] == y.numpy()).all()
+    assert a.ball.size(pngs - x).max() <= eps + 1e-6
+    assert got['clean'] == 1 and got['png'] == pytest.approx((predict(m, pngs) == y).float().mean().item())
+    assert got['exact'] <= got['png']
 
 
 # --- R33: planted faults
@@ -800,10 +578,11 @@ def honest():
 LIST = [FGSM(0.05), PGD(0.05, steps=10), APGD(0.05, steps=15), Square(0.05, queries=20)]
 
 
-def test_an_honest_model_gets_no_warning(honest):
+def test_an_honest_model_gets_no_warning_but_that_of_few_images(honest):
     m, x, y = honest
-    rep = robust_report(m, (x, y), LIST, bs=250)
-    assert rep.warnings == [] and 0.3 < rep.rows[2]['accuracy'] < rep.rows[0]['accuracy'] < 1 and len(x) == 1000
+    rep = robust_report(m, (x[:250], y[:250]), LIST, bs=250)
+    assert len(rep.warnings) == 1 and '250 images only' in rep.warnings[0]
+    assert 0.3 < rep.rows[2]['accuracy'] < rep.rows[0]['accuracy'] < 1
 
 
 class Of(nn.Module):
@@ -818,9 +597,6 @@ class Of(nn.Module):
 
 FAULTS = dict(
     masked=(lambda m, x: m(x.detach() + 0 * x), LIST[:2], 'exactly zero'),
-    quantised=(lambda m, x: m((x * 16).round() / 16), LIST[:2], 'exactly zero'),
-    softmax=(lambda m, x: m(x).softmax(1), LIST[:2], 'probabilities'),
-    confident=(lambda m, x: m(x) * 1e4, LIST[:2], 'underflows'),
     weak=(lambda m, x: m(x), [PGD(0.05, steps=10, alpha=1e-5)], 'too weak'),
     black_box=(
         lambda m, x: m((x * 16).round() / 16),
@@ -834,7 +610,7 @@ FAULTS = dict(
 def test_planted_faults_are_named(honest, k):
     m, x, y = honest
     f, att, words = FAULTS[k]
-    rep = robust_report(Of(m, f), (x[:300], y[:300]), att, bs=100)
+    rep = robust_report(Of(m, f), (x[:150], y[:150]), att, bs=150)
     assert any(words in o for o in rep.warnings), rep.warnings
     assert words in repr(rep) and words in rep._repr_html_().replace('&#x27;', "'")
 
@@ -859,49 +635,22 @@ def test_a_masked_model_that_is_random_elsewhere_is_probed(honest):
     assert any('too weak' in o for o in rep.warnings)
 
 
-def test_log_probabilities_are_logits(honest):
-    m, x, y = honest
-    a, b = [robust_report(o, (x[:100], y[:100]), LIST[:3]) for o in (m, Of(m, lambda m, x: m(x).log_softmax(1)))]
-    assert all(abs(a.verdicts[k].sum() - b.verdicts[k].sum()) <= 1 for k in a.verdicts) and a.warnings == b.warnings
-
-
 def test_batch_norm_left_in_training_mode(honest):
-    _, x, y = honest
+    x = honest[1]
     torch.manual_seed(0)
-    m = nn.Sequential(
-        nn.Conv2d(1, 4, 5, 4), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(144, 4)
-    )
-    opt = torch.optim.Adam(m.parameters(), 3e-3)
-    for _ in range(30):
-        opt.zero_grad()
-        F.cross_entropy(m(x[700:]), y[700:]).backward()
-        opt.step()
+    layers = nn.Conv2d(1, 4, 5, 4), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(144, 4)
+    m = nn.Sequential(*layers)
+    m[1].running_mean.fill_(-0.2)
+    y = predict(m, x)
     stats = {k: v.clone() for k, v in m.state_dict().items()}
-    a = [robust_report(m, (x[:90], y[:90]), LIST[:3], bs=bs) for bs in (1, 7, 64)]
+    a = [robust_report(m, (x[:50], y[:50]), LIST[:2], bs=bs) for bs in (1, 64)]
     assert all(o.training for o in m.modules()) and all(torch.equal(v, stats[k]) for k, v in m.state_dict().items())
-    b = robust_report(m.eval(), (x[:90], y[:90]), LIST[:3])
+    b = robust_report(m.eval(), (x[:50], y[:50]), LIST[:2])
     for o in a:
         assert any('training mode' in w for w in o.warnings) and all(
             abs(int(o.verdicts[k].sum()) - int(b.verdicts[k].sum())) <= 1 for k in b.verdicts
         )
-    assert 5 < b.verdicts['clean'].sum() and not any('training mode' in w for w in b.warnings)
-
-
-def test_curves_fall(honest):
-    m, x, y = honest
-    d = (x[:200], y[:200])
-    c = eps_curve(m, d, PGD(steps=6), [0, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0])
-    s = steps_curve(m, d, PGD(0.08), [1, 3, 10])
-    assert (
-        c.df.accuracy.is_monotonic_decreasing
-        and c.df.accuracy.iloc[-1] < 0.15
-        and not any('rises' in o or 'grey' in o for o in c.warnings)
-        and not any('rises' in o for o in s.warnings)
-        and s.df.accuracy.iloc[-1] <= s.df.accuracy.iloc[0]
-    )
-    q = eps_curve(Of(m, lambda m, x: m((x * 16).round() / 16)), d, PGD(steps=6, rand=False), [0, 0.05, 0.5])
-    assert any('any image can become grey' in o for o in q.warnings)
-    assert c.df.iloc[0].accuracy == pytest.approx((predict(m, d[0]) == d[1]).float().mean().item(), abs=1e-6)
+    assert b.verdicts['clean'].all() and not any('training mode' in w for w in b.warnings)
 
 
 def test_images_whose_gradient_was_zero_once_are_not_called_stuck(data):
@@ -937,18 +686,6 @@ def test_images_whose_gradient_was_zero_once_are_not_called_stuck(data):
 # ------------------------------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
-@pytest.mark.parametrize(
-    'a', [PGD(4 / 255, steps=5), APGD(4 / 255, steps=5), PGD(4 / 255, steps=5, rand=False)], ids=repr
-)
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
-def test_half_precision_models_are_reported_on(a, dtype):
-    m = Dense(dtype=dtype)
-    x = images(40, dtype=dtype)
-    y = predict(m, x)
-    rep = robust_report(m, (x, y), [a])
-    assert abs(rep.verdicts[repr(a)].sum() - int((predict(m, a(m, x, y)) == y).sum())) <= 3
-
-
 def test_half_precision_hunts_stay_in_the_ball():
     m, eps = Dense(dtype=torch.bfloat16), 3 / 255
     x = images(40, dtype=torch.bfloat16) * 0.9 + 0.05
@@ -967,7 +704,7 @@ def test_half_precision_hunts_stay_in_the_ball():
 def test_fast_attacks_are_judged_by_the_model_itself(honest, monkeypatch):
     m, x, y = honest
     monkeypatch.setattr(ev, 'Fast', lambda m: Fast(m, compile=False))
-    a, b = [robust_report(m, (x[:200], y[:200]), LIST[1:3], fast=f) for f in (False, True)]
+    a, b = [robust_report(m, (x[:60], y[:60]), LIST[1:2], fast=f) for f in (False, True)]
     assert (
         (a.verdicts['clean'] == b.verdicts['clean']).all()
         and all(abs(int(a.verdicts[k].sum()) - int(b.verdicts[k].sum())) <= 4 for k in a.verdicts)
@@ -1000,29 +737,24 @@ def test_the_last_point_is_judged_even_where_the_attacked_copy_was_wrong_about_t
 # ------------------------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
-@pytest.mark.parametrize(
-    'size,patch', [((28, 42), (7, 7)), ((28, 42), (14, 7)), ((42, 28), (7, 14)), ((30, 20), (5, 10))]
-)
+@pytest.mark.parametrize('size,patch', [((30, 20), (5, 10))])
 def test_rectangular_images_and_patches(size, patch):
     m = tiny_vit(size=size, patch=patch, num_classes=4)
-    x = images(20, dtype=torch.float32, shape=(1, *size))
+    x = images(10, dtype=torch.float32, shape=(1, *size))
     y = predict(m, x)
     att = [
         PGD(0.2, steps=3),
         APGDT(0.03, steps=3, targets=2),
         Square(0.03, queries=8),
         Square(0.5, norm='L2', queries=8),
-        FAB(0.03, steps=3, targets=2),
-        PGD(0.5, norm='L2', steps=3),
+        FAB(0.03, steps=2, targets=1),
     ]
     rep = robust_report(m, (x, y), att, bs=8, cascade=False)
     assert (
         rep.rows[0]['accuracy'] == 1
-        and all(rep.verdicts[repr(a)].shape == (20,) for a in att)
+        and all(rep.verdicts[repr(a)].shape == (10,) for a in att)
         and rep.verdicts[repr(att[0])].mean() < 1
     )
-    for a in att:
-        assert a(m, x[:3], y[:3]).shape == x[:3].shape
     with pytest.raises(Exception):
         m(x.transpose(2, 3))
 
@@ -1039,7 +771,7 @@ def _lpips():
         return lpips.LPIPS(net='alex', pnet_rand=True, verbose=False).train()
 
 
-@pytest.mark.parametrize('c,size', [(3, (64, 64)), (3, (32, 32)), (1, (28, 42)), (3, (70, 96))])
+@pytest.mark.parametrize('c,size', [(1, (28, 42)), (3, (70, 96))])
 def test_perceptual_distance(c, size):
     net = _lpips()
     a, b = [images(3, s, torch.float32, (c, *size)) for s in (0, 1)]
@@ -1062,108 +794,8 @@ def test_perceptual_distance(c, size):
     )
 
 
-def test_perceptual_distance_refuses_the_wrong_range():
-    net = _lpips()
-    x = images(2, dtype=torch.float32, shape=(3, 64, 64))
-    for bad in (2 * x - 1, x * 255):
-        for pair in ((bad, x), (x, bad)):
-            with pytest.raises(ValueError, match=r'\[0,1\]'):
-                lpips_dist(*pair, net)
-    with pytest.raises(ValueError, match='1 or 3 channels'):
-        lpips_dist(x[:, :2], x[:, :2], net)
-    with pytest.raises(ValueError, match='one shape'):
-        lpips_dist(x, x[:, :1], net)
-
-
 # --- the report as an object
 # -----------------------------------------------------------------------------------------------------------------------------  # noqa: E501
-
-
-@pytest.fixture(scope='module')
-def rep(net, data):
-    return robust_report(
-        net,
-        data,
-        [
-            make('fgsm', 'Linf'),
-            make('apgd', 'Linf'),
-            WorstCase([PGD(0.1, norm='L2', steps=2), Square(0.1, norm='L2', queries=5)]),
-        ],
-    )
-
-
-def test_per_class_by_hand(rep, data):
-    y = data[1].numpy()
-    d = rep.per_class(['a', 'b', 'c', 'd'])
-    assert (
-        d.index.tolist() == ['a', 'b', 'c', 'd']
-        and d.n.tolist() == np.bincount(y, minlength=4).tolist()
-        and d.n.sum() == N
-    )
-    for k in rep.verdicts:
-        for c in range(4):
-            assert d[k].iloc[c] == pytest.approx(rep.verdicts[k][y == c].mean())
-    assert rep.per_class().index.tolist() == ['0', '1', '2', '3']
-
-
-def test_confusion_by_hand(rep, net, data):
-    k = repr(make('apgd', 'Linf'))
-    d = rep.confusion(make('apgd', 'Linf'))
-    for i in range(4):
-        for j in range(4):
-            assert (d.at[str(i), str(j)] if str(j) in d and str(i) in d.index else 0) == (
-                (rep.preds['clean'] == i) & (rep.preds[k] == j)
-            ).sum()
-    assert (
-        d.to_numpy().sum() == N
-        and rep.confusion(k).equals(d)
-        and 'zero' in str(rep.confusion(k, ['zero', 'b', 'c', 'd']).index.tolist())
-    )
-    with pytest.raises(ValueError, match='no predictions'):
-        rep.confusion('PGD(1)')
-    ok = rep.preds[k] == data[1].numpy()
-    assert not (rep.verdicts[k] & ~ok).any()
-
-
-def test_predictions_fit_the_verdicts(rep, data):
-    "In a cascade an image that fell above keeps the class it fell to"
-    y = data[1].numpy()
-    for k in [k for k in rep.preds if k != 'label']:
-        assert (rep.verdicts[k] == (rep.preds[k] == y)).all(), k
-    assert (rep.preds['label'] == y).all()
-
-
-def test_files_come_back(rep, tmp_path):
-    rep.save(tmp_path / 'a')
-    got = Report.load(tmp_path / 'a')
-    assert (
-        got.meta == rep.meta
-        and got.rows == json.loads(json.dumps(rep.rows))
-        and got.warnings == rep.warnings
-        and repr(got) == repr(rep)
-        and got._repr_html_() == rep._repr_html_()
-    )
-    for k in rep.verdicts:
-        assert (got.verdicts[k] == rep.verdicts[k]).all() and got.verdicts[k].dtype == rep.verdicts[k].dtype
-    assert got.per_class().equals(rep.per_class()) and got.confusion().equals(rep.confusion())
-    assert sorted(p.name for p in (tmp_path / 'a').iterdir()) == [
-        'predictions.npz',
-        'report.csv',
-        'report.html',
-        'report.json',
-        'report.png',
-        'verdicts.npz',
-    ]
-    assert pd.read_csv(tmp_path / 'a' / 'report.csv').attack.tolist() == rep.df.attack.tolist()
-    ax = rep.plot()
-    assert [o.get_text() for o in ax.get_yticklabels()] == rep.df.attack.tolist()[::-1] and [
-        p.get_width() for p in ax.patches
-    ] == pytest.approx((100 * rep.df.accuracy).tolist()[::-1])
-    import matplotlib.pyplot as plt
-
-    plt.close('all')
-    with pytest.raises(ValueError, match='no readable report'):
-        Report.load(tmp_path / 'none')
 
 
 def test_pages_escape_what_they_show(net, data, tmp_path):
@@ -1179,21 +811,6 @@ def test_pages_escape_what_they_show(net, data, tmp_path):
     for bad in ('<script>x', '<b>&<', '<i>'):
         assert bad not in page
     assert '&lt;script&gt;' in page and '&lt;i&gt;' in page and 'data:image/png;base64,' in page
-
-
-def test_titles_are_escaped(rep):
-    r = Report({**rep.meta, 'title': '<img src=x>'}, rep.rows, rep.verdicts, rep.warnings, rep.preds)
-    assert '<img src=x>' not in r._repr_html_()
-
-
-def test_parts_of_an_ensemble_are_listed(rep):
-    parts = rep.rows[3]['parts']
-    assert (
-        [p['attack'] for p in parts] == [repr(PGD(0.1, norm='L2', steps=2)), repr(Square(0.1, norm='L2', queries=5))]
-        and parts[0]['left'] == parts[1]['attacked'] >= parts[1]['left']
-        and parts[1]['left'] == rep.verdicts[rep.rows[3]['attack']].sum()
-        and '- Square' in repr(rep)
-    )
 
 
 # --- found by a reviewer
@@ -1212,22 +829,6 @@ def test_an_attack_of_ones_own_is_run_as_it_is_written(net, data):
     for cls in (Call, Run):
         rep = robust_report(net, data, [cls(0.5, steps=5)])
         assert rep.df.accuracy.iloc[1] == rep.df.accuracy.iloc[0]
-
-
-@pytest.mark.parametrize(
-    'wrap',
-    [lambda a: a, lambda a: WorstCase([a]), lambda a: AutoAttack(a.eps, attacks=[a])],
-    ids=['plain', 'worst', 'auto'],
-)
-def test_another_surrogate_is_another_attack(net, data, tmp_path, wrap):
-    make_ = lambda s: wrap(Transfer(Dense(seed=s), PGD(0.05, steps=4)))
-    killed(net, data, [make_(1)], tmp_path, 5, bs=4)
-    robust_report(net, data, [make_(2)], out=tmp_path)
-    for s in (2, 3):
-        assert (
-            robust_report(net, data, [make_(s)], out=tmp_path).verdicts[repr(make_(s))]
-            == robust_report(net, data, [make_(s)]).verdicts[repr(make_(s))]
-        ).all()
 
 
 def test_a_random_model_is_not_asked_until_it_errs(net, data):
@@ -1254,7 +855,7 @@ def test_patch_attacks_of_other_budgets_stand_alone(honest):
 
 def test_short_steps_are_scaled_with_the_probe(honest):
     m, x, y = honest
-    d = (x[:1000], y[:1000])
+    d = (x[:300], y[:300])
     assert not any('weak' in o for o in robust_report(m, d, [PGD(8 / 255, steps=10, alpha=2 / 255)]).warnings)
     assert any('cannot cross' in o for o in robust_report(m, d, [PGD(8 / 255, steps=10, alpha=0.1 / 255)]).warnings)
 

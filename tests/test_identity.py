@@ -1,6 +1,6 @@
 "What makes two attacks, losses or models the same: their code and what they hold, never their printed name."
 
-import copy, functools, os, subprocess, sys, types
+import copy, functools, importlib, os, subprocess, sys, types
 from dataclasses import dataclass
 
 import numpy as np
@@ -160,14 +160,15 @@ def test_what_cannot_be_read_has_no_identity():
         assert identity(a) == ''
 
 
-def test_another_process_gives_the_same(tmp_path):
+def test_another_process_that_imports_less_gives_the_same(tmp_path):
     "The order of a set changes with the process, and so do addresses"
+    importlib.import_module('robust_nbdev.all')
     src = 'S = {"a", "b", "c"}\ndef f(z, y): return ce(z, y) if S else z\nA = PGD(.1, loss=f)\n'
     imports = 'from robust_nbdev.attacks import *\nfrom robust_nbdev.identity import identity\n'
-    (tmp_path / 's.py').write_text(imports + src + 'print(identity(A))')
+    (tmp_path / 's.py').write_text(imports + src + 'print(identity(A), identity(FGSM(.1)))')
     cmd, env = [sys.executable, str(tmp_path / 's.py')], {**os.environ, 'PYTHONHASHSEED': '7'}
     out = subprocess.run(cmd, env=env, capture_output=True, text=True, check=True).stdout
-    assert out.strip() == identity(made(src, '__main__')) != ''
+    assert out.split() == [identity(made(src, '__main__')), identity(FGSM(0.1))]
 
 
 # --- models ---
@@ -262,19 +263,12 @@ def test_sketches_forgive_rounding_and_fewer_images(outputs_):
 # --- the process does not matter ---
 
 
-@pytest.mark.parametrize('attack', [FGSM(0.1), PGD(0.1, loss=kl), APGD(0.1, loss=dlr)], ids=repr)
+@pytest.mark.parametrize('attack', [PGD(0.1, loss=kl), APGD(0.1, steps=5, loss=dlr)], ids=repr)
 def test_use_leaves_the_identity_as_it_was(attack):
     "Also what the library has looked up on the way, such as the form of a loss"
     before = identity(attack)
     attack(tiny_vit(), torch.rand(2, 1, 28, 28), torch.tensor([0, 1]))
     assert identity(attack) == before
-
-
-def test_another_process_that_imports_less_finds_the_same():
-    script = 'from robust_nbdev.attacks import *; from robust_nbdev.identity import identity; print(identity(FGSM(.1)))'
-    script_all = 'from robust_nbdev.all import *\n' + script
-    found = [subprocess.run([sys.executable, '-c', o], capture_output=True, text=True) for o in (script, script_all)]
-    assert [o.stdout.split()[-1] for o in found] == [identity(FGSM(0.1))] * 2
 
 
 def test_a_case_that_a_user_registers_is_part_of_the_code():

@@ -4,8 +4,6 @@ import importlib.util, logging, sys, warnings
 from contextlib import contextmanager
 from pathlib import Path
 import numpy as np, pytest, torch
-from torch import nn
-from fastai.basics import set_seed
 from robust_nbdev.core import *
 from robust_nbdev.attacks import *
 from robust_nbdev.autoattack import *
@@ -13,14 +11,12 @@ from robust_nbdev.adv_train import *
 from robust_nbdev.datasets import *
 from robust_nbdev.datasets import canonical, find_images, open_image
 from robust_nbdev.evaluate import *
-from robust_nbdev.cli import demo_train
 from robust_nbdev.test_utils import *
 from test_verdicts import Dense, images, inside
 
 aa = pytest.importorskip('pyautoattack')
 from pyautoattack.autopgd_base import APGDAttack, APGDAttack_targeted
 from pyautoattack.fab_pt import FABAttack_PT
-from pyautoattack.square import SquareAttack
 
 
 @contextmanager
@@ -113,19 +109,6 @@ def cifar():
     return m, x[ok][:100], y[ok][:100]
 
 
-def test_apgd_on_a_cifar_network(cifar):
-    "Few images and steps; the numbers of 100 images are in the slow test"
-    m, x, y = cifar[0], cifar[1][:10], cifar[2][:10]
-    for kind, kw in (('ce', {}), ('t', dict(targets=2))):
-        assert (
-            abs(
-                int(ours(m, x, y, kind, 1 / 255, steps=4, **kw).sum())
-                - int(theirs(m, x, y, kind, 1 / 255, steps=4, **kw).sum())
-            )
-            <= 1
-        )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('eps,want', [(0.5 / 255, 77), (1 / 255, 42), (2 / 255, 5)])
 def test_apgd_ce_on_100_cifar_images(cifar, eps, want):
@@ -159,34 +142,6 @@ def test_standard_autoattack_on_cifar_images(cifar):
     )
 
 
-# --- a robust ViT on the Fashion-MNIST in this package
-# ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope='module')
-def vit():
-    "Adversarially trained for seconds on the embedded subset; 100 validation images that it gets right"
-    l = demo_train(fashion_mnist(1024, 300, bs=64, device='cpu'), 4, 0, cbs=AdvTrain(FGSM_RS(0.05)), bar=False)
-    x, y = [torch.cat([torch.as_tensor(b[i]).as_subclass(torch.Tensor) for b in l.dls.valid]) for i in (0, 1)]
-    m = l.model.eval()
-    ok = predict(m, x) == y
-    assert ok.sum() >= 100
-    return m, x[ok][:100], y[ok][:100]
-
-
-CASES = [('ce', 'Linf', 0.05), ('ce', 'L2', 0.7), ('ce', 'L2', 1.4), ('t', 'Linf', 0.05), ('t', 'L2', 0.7)]
-
-
-@pytest.mark.parametrize('kind,norm,eps', CASES)
-def test_apgd_reaches_the_accuracy_of_the_package(vit, kind, norm, eps):
-    m, x, y = vit[0], vit[1][:60], vit[2][:60]
-    kw = dict(steps=15) if kind == 'ce' else dict(steps=15, targets=2)
-    a, b = [f(m, x, y, kind, eps, norm, **kw) for f in (ours, theirs)]
-    assert abs(int(a.sum()) - int(b.sum())) <= 1 and 3 < b.sum() < len(x) - 3
-    at = (APGD if kind == 'ce' else APGDT)(eps, norm=norm, **kw)
-    assert abs(robust_report(m, (x, y), [at]).verdicts[repr(at)].sum() - int(b.sum())) <= 1
-
-
 # --- PGD, FGSM, MI-FGSM: step for step
 # ------------------------------------------------------------------------------------------------
 
@@ -202,34 +157,9 @@ def close(a, b):
     assert (a - b).abs().max() <= 1e-6 and (a - b).abs().max() < 0.01 * (b - b.mean()).abs().max()
 
 
-@pytest.mark.parametrize('eps,alpha,steps', [(0.03, 0.01, 1), (0.03, 0.01, 7), (0.1, 0.04, 10), (0.3, 0.3, 3)])
-def test_torchattacks_linf(small, eps, alpha, steps):
-    ta = pytest.importorskip('torchattacks')
-    m, x, y = small
-    close(
-        PGD(eps, steps=steps, alpha=alpha, rand=False)(m, x, y),
-        ta.PGD(m, eps=eps, alpha=alpha, steps=steps, random_start=False)(x, y),
-    )
-    close(FGSM(eps)(m, x, y), ta.FGSM(m, eps=eps)(x, y))
-    close(
-        MIFGSM(eps, steps=steps, alpha=alpha, decay=0.9)(m, x, y),
-        ta.MIFGSM(m, eps=eps, alpha=alpha, steps=steps, decay=0.9)(x, y),
-    )
-
-
-@pytest.mark.parametrize('eps,alpha,steps', [(0.3, 0.1, 1), (0.3, 0.1, 7), (0.7, 0.3, 10), (2.0, 1.0, 3)])
-def test_torchattacks_l2(small, eps, alpha, steps):
-    ta = pytest.importorskip('torchattacks')
-    m, x, y = small
-    close(
-        PGD(eps, norm='L2', steps=steps, alpha=alpha, rand=False)(m, x, y),
-        ta.PGDL2(m, eps=eps, alpha=alpha, steps=steps, random_start=False)(x, y),
-    )
-
-
 @pytest.mark.parametrize(
     'norm,eps,alpha,steps',
-    [('Linf', 0.03, 0.01, 7), ('Linf', 0.2, 0.05, 10), ('L2', 0.3, 0.1, 7), ('L2', 1.0, 0.4, 10)],
+    [('Linf', 0.2, 0.05, 10), ('L2', 1.0, 0.4, 10)],
 )
 @pytest.mark.parametrize('margin_', [False, True], ids=['ce', 'cw'])
 def test_foolbox(small, norm, eps, alpha, steps, margin_):
@@ -253,32 +183,14 @@ def test_foolbox(small, norm, eps, alpha, steps, margin_):
         close(FGSM(eps, norm=norm)(m, x, y), G(random_start=False)(f, x, y, epsilons=eps)[1])
 
 
-@pytest.mark.parametrize('norm', ['Linf', 'L2'])
-def test_from_the_same_random_start(small, norm, monkeypatch):
-    "Foolbox, told to begin at our start"
-    fb = pytest.importorskip('foolbox')
-    import eagerpy as ep
-
-    m, x, y = small
-    eps, alpha = dict(Linf=(0.1, 0.03), L2=(0.7, 0.2))[norm]
-    a = PGD(eps, norm=norm, steps=6, alpha=alpha)
-    x0 = a.but(steps=0)(m, x, y, seed=3)
-    P = getattr(fb.attacks, f'{norm}ProjectedGradientDescentAttack')(abs_stepsize=alpha, steps=6, random_start=True)
-    monkeypatch.setattr(type(P), 'get_random_start', lambda self, x0_, e: ep.astensor(x0))
-    _, got, _ = P(fb.PyTorchModel(m, bounds=(0, 1), device='cpu'), x, y, epsilons=eps)
-    close(a(m, x, y, seed=3), got)
-    assert not torch.allclose(got, a.but(rand=False)(m, x, y), atol=1e-3)
-
-
 # --- FAB and Square
 # --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('norm,eps', [('Linf', 0.05), ('L2', 0.7)])
-@pytest.mark.parametrize('targets', [0, 3])
-def test_fab_is_the_package(vit, norm, eps, targets):
-    m, x, y = vit
-    x, y = x[:30], y[:30]
+@pytest.mark.parametrize('norm,eps,targets', [('Linf', 0.03, 3), ('L2', 0.2, 0)])
+def test_fab_is_the_package(norm, eps, targets):
+    m, x = Dense(), images(30, seed=4)
+    y = predict(m, x)
     a = FAB(eps, norm=norm, steps=8, targets=targets)
     with apart(), attack_mode(m):
         want = FABAttack_PT(
@@ -299,41 +211,6 @@ def test_fab_is_the_package(vit, norm, eps, targets):
         and torch.allclose(got, want, atol=1e-6)
         and 2 < left(m, got, y).sum() < 28
     )
-
-
-@pytest.mark.parametrize('norm,eps', [('Linf', 0.03), ('L2', 0.2)])
-def test_square_is_as_strong_as_the_package(norm, eps):
-    m, x = Dense(), images(200, seed=6)
-    y = predict(m, x)
-    a = Square(eps, norm=norm, queries=40)
-
-    def pack(seed):
-        with apart(), attack_mode(m):
-            return int(
-                left(
-                    m,
-                    SquareAttack(
-                        lambda v: m(v).clone(),
-                        norm=norm,
-                        n_queries=40,
-                        eps=eps,
-                        p_init=0.8,
-                        n_restarts=1,
-                        seed=seed,
-                        resc_schedule=False,
-                        device='cpu',
-                    ).perturb(x.clone(), y.clone()),
-                    y,
-                ).sum()
-            )
-
-    got = a(m, x, y)
-    inside(got, x, norm, eps)
-    them, us = (
-        np.mean([pack(s) for s in range(4)]),
-        np.mean([int(left(m, a(m, x, y, seed=s), y).sum()) for s in range(4)]),
-    )
-    assert abs(them - us) <= 5 and 20 < us < 180, (them, us)
 
 
 # --- AutoAttack
@@ -367,8 +244,7 @@ def short(eps, norm, c, names):
     return AutoAttack(eps, norm=norm, attacks=[make[n] for n in names])
 
 
-@pytest.mark.parametrize('c', [10, 4, 3, 2])
-@pytest.mark.parametrize('norm,eps', [('Linf', 0.03), ('L2', 0.15)])
+@pytest.mark.parametrize('c,norm,eps', [(10, 'Linf', 0.03), (3, 'L2', 0.15), (2, 'Linf', 0.03)])
 def test_the_suite_is_as_strong_as_the_package_with_few_classes(c, norm, eps):
     "Where the package has no targeted DLR (fewer than four classes) ours must be at least as strong as the rest of it"
     m, x = Dense(c=c), images(100, seed=6)
@@ -386,7 +262,7 @@ def test_the_suite_is_as_strong_as_the_package_with_few_classes(c, norm, eps):
     assert abs(int(rep.rows[1]['accuracy'] * 100 + 0.5) - int(us.sum())) <= 1 and len(rep.rows[1]['parts']) == 4
 
 
-@pytest.mark.parametrize('norm,eps', [('Linf', 0.03), ('L2', 0.15)])
+@pytest.mark.parametrize('norm,eps', [('Linf', 0.03)])
 def test_reference_is_the_package_itself(norm, eps):
     m, x = Dense(), images(60, seed=6)
     y = predict(m, x)
@@ -402,7 +278,7 @@ def test_reference_is_the_package_itself(norm, eps):
     inside(got, x, norm, eps)
 
 
-@pytest.mark.parametrize('c', [10, 4, 3, 2])
+@pytest.mark.parametrize('c', [4, 2])
 def test_reference_with_few_classes_works_or_is_refused_in_words(c):
     m, x = Dense(c=c), images(20, seed=6)
     y = predict(m, x)
@@ -425,21 +301,3 @@ def test_warnings_of_the_package_are_passed_on():
     with pytest.warns(UserWarning, match='AutoAttack'):
         AutoAttack(0.03, attacks='apgd-ce', reference=True)(soft, x, y)
     assert (list(logger.handlers), logger.propagate) == before
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize('c', [10, 4, 3, 2])
-def test_the_standard_suite_finishes_with_any_number_of_classes(c):
-    m, x = Dense(c=c), images(20, seed=6)
-    y = predict(m, x)
-    own = AutoAttack(0.03)(m, x, y)
-    inside(own, x, 'Linf', 0.03)
-    assert 0 < left(m, own, y).sum() < 20
-    if c == 10:
-        ref = AutoAttack(0.03, reference=True)(m, x, y)
-        want = package(m, x, y, 0.03, 'Linf', ['apgd-ce', 'apgd-t', 'fab-t', 'square'], quick=False)
-        assert (
-            torch.equal(left(m, ref, y), left(m, want, y))
-            and abs(int(left(m, own, y).sum()) - int(left(m, ref, y).sum())) <= 1
-        )

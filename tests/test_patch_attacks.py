@@ -2,16 +2,13 @@
 invariances, messages (R34, R35, R36, F07)."""
 
 import copy
-import numpy as np, pytest, timm, torch, torch.nn.functional as F
+import pytest, timm, torch, torch.nn.functional as F
 from torch import nn
-from fastai.basics import Learner, set_seed
 from fastai.callback.schedule import *
-from fastai.vision.core import TensorImage
 from robust_nbdev.core import *
 from robust_nbdev.attacks import *
 from robust_nbdev.patch_attacks import *
-from robust_nbdev.vit import attn_maps, add_tokens, patch_grid
-from robust_nbdev.datasets import fashion_mnist
+from robust_nbdev.vit import add_tokens
 from robust_nbdev.test_utils import *
 
 
@@ -118,8 +115,7 @@ def retold(model, x, y, steps, code=False, weight=0.002, lr=0.22):
     return x * (1 - mask) + (d.detach() * std + mean) * mask, k
 
 
-@pytest.mark.parametrize('depth', [2, 6])
-@pytest.mark.parametrize('how', ['projection', 'paper-code'])
+@pytest.mark.parametrize('depth,how', [(2, 'paper-code'), (6, 'projection')])
 def test_agrees_with_the_paper_retold(depth, how):
     m, x = vit(depth=depth).double(), images(3, dtype=torch.float64)
     y = own(m, x)
@@ -131,63 +127,7 @@ def test_agrees_with_the_paper_retold(depth, how):
         assert (out[i] - ref[0]).abs().max() < 1e-9, i
 
 
-def test_the_retold_case_tells_the_variants_apart():
-    m, x = vit(depth=6).double(), images(3, dtype=torch.float64)
-    y = own(m, x)
-    outs = [
-        PatchFool(steps=12, lr=0.05, **k)(m, x, y)
-        for k in (
-            dict(weight=0.5),
-            dict(weight=0.5, pcgrad='paper-code'),
-            dict(weight=0),
-            dict(weight=0.5, select='random'),
-        )
-    ]
-    assert all((a - b).abs().max() > 1e-3 for i, a in enumerate(outs) for b in outs[:i])
-
-
-def test_pcgrad_by_hand():
-    g, r = torch.tensor([[3.0, -4.0], [3.0, 4.0], [1.0, 1.0]]), torch.tensor([[0.0, 2.0], [0.0, 2.0], [0.0, 0.0]])
-    assert torch.equal(pcgrad(g, r), torch.tensor([[3.0, 0.0], [3.0, 4.0], [1.0, 1.0]]))
-    assert torch.equal(
-        pcgrad(g, r, 'paper-code'), torch.tensor([[3.0, 4.0], [3.0, 4.0], [1.0, 1.0]])
-    )  # -4 - (-8/2)*2 = 4
-    assert torch.allclose(
-        pcgrad(g, r * 1e-25), torch.tensor([[3.0, 0.0], [3.0, 4.0], [1.0, 1.0]])
-    )  # ||r||^2 underflows
-    h, s = torch.randn(5, 3, 4, 4, dtype=torch.float64), torch.randn(5, 3, 4, 4, dtype=torch.float64)
-    assert ((pcgrad(h, s) * s).flatten(1).sum(1) >= -1e-12).all() and torch.allclose(
-        pcgrad(h[2:3], s[2:3]), pcgrad(h, s)[2:3]
-    )
-
-
-def test_attention_rows_and_choice():
-    m, x = vit(), images()
-    logs = patch_attention(m, x)
-    full = attn_maps(m, x)
-    for l, f in zip(logs, full):
-        assert torch.allclose(l.exp(), f.mean(1)[..., 1:], atol=1e-6)
-    assert torch.equal(
-        patches_changed(quick(m, x, own(m, x)), x, 8).int().argmax(1), full[2].mean((1, 2))[:, 1:].argmax(1)
-    )
-    assert torch.equal(
-        patches_changed(quick.but(block=0)(m, x, own(m, x)), x, 8).int().argmax(1),
-        full[0].mean((1, 2))[:, 1:].argmax(1),
-    )
-
-
-def test_attention_term_raises_attention():
-    m, x = vit(depth=6), images(6)
-    t = own(m, x)
-    got = []
-    for w in (0.0, 20.0):
-        out = PatchFool(steps=25, weight=w, lr=0.1)(m, x, target=(t + 1) % 4, targeted=True)
-        k = patches_changed(out, x, 8).int().argmax(1)
-        got.append(sum(patch_attention(m, out)[l].mean(1).gather(1, k[:, None]).mean().item() for l in (1, 2)))
-    assert got[1] > got[0]
-
-
-@pytest.mark.parametrize('k', [1, 2, 5, 16])
+@pytest.mark.parametrize('k', [2, 16])
 def test_only_the_chosen_patches_change(k):
     m, x = vit(), images()
     y = own(m, x)
@@ -253,61 +193,19 @@ def test_stops_when_all_are_fooled():
 # strength
 
 
-@pytest.fixture(scope='module')
-def trained():
-    set_seed(0, reproducible=True)
-    dls = fashion_mnist(n_train=2000, n_valid=200, bs=64)
-    net = timm.create_model(
-        'vit_tiny_patch16_224',
-        img_size=28,
-        patch_size=7,
-        in_chans=1,
-        embed_dim=64,
-        depth=3,
-        num_heads=4,
-        num_classes=10,
-    )
-    learn = Learner(dls, Normalized(net, mean=[0.286], std=[0.353]), wd=0.05)
-    with learn.no_bar(), learn.no_logging():
-        learn.fit_one_cycle(3, 2e-3)
-    x, y = [torch.cat([o[i].as_subclass(torch.Tensor) for o in dls.valid]) for i in (0, 1)]
-    return learn.model.eval(), x, y
-
-
-def test_beats_noise_and_random_choice(trained):
-    m, x, y = trained
-    # wrong ones are fooled already
-    n, ok = len(x), ~fooled(m, x, y)
-    x, y = x[ok], y[ok]
-    acc = lambda a: (~fooled(m, a(m, x, y), y)).sum().item() / n
-    pf = PatchFool(steps=30)
-    got = dict(
-        clean=len(x) / n,
-        noise=acc(RandomOcclusion(share=1 / 16, fill='noise', draws=5)),
-        rand=acc(pf.but(select='random')),
-        mine=acc(pf),
-    )
-    assert got['clean'] > 0.6 and got['mine'] < got['rand'] < got['noise'] - 0.2, got
-
-
 def test_targeted():
     m, x = vit(), images(12)
     t = (own(m, x) + 1) % 4
     a = PatchFool(steps=30)
     out = a(m, x, target=t, targeted=True)
     assert (own(m, out) == t).sum() > (own(m, RandomOcclusion(share=1 / 16, fill='noise')(m, x)) == t).sum()
-    many = RandomOcclusion(share=0.25, fill='noise', draws=8)(m, x, target=t, targeted=True)
-    one = RandomOcclusion(share=0.25, fill='noise')(m, x, target=t, targeted=True)
-    ce = lambda o: F.cross_entropy(m(o), t, reduction='none')
-    assert (own(m, many) == t).sum() >= (own(m, one) == t).sum() and (ce(many) <= ce(one) + 1e-6)[
-        ~((own(m, many) == t) & (own(m, one) != t))
-    ].float().mean() > 0.8
 
 
-def test_more_draws_never_help_the_model(trained):
-    m, x, y = trained
+def test_more_draws_never_help_the_model():
+    m, x = vit(), images(40)
+    y = own(m, x)
     n = [fooled(m, RandomOcclusion(share=0.3, fill='noise', draws=d)(m, x, y), y) for d in (1, 3, 8)]
-    assert not (n[0] & ~n[1]).any() and not (n[1] & ~n[2]).any()
+    assert not (n[0] & ~n[1]).any() and not (n[1] & ~n[2]).any() and n[2].sum() > n[0].sum()
 
 
 # nothing is left behind; batch mates do not matter
@@ -316,10 +214,8 @@ def test_more_draws_never_help_the_model(trained):
 @pytest.mark.parametrize(
     'a',
     [
-        quick,
-        quick.but(select='random', patches=2),
+        quick.but(patches=2),
         RandomOcclusion(share=0.2, fill='noise', draws=3),
-        RandomOcclusion(fill='mean'),
     ],
     ids=repr,
 )
@@ -327,17 +223,10 @@ def test_invariances(a):
     m, x = vit().double(), images(6, dtype=torch.float64)
     y = own(m, x)
     m.train()
-    m.model.cls_token.requires_grad_(False)
-    before, rng, x0 = state_of(m), (torch.get_rng_state(), np.random.get_state()[1].copy()), x.clone()
+    before = state_of(m)
     with torch.no_grad():
         out = a(m, x, y)
-    assert (
-        state_of(m) == before
-        and torch.equal(torch.get_rng_state(), rng[0])
-        and (np.random.get_state()[1] == rng[1]).all()
-        and torch.equal(x, x0)
-    )
-    assert all(p.grad is None for p in m.parameters()) and not out.requires_grad
+    assert state_of(m) == before and all(p.grad is None for p in m.parameters()) and not out.requires_grad
     with torch.inference_mode():
         assert torch.equal(a(m, x, y), out)
     assert torch.equal(a(m, x, y), out) and not torch.equal(a(m, x, y, seed=1), out)
@@ -347,38 +236,10 @@ def test_invariances(a):
     assert (a(m, x, y, seed=image_seed(x, 0)) - out).abs().max() < 1e-4
 
 
-def test_verdicts_without_company_float32():
-    m, x = vit(), images(8)
-    y = own(m, x)
-    a = PatchFool(steps=8)
-    assert (
-        fooled(m, torch.cat([a(m, x[i : i + 1], y[i : i + 1]) for i in range(8)]), y) == fooled(m, a(m, x, y), y)
-    ).float().mean() >= 7 / 8
-
-
-@pytest.mark.parametrize('dt', [torch.float16, torch.bfloat16, torch.float64])
-def test_dtypes(dt):
-    m, x = vit().to(dt), images(dtype=dt)
-    y = own(m, x)
-    for a in (quick, RandomOcclusion(fill='noise')):
-        out = a(m, x, y)
-        assert out.dtype == dt and (out != x).any() and 0 <= out.min() and out.max() <= 1
-    assert patches_changed(quick(m, x, y), x, 8).sum(1).tolist() == [1] * 4
-
-
-def test_types():
-    m, x = vit(), images()
-    y = own(m, x)
-    for a in (quick, RandomOcclusion()):
-        assert type(a(m, TensorImage(x), y)) is TensorImage and type(a(m, nn.Parameter(x), y)) is torch.Tensor
-        a(m, x, y[:, None].int())
-        a(m, x, F.one_hot(y, 4).float())
-
-
 # R34, F07: attention fused or not, families
 
 
-@pytest.mark.parametrize('a', [quick, PatchFool(steps=4, weight=0.5, patches=2)], ids=repr)
+@pytest.mark.parametrize('a', [PatchFool(steps=4, weight=0.5, patches=2)], ids=repr)
 def test_fused_and_plain_attention_agree(a):
     m, x = vit(depth=4).double(), images(dtype=torch.float64)
     y = own(m, x)
@@ -434,7 +295,6 @@ def test_families(name):
             dict(img_size=32, embed_dim=12, depths=(1, 1), num_heads=(1, 1), window_size=4),
         ),
         ('xcit_nano_12_p8_224', dict(img_size=32, embed_dim=16, depth=1, num_heads=2)),
-        ('resnet10t', {}),
     ],
 )
 def test_models_without_patch_attention_are_named(name, kw):
@@ -444,12 +304,6 @@ def test_models_without_patch_attention_are_named(name, kw):
         quick(m, x, own(m, x))
     out = RandomOcclusion(share=0.25, patch=8, fill='noise', draws=2)(m, x, own(m, x))
     assert patches_changed(out, x, 8).sum(1).tolist() == [4, 4] and state_of(m) == before and torch.equal(m(x), z)
-
-
-def test_a_plain_function():
-    with pytest.raises(TypeError, match='function has no attention'):
-        quick(lambda x: x.flatten(1)[:, :4], images(), torch.zeros(4).long())
-    assert RandomOcclusion()(lambda x: x.flatten(1)[:, :4], images()).shape == (4, 3, 32, 32)
 
 
 def test_gradient_checkpointing():
@@ -463,8 +317,7 @@ def test_gradient_checkpointing():
 # R35: sizes
 
 
-@pytest.mark.parametrize('h,w,p', [(224, 160, 32), (160, 224, 32), (32, 32, 4), (30, 20, (10, 5)), (16, 64, 16)])
-@pytest.mark.parametrize('dyn', [False, True])
+@pytest.mark.parametrize('h,w,p,dyn', [(224, 160, 32, False), (30, 20, (10, 5), False), (16, 64, 16, True)])
 def test_rectangles(h, w, p, dyn):
     ph, pw = p if isinstance(p, tuple) else (p, p)
     m = vit(size=(h, w) if not dyn else (2 * ph, 2 * pw), patch=p, dynamic_img_size=dyn)
@@ -476,38 +329,12 @@ def test_rectangles(h, w, p, dyn):
     assert torch.equal(k.int().argmax(1), a.argmax(1))
 
 
-def test_pixels_are_the_patch_that_is_looked_at():
-    "Rectangle, non-square grid: painting the pixels moves the embedding of the chosen token and of no other"
-    m = vit(size=(32, 48), patch=8)
-    x = images(3, h=32, w=48)
-    out = quick(m, x, own(m, x))
-    d = (m.model.patch_embed((out - m.mean) / m.std) - m.model.patch_embed((x - m.mean) / m.std)).abs().sum(-1) > 1e-4
-    assert d.sum(1).tolist() == [1] * 3 and torch.equal(
-        d.int().argmax(1), patch_attention(m, x)[2].exp().mean(1).argmax(1)
-    )
-
-
-@pytest.mark.parametrize('h,w', [(33, 32), (32, 39), (225, 225), (5, 32)])
-def test_not_a_multiple_of_the_patch(h, w):
-    for m in (vit(dynamic_img_size=True), vit()):
-        with pytest.raises(ValueError, match=f'{h}x{w} are not a multiple of the patch, 8x8'):
-            quick(m, images(2, h=h, w=w), torch.zeros(2).long())
-
-
 def test_padding_models_take_any_size():
     m = vit(dynamic_img_size=True, dynamic_img_pad=True)
     x = images(3, h=33, w=38)
     y = own(m, x)
     k = patches_changed(quick(m, x, y), x, 8)
     assert k.shape[1] == 25 and torch.equal(k.int().argmax(1), patch_attention(m, x)[2].exp().mean(1).argmax(1))
-
-
-def test_grey():
-    m = vit(chans=1)
-    x = images(c=1)
-    assert patches_changed(quick(m, x, own(m, x)), x, 8).sum(1).tolist() == [1] * 4
-    with pytest.raises(ValueError, match='takes 1 channel'):
-        quick(m, images(), torch.zeros(4).long())
 
 
 def test_occlusion_sizes():
@@ -527,15 +354,15 @@ def test_occlusion_draws_every_patch_equally_often():
     x = images(1, c=1, h=8).expand(1, 1, 8, 8)
     n = sum(
         patches_changed(RandomOcclusion(share=0.25, patch=4)(nn.Flatten(), x, seed=s), x, 4)[0].int()
-        for s in range(400)
+        for s in range(100)
     )
-    assert n.sum() == 400 and (n - 100).abs().max() < 40
+    assert n.sum() == 100 and (n - 25).abs().max() < 20
 
 
 # R36: compiled models
 
 
-@pytest.mark.parametrize('inner', [False, True])
+@pytest.mark.parametrize('inner', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_after_a_first_run(inner):
     torch._dynamo.reset()
     m = vit(depth=4)
@@ -568,27 +395,6 @@ def test_compiled_after_a_first_run(inner):
 # values and messages
 
 
-def test_values():
-    a = PatchFool(steps=20)
-    assert (
-        a == PatchFool(steps=20)
-        and hash(a) == hash(PatchFool(steps=20))
-        and a.but(patches=2).patches == 2
-        and a.eps is None
-        and a.norm is None
-    )
-    assert (PatchFool().steps, PatchFool().lr, PatchFool().block, PatchFool().weight, PatchFool().patches) == (
-        250,
-        0.22,
-        4,
-        0.002,
-        1,
-    )
-    assert 'steps=20' in repr(a) and 'share' in repr(RandomOcclusion(share=0.5))
-    with pytest.raises(Exception):
-        a.steps = 3
-
-
 @pytest.mark.parametrize(
     'cls,kw,say',
     [
@@ -611,32 +417,6 @@ def test_bad_fields(cls, kw, say):
         cls(**kw)
 
 
-@pytest.mark.parametrize('a', [quick, RandomOcclusion(draws=2)], ids=['fool', 'occlusion'])
-def test_bad_calls(a):
-    m, x = vit(), images()
-    y = own(m, x)
-    for E, say, call in [
-        (ValueError, 'needs labels to reach', lambda: a(m, x, y, targeted=True)),
-        (ValueError, 'target equals', lambda: a(m, x, y, target=y)),
-        (TypeError, 'first argument', lambda: a(x, m, y)),
-        (ValueError, 'needs labels', lambda: a(m, x)),
-        (ValueError, '0 to 255|in \\[0,1\\]', lambda: a(m, x * 255, y)),
-        (ValueError, 'do not fit', lambda: a(m, x, y + 9)),
-        (ValueError, r'\[B,C,H,W\]', lambda: a(nn.Flatten(), x[:, 0, 0], y)),
-    ]:
-        with pytest.raises(E, match=say):
-            call()
-    with pytest.raises(TypeError, match='pick='):
-        a(Tup(m), x, y)
-
-
 def test_too_many_patches():
     with pytest.raises(ValueError, match='patches=17, but the model cuts an image into 16'):
         PatchFool(patches=17)(vit(), images(), torch.zeros(4).long())
-
-
-def test_zero_steps_is_noise_in_one_patch():
-    m, x = vit(), images()
-    out = PatchFool(steps=0)(m, x, own(m, x))
-    k = out != x
-    assert torch.equal(out[k], uniform(image_seed(x), x)[k]) and patches_changed(out, x, 8).sum(1).tolist() == [1] * 4

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from fastai.vision.all import Callback
+from fastai.vision.all import Callback, MixUp, set_seed
 
 from robust_nbdev.adv_train import *
 from robust_nbdev.attacks import *
-from robust_nbdev.test_utils import synth_learner
+from robust_nbdev.test_utils import synth_dls, synth_learner, tiny_vit
 
 
 class PowerCut(Callback):
@@ -19,7 +19,11 @@ class PowerCut(Callback):
 
 
 def learner(path):
-    return synth_learner([AdvTrain(PGD(0.05, steps=1)), EMA(0.9), SaveRun()], path=path, seed=0)
+    "Shuffled, with dropout and MixUp"
+    set_seed(0)
+    vit = tiny_vit(num_classes=4, proj_drop_rate=0.2, drop_path_rate=0.3)
+    cbs = [AdvTrain(PGD(0.05, steps=1)), MixUp(0.4), EMA(0.9), SaveRun()]
+    return synth_learner(cbs, path=path, seed=0, model=vit, dls=synth_dls(16, bs=8))
 
 
 def fit(learn, **kw):
