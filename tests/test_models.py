@@ -66,10 +66,10 @@ def test_accuracy_on_the_embedded_images_is_near_the_card(key):
     m = load(key)
     x, y = fashion_mnist(bs=250).valid.one_batch()
     x, y = x.as_subclass(torch.Tensor), y.as_subclass(torch.Tensor)
-    assert abs((predict(m, x) == y).float().mean() - m.card.clean) < 0.08
+    assert abs((predict(m, x) == y).float().mean() - m.card.clean) < 0.1
     x, y = x[:64], y[:64]
     pgd = (predict(m, PGD(m.card.eps, steps=5)(m, x, y)) == y).float().mean()
-    assert pgd > 0.5 if m.card.robust else pgd < 0.2
+    assert pgd > 0.4 if m.card.robust else pgd < 0.2
 
 
 @pytest.mark.slow

@@ -267,7 +267,9 @@ ADDED = dict(
 @pytest.mark.parametrize('k', ADDED)
 def test_accumulated_batches_are_one_step(k):
     "Batches of 8 that make 32 train at the learning rate of 32, as they should at that of 40"
-    r = fast.but(method='clean', smoothing=0.0, lr_rule='linear', bs=32, lr_bs=32, epochs=2, cooldown=0, warmup=0)
+    r = fast.but(
+        method='clean', smoothing=0.0, lr_rule='linear', bs=32, lr_bs=32, epochs=2, cooldown=0, warmup=0, eps_warmup=0
+    )
 
     def rates(bs, more=(), later=()):
         learn = learner(r, dls=synth_dls(64, bs=bs))
