@@ -868,14 +868,6 @@ def test_sequences_leave_their_images_alone(name):
     same_after(images(), lambda x: perturb(x, name))
 
 
-@kinds
-def test_what_is_kept_for_later_is_not_changed(name):
-    "Filters and photographs are kept between calls"
-    a = corrupt(images(), name, 3)
-    corrupt(images(seed=1).mul(0.5), name, 3)
-    assert torch.equal(corrupt(images(), name, 3), a)
-
-
 class InPlace(nn.Module):
     "Normalises its input in place, as many models do"
 

@@ -2,7 +2,6 @@
 there is one."""
 
 import base64, html, io, json, re, shutil, subprocess, sys
-from pathlib import Path
 import numpy as np, pytest, torch
 from PIL import Image
 from torch import nn
@@ -181,25 +180,6 @@ def test_twin_saves_a_page_and_prints_short(tmp_path):
     assert 'width=device-width' in p
     assert str(t) in p
     assert re.fullmatch(r'Twin\(\d+ kB\)', repr(t)) and t._repr_html_() == t
-
-
-def test_docs_keep_scripts_on_the_page_and_out_of_its_markdown():
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'tools'))
-    try:
-        docs = pytest.importorskip('docs')
-    finally:
-        sys.path.pop(0)
-    page = (
-        f'text\n\n{static_twin(grey, dict(t=[0.0, 1.0]))}\n\n```python\n_CSS = "<style></style>"; s ='
-        f' f"<script>{{x}}</script>"\n```\n<img src="data:image/png;base64,{"A" * 300}">'
-    )
-    s = docs.lean(page)
-    assert 'const D' not in s
-    assert 'A' * 300 not in s
-    assert 'f"<script>{x}</script>"' in s
-    assert s.startswith('text')
-    assert '<select' not in s
-    assert 'type="range"' in s
 
 
 # --- widgets

@@ -204,15 +204,6 @@ def test_fields_outside_the_dataclass_are_refused(dls, kind, tmp_path):
 # --- tables
 
 
-def test_tables_of_a_paper(dls):
-    rep = robust_report(flipped(), dls.valid, [FGSM(8 / 255), PGD(8 / 255, steps=2)])
-    md = rep.to_markdown().splitlines()
-    assert md[0] == '| attack | norm | eps | accuracy % | 95% interval | n | seed |' and len(md) == 6
-    assert md[3].startswith('| FGSM(8/255) | Linf | 8/255 | ') and md[3].endswith(' | 6 | 0 |')
-    tex = rep.to_latex()
-    assert tex.count(r'\\') == 5 and r'accuracy \%' in tex and 'FGSM(8/255) & Linf & 8/255 & ' in tex
-
-
 def test_a_column_of_ones_own_is_one_function(dls, tmp_path):
     pgd = PGD(E, steps=2)
     rep = robust_report(flipped(), dls.valid, [pgd], out=tmp_path)

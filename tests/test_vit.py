@@ -921,19 +921,6 @@ def test_a_replicas_block_that_was_not_introduced_is_loud():
         c.blocks(torch.rand(2, 17, 32))
 
 
-def test_parts_leave_nothing():
-    m = build('xcit_nano')
-    before, cls = snapshot(m), type(m)
-    PARTS['adapters'](m)
-    PARTS['scales'](m)
-    assert isinstance(m, cls) and type(m).__name__ == cls.__name__ and type(m) is not cls
-    m(images())
-    remove_adapters(m)
-    remove_scales(m)
-    m(images())
-    assert snapshot(m) == before and type(m) is cls
-
-
 # ---- the traps of an added token: heads, masks
 @pytest.mark.parametrize(
     'mask',
