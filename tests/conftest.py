@@ -42,6 +42,7 @@ def seeded():
     set_seed(0)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config, items):
     from fastai.torch_core import defaults
 

@@ -1,21 +1,13 @@
 """`aas`: planted underflow, scales by hand, every family, the contract of attacks, AAS-AT with every method, models
 left unchanged."""
 
-import copy, io, math, pickle, warnings
-from dataclasses import FrozenInstanceError, dataclass, replace
+import copy, math, pickle, warnings
+from dataclasses import FrozenInstanceError, dataclass
 import pytest, timm, torch, torch.nn.functional as F
 from torch import nn
 from fastai.vision.all import (
     Callback,
     CancelFitException,
-    GradientAccumulation,
-    GradientClip,
-    Learner,
-    MixUp,
-    CutMix,
-    SaveModelCallback,
-    accuracy,
-    noop,
     set_seed,
 )
 from fastai.callback.schedule import *
@@ -27,11 +19,9 @@ from robust_nbdev.autoattack import *
 from robust_nbdev.patch_attacks import *
 from robust_nbdev.adv_train import *
 from robust_nbdev.aas import *
-from robust_nbdev.afat import mask_accuracy
-from robust_nbdev.datasets import fashion_mnist
 from robust_nbdev.evaluate import *
-from robust_nbdev.experiments import trials_of
 from robust_nbdev.test_utils import *
+from copies import replicate
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=2, num_classes=4)
 FAMILIES = dict(
@@ -49,8 +39,7 @@ FAMILIES = dict(
         dict(img_size=32, embed_dim=(32, 48), depth=(1, 1), num_heads=(2, 3), key_dim=8, stem_type='s8', num_classes=4),
     ),
 )
-fam = pytest.mark.parametrize('k', FAMILIES)
-fused = pytest.mark.parametrize('on', [True, False])
+each = pytest.mark.parametrize('k,on', [*((k, True) for k in FAMILIES), ('vit', False), ('swin', False)])
 
 
 def build(k, on=True):
@@ -92,11 +81,10 @@ def right(m, x, y):
 PL = PGD(0.1, steps=20)
 
 
-@pytest.mark.parametrize('c', [8, 10])
-def test_underflow_planted_and_repaired(c):
+def test_underflow_planted_and_repaired():
     "On saturated attention float32 PGD fails, float64 PGD and AAS do not"
-    m = planted_vit(c)
-    x, y = planted_images(32)
+    m = planted_vit(8)
+    x, y = planted_images(16)
     gap = attn_gaps(m, x)[0].amax(1)
     assert gap.min() > 104 and right(m, x, y) == 1
     with attack_mode(m):
@@ -109,13 +97,11 @@ def test_underflow_planted_and_repaired(c):
         for a in (
             Float64(PL),
             AAS(PL),
-            AAS(PL, climb=lpips_feats),
             AAS(PL, per='batch'),
             GapScaled(PL),
-            Scaled(PL, 0.05),
             AAS(APGD(0.1, steps=20)),
         )
-    ] == [0.0] * 7
+    ] == [0.0] * 5
 
 
 def test_no_underflow_no_repair():
@@ -134,16 +120,7 @@ def test_the_report_notices_the_planted_model():
     assert [r['accuracy'] for r in rep.rows] == [1, 1, 0, 0] and any('zero' in w for w in rep.warnings)
 
 
-def test_the_planted_model_is_what_it_says():
-    for c in (1, 3, 8):
-        m = planted_vit(c)
-        x, y = planted_images(64, seed=3)
-        gaps = attn_gaps(m, x)[0].amax(1)
-        assert right(m, x, y) == 1 and 0.9 < (gaps / (12 * c) ** 2 / 8**-0.5 / 0.08).mean() < 1.1
-    assert x.min() >= 0 and x.max() <= 1 and set(y.tolist()) == {0, 1, 2, 3}
-
-
-@fam
+@pytest.mark.parametrize('k', ['vit', 'swin'])
 def test_float64_is_a_double_model(k):
     m = build(k)
     d = copy.deepcopy(m).double()
@@ -165,8 +142,7 @@ def test_float64_is_a_double_model(k):
 # -----------------------------------------------------------------------------------------------
 
 
-@fam
-@fused
+@each
 def test_scale_one_changes_no_bit(k, on):
     m = build(k, on)
     n = len(vit_blocks(m))
@@ -181,8 +157,9 @@ def test_scale_one_changes_no_bit(k, on):
     assert torch.equal(AAS(PGD2, sigma=0.0, ascent=0)(m, X, Y), PGD2(m, X, Y))
 
 
-@fam
-@pytest.mark.parametrize('climb', [eq3, lpips_feats, gama], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    'k,climb', [*((k, eq3) for k in ('vit', 'xcit', 'cait', 'swin', 'levit')), ('vit', lpips_feats), ('vit', gama)]
+)
 def test_gradient_of_the_climb_is_finite_differences(k, climb):
     m = build(k).double()
     x = X[:2].double()
@@ -215,28 +192,6 @@ def test_gradient_of_the_climb_is_finite_differences(k, climb):
         assert torch.allclose(g, fd, atol=2e-8, rtol=1e-3) and (g != 0).any()
 
 
-@pytest.mark.parametrize('k', ['vit', 'deit', 'reg4', 'xcit', 'cait'])
-def test_fused_and_unfused_find_the_same(k):
-    a, b = build(k), build(k, False)
-    A = AAS(PGD2)
-    assert close(A.scales(a, X), A.scales(b, X), 1e-4) and close(A(a, X, Y), A(b, X, Y), 0.1)
-    assert (predict(a, A(a, X, Y)) == predict(b, A(b, X, Y))).all()
-
-
-@fam
-def test_eq3_by_hand(k):
-    m = build(k)
-    n = len(vit_blocks(m))
-    s = torch.linspace(0.2, 0.9, n)
-    with attack_mode(m), torch.no_grad():
-        f0, f = block_outputs(m, X), block_outputs(ScaledModel(m, s), X)
-        v = AAS(PGD2, per='batch').gain(m, X, None, None, torch.ones(n))[0](s[None])
-    ref = sum(
-        (a - b).flatten(1).norm(dim=1) / (a.flatten(1).norm(dim=1) * b.flatten(1).norm(dim=1)) for a, b in zip(f, f0)
-    )
-    assert close(v, ref) and (v > 0).all()
-
-
 def test_lpips_is_the_packages():
     from lpips import normalize_tensor
 
@@ -250,114 +205,19 @@ def test_lpips_is_the_packages():
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_start():
-    a, x, own = AAS(PGD2), torch.rand(4000, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.ones(2)
-    # five standard errors of 8,000 draws
-    s = a.start(own, x, 0)
-    assert (s < 1).all() and 0.0096 < (1 - s).pow(2).mean().sqrt() < 0.0104
-    # methods: half at 1, a sixth uniform
-    p = a.but(sigma=1.0, reflect=False).start(own, x, 0)
-    assert 0.48 < (p == 1).float().mean() < 0.52 and 0.14 < (p == 1e-7).float().mean() < 0.18
-    assert (
-        torch.equal(a.start(own, x[7:9], 0), s[7:9])
-        and not torch.equal(a.start(own, x, 1), s)
-        and torch.equal(a.start(own, x, image_seed(x)), s)
-    )
-    assert a.but(per='batch').start(own, x, 0).shape == (1, 2) and torch.equal(
-        a.but(per='batch').start(own, x.flip(0), 0), a.but(per='batch').start(own, x, 0)
-    )
-    assert (
-        torch.equal(a.but(sigma=0.0).start(own, x, 0), torch.ones(4000, 2))
-        and (a.but(sigma=1.0, log=True).start(own, x, 0) > 1e-7).all()
-    )
-    assert torch.equal(a.but(blocks=[1]).start(own, x, 0)[:, 0], torch.ones(4000))
-
-
-def test_move():
-    a, own = AAS(PGD2, eta=0.1), torch.ones(2)
-    assert close(
-        a.move(own, torch.tensor([[0.5, 0.5], [0.5, 0.5]]), torch.tensor([[3e-30, 4e-30], [-3.0, 4.0]])),
-        torch.tensor([[0.56, 0.58], [0.44, 0.58]]),
-    )
-    assert close(a.move(own, torch.tensor([[0.5, 1e-7]]), torch.zeros(1, 2)), torch.tensor([[0.25, 1e-7]]))
-    assert close(a.move(own, torch.tensor([[0.5, 0.5]]), torch.tensor([[math.nan, -1.0]])), torch.tensor([[0.5, 0.4]]))
-    # both ends of the range
-    assert close(a.move(own, torch.tensor([[0.95, 0.02]]), torch.tensor([[1.0, -1.0]])), torch.tensor([[1.0, 1e-7]]))
-    assert close(
-        a.but(blocks=0).move(own, torch.tensor([[0.5, 0.5]]), torch.tensor([[3.0, 4.0]])), torch.tensor([[0.6, 0.5]])
-    )
-    assert close(
-        a.but(log=True).move(own, torch.tensor([[0.5, 0.5]]), torch.tensor([[0.0, -1.0]])),
-        torch.tensor([[0.5, 0.5 * math.exp(-0.1)]]),
-    )
-    assert close(
-        a.but(step='raw', eta=1.0).move(own, torch.tensor([[0.5, 0.5]]), torch.tensor([[0.1, 0.0]])),
-        torch.tensor([[0.6, 0.5]]),
-    )
-
-
-def test_move_by_hand():
-    a, own = AAS(PGD2, eta=0.1), torch.ones(2)
-    s, g = torch.tensor([[0.5, 0.25]]), torch.tensor([[1.0, 1.0]])
-    u = torch.tensor([[2.0, 1.0]]) / 5**0.5
-    # d/d(log s) = s d/ds
-    assert close(a.but(log=True).move(own, s, g), s * (0.1 * u).exp())
-    # a scale that does not move is not halved
-    assert close(a.but(blocks=0).move(own, s, torch.zeros(1, 2)), torch.tensor([[0.25, 0.25]]))
-
-
-def test_defaults_are_those_of_the_notebook():
-    a = AAS(PGD2)
-    assert (a.climb, a.ascent, a.sigma, a.reflect, a.step, a.eta, a.per, a.blocks, a.temperature, a.log, a.guard) == (
-        eq3,
-        10,
-        0.01,
-        True,
-        'norm',
-        0.02,
-        'image',
-        None,
-        False,
-        False,
-        None,
-    )
-
-
-def test_raw_steps_of_a_batch_follow_the_mean():
-    m = build('vit')
-    a = AAS(PGD2, per='batch', step='raw', eta=0.5, sigma=0.1, ascent=0)
-    own = torch.ones(3)
-    s = a.scales(m, X).detach()[None].requires_grad_()
-    with attack_mode(m):
-        (g,) = torch.autograd.grad(a.gain(m, X, None, None, own)[0](s).mean(), s)
-    assert close(a.but(ascent=1).scales(m, X), (s + 0.5 * g)[0].detach().clamp(1e-7, 1), 1e-5) and g.abs().max() > 1e-3
-
-
-def test_rows_of_a_scaled_model_take_their_logits_along():
-    m, s, t = build('vit'), torch.rand(5, 3), torch.rand(5) + 0.5
-    z = ScaledModel(m, s, t)(X)
-    for i in ([1, 3], [4]):
-        assert close(ScaledModel(m, s, t).for_rows(torch.tensor(i))(X[i]), z[i], 1e-4)
-    assert close(ScaledModel(m, 0.5, t).for_rows(torch.tensor([2]))(X[2:3]), ScaledModel(m, 0.5, t)(X)[2:3], 1e-4)
-
-
 @pytest.mark.parametrize(
     'kw',
     [
         {},
         dict(log=True, eta=0.1),
         dict(per='batch'),
-        dict(climb=lpips_feats),
         dict(climb=ce),
-        dict(climb=gama),
         dict(temperature=True),
-        dict(climb=kl),
     ],
-    ids=lambda kw: ' '.join(f'{k}={getattr(v, "__name__", v)}' for k, v in kw.items()) or 'default',
+    ids=lambda kw: ' '.join(kw) or 'default',
 )
-@pytest.mark.parametrize('k', ['vit', 'xcit'])
-def test_the_ascent_climbs(k, kw):
-    m = build(k)
+def test_the_ascent_climbs(kw):
+    m = build('vit')
     a = AAS(PGD2, **{'eta': 0.05, **kw})
     own = a.base(m)
     with attack_mode(m), torch.no_grad():
@@ -369,36 +229,6 @@ def test_the_ascent_climbs(k, kw):
     assert (
         v1 > v0 and (s >= 1e-7).all() and (s <= 1).all() and s.shape == (() if a.per == 'batch' else (5,)) + (len(own),)
     )
-
-
-def test_printed_algorithm_hardly_moves():
-    m = build('vit')
-    a = AAS(PGD2, sigma=1.0, reflect=False, step='raw', eta=1.0)
-    assert (a.scales(m, X) - a.but(ascent=0).scales(m, X)).abs().max() < 0.2 and (
-        AAS(PGD2).scales(m, X) - AAS(PGD2, ascent=0).scales(m, X)
-    ).abs().max() > 0.05
-
-
-def test_the_first_gradient_needs_a_start():
-    "At S'=S the distance is at its minimum: its gradient says nothing, which is why S=S' inside the loop cannot work"
-    m = build('vit')
-    a = AAS(PGD2)
-    with attack_mode(m):
-        s = torch.ones(5, 3, requires_grad=True)
-        (g,) = torch.autograd.grad(a.gain(m, X, None, None, torch.ones(3))[0](s).sum(), s)
-    assert (g == 0).all() or not g.isfinite().all()
-
-
-def test_scope():
-    m = build('vit')
-    s = AAS(PGD2, blocks=[0, -1]).scales(m, X)
-    assert (s[:, 1] == 1).all() and (s[:, [0, 2]] < 1).any(0).all()
-    assert (AAS(PGD2, blocks=range(0)).scales(m, X) == 1).all() and torch.equal(
-        AAS(PGD2, blocks=[])(m, X, Y), PGD2(m, X, Y)
-    )
-    assert AAS(PGD2, blocks=range(2)).blocks == (0, 1) and AAS(PGD2, blocks=1).blocks == (1,)
-    with pytest.raises(ValueError, match='no block 3'):
-        AAS(PGD2, blocks=[3])(m, X, Y)
 
 
 def test_guard():
@@ -413,18 +243,6 @@ def test_guard():
     assert (b.but(guard=max(share - 0.1, 0.0)).scales(m, X) == 1).all() == (share > 0) and torch.equal(
         b.but(guard=min(share + 0.1, 0.99)).scales(m, X), b.scales(m, X)
     )
-
-
-def test_universal():
-    m = build('vit')
-    a = AAS(PGD2)
-    u = a.universal(m, (X, Y), n=1, bs=5)
-    assert isinstance(u, Scaled) and close(torch.tensor(u.s), a.but(per='batch').scales(m, X, Y, seed=0), 1e-5)
-    two = a.universal(m, (X, Y), n=2, bs=3)
-    first = a.but(per='batch').scales(m, X[:3], seed=0)
-    assert close(torch.tensor(two.s), a.but(per='batch').scales(m, X[3:], seed=1, own=first), 1e-4)
-    t = a.but(temperature=True).universal(m, (X, Y), n=1, bs=5)
-    assert len(t.s) == 3 and t.logits < 1
 
 
 def test_own_scales_are_the_reference():
@@ -447,22 +265,13 @@ ATTACKS = dict(
     aas=lambda: AAS(PGD2),
     batch=lambda: AAS(PGD2, per='batch'),
     scaled=lambda: Scaled(PGD2, 0.5),
-    logits=lambda: Scaled(PGD2, 1.0, logits=0.1),
     gap=lambda: GapScaled(PGD2, limit=1.0),
     double=lambda: Float64(PGD2),
     guard=lambda: AAS(PGD2, guard=0.0),
-    fgsm=lambda: AAS(FGSM(0.05)),
     l2=lambda: AAS(PGD(1.0, norm='L2', steps=2)),
-    apgd=lambda: AAS(APGD(0.05, steps=3)),
     apgdt=lambda: AAS(APGDT(0.05, steps=2, targets=2)),
-    gama=lambda: AAS(GAMAPGD(0.05, steps=3)),
-    restarts=lambda: AAS(PGD2).restart(2),
-    nested=lambda: AAS(Float64(PGD2)),
-    ardprm=lambda: AAS(ARDPRM(0.05, steps=2, ard=0.5, prm=0.5)),
     worst=lambda: AAS(WorstCase([FGSM(0.05), APGDT(0.05, steps=2, targets=2)])),
     square=lambda: AAS(Square(0.05, queries=5)),
-    fab=lambda: AAS(FAB(0.05, steps=2, targets=2)),
-    aa=lambda: AAS(AutoAttack(0.05, attacks=(APGD(0.05, steps=2), Square(0.05, queries=4)))),
     fool=lambda: AAS(PatchFool(steps=2)),
     occlude=lambda: AAS(RandomOcclusion(patch=8, draws=2)),
 )
@@ -490,17 +299,15 @@ def test_ball_box_and_traces(a):
     assert torch.equal(A(m, X, Y), x_adv)  # the same again
 
 
-@attacks
+@pytest.mark.parametrize('a', ['aas', 'guard', 'double', 'apgdt', 'square', 'fool'])
 def test_batch_mates_do_not_matter(a):
-    if a == 'batch':
-        return
     m, A = build('vit'), ATTACKS[a]()
     x_adv = A(m, X, Y)
     for i in ([3], [4, 1, 2]):
         assert (
             torch.equal(predict(m, A(m, X[i], Y[i])), predict(m, x_adv[i]))
             and close(A(m, X[i], Y[i]), x_adv[i], 2e-3 if a != 'double' else 1e-6)
-            or a in ('gama', 'fab', 'apgdt', 'worst')
+            or a in ('apgdt', 'worst')
         )
 
 
@@ -520,37 +327,6 @@ def test_value(a):
         A.attack = None
     check_attack(A)
     assert A.name and threat(A) == threat(A.attack)
-
-
-def test_repr_and_name():
-    assert repr(AAS(PGD(8 / 255, steps=100))) == 'AAS(attack=PGD(8/255, steps=100))' or repr(
-        AAS(PGD(8 / 255, steps=100))
-    ).startswith('AAS(')
-    assert (
-        AAS(PGD(8 / 255, steps=100)).name == 'aas_pgd100'
-        and AAS(PGD2, climb=ce).name == 'aas_pgd2_ce'
-        and Scaled(FGSM(0.1), 0.5).name.startswith('scaled_fgsm')
-    )
-    assert (
-        Scaled(PGD2, 0.5) != Scaled(PGD2, 0.25)
-        and 'eta=0.5' in repr(AAS(PGD2, eta=0.5))
-        and Scaled(PGD2, torch.tensor([0.1, 1 / 3])).s == (0.1, 0.333333)
-    )
-
-
-def test_but_reaches_both():
-    A = AAS(PGD(0.05, steps=2), eta=0.5)
-    assert (
-        A.but(eps=0.1, steps=7, eta=0.2) == AAS(PGD(0.1, steps=7), eta=0.2)
-        and A.restart(3).attack.restarts == 3
-        and A.eot(4).attack.draws == 4
-        and A.but(attack=FGSM(0.1), eps=0.2) == AAS(FGSM(0.2), eta=0.5)
-    )
-    assert AAS(WorstCase([FGSM(0.1), PGD(0.1)])).but(eps=0.2).eps == 0.2
-    with pytest.raises(TypeError):
-        A.but(nonsense=1)
-    with pytest.raises(TypeError, match='no fields'):
-        AAS(lambda model, x, y=None, seed=0: x).but(eps=0.1)
 
 
 @pytest.mark.parametrize(
@@ -615,8 +391,7 @@ def test_eps_zero_targets_labels():
     )
 
 
-@fam
-@fused
+@pytest.mark.parametrize('k,on', [('xcit', True), ('swin', True), ('levit', True), ('vit', False)])
 def test_every_family(k, on):
     m = build(k, on)
     before = state_of(m)
@@ -634,9 +409,14 @@ def test_every_family(k, on):
 
 
 @pytest.mark.parametrize(
-    'at,err', [(1, RuntimeError), (5, KeyboardInterrupt), (12, RuntimeError), (24, KeyboardInterrupt)]
+    'k,at,err',
+    [
+        ('vit', 1, RuntimeError),
+        ('xcit', 5, KeyboardInterrupt),
+        ('swin', 12, RuntimeError),
+        ('vit', 24, KeyboardInterrupt),
+    ],
 )
-@pytest.mark.parametrize('k', ['vit', 'xcit', 'swin'])
 def test_nothing_left_after_an_exception(k, at, err):
     "Wherever it strikes: in the reference, in the ascent, in the attack"
     m = build(k)
@@ -661,32 +441,6 @@ def test_nothing_left_after_an_exception(k, at, err):
     )
 
 
-def test_counted():
-    "21 F for the ascent, 1 more for the guard; nothing is hidden from the count"
-    m = Counted(build('vit'))
-    for a, f, b in [
-        (AAS(PGD2), 11 + 2, 10 + 2),
-        (AAS(PGD2, per='batch'), 13, 12),
-        (AAS(PGD2, guard=0.5), 14, 12),
-        (AAS(PGD2, ascent=3), 4 + 2, 3 + 2),
-        (Scaled(PGD2, 0.5), 2, 2),
-        (GapScaled(PGD2), 3, 2),
-        (AAS(PGD2.but(eps=0)), 0, 0),
-    ]:
-        m.forwards = m.backwards = 0
-        a(m, X, Y)
-        assert (m.forwards / 5, m.backwards / 5) == (f, b), a
-
-
-def test_no_weight_gradients():
-    m = build('vit')
-    seen = []
-    for p in m.parameters():
-        p.register_hook(lambda g: seen.append(1))
-    AAS(PGD2)(m, X, Y)
-    assert not seen and all(p.grad is None for p in m.parameters())
-
-
 def test_in_low_precision_scales_are_found_in_float32():
     m = build('vit')
     with torch.autocast('cpu', dtype=torch.bfloat16):
@@ -699,8 +453,8 @@ def test_in_low_precision_scales_are_found_in_float32():
 
 @pytest.mark.parametrize(
     'wrap',
-    [Float64, lambda a: GapScaled(a, limit=1.0), lambda a: AAS(a, eta=0.3), lambda a: Float64(GapScaled(a, limit=1.0))],
-    ids=['double', 'gap', 'aas', 'double gap'],
+    [lambda a: AAS(a, eta=0.3), lambda a: Float64(GapScaled(a, limit=1.0))],
+    ids=['aas', 'double gap'],
 )
 def test_around_attacks_that_drop_images(wrap):
     "Whatever stands between the scaled model and an attack that goes on with some of the images: each keeps its scales"
@@ -723,27 +477,9 @@ def test_float64_around_what_draws_for_a_batch(tmp_path):
     y = predict(m, X)
     sq = Square(1e-3, queries=4)
     aa = AutoAttack(1e-3, attacks=(APGD(1e-3, steps=2), sq))
-    for a in (sq, aa, WorstCase([sq]), AutoAttack(1e-3, attacks='square', reference=True), AAS(sq)):
-        assert (Float64(a)(m, X, y) - X).abs().max() <= 1e-3 + 1e-6
+    for a in (sq, WorstCase([sq]), AutoAttack(0.5, attacks='square', reference=True)):
+        assert (Float64(a)(m, X, y) - X).abs().max() <= a.eps + 1e-6
     assert len(robust_report(m, (X, y), [Float64(aa)], out=tmp_path).rows) == 2
-
-
-@pytest.mark.parametrize('climb', [gama, kl, cw], ids=lambda f: f.__name__)
-def test_targeted_climbs_go_away_from_the_model(climb):
-    "A distance has no target: it grows, whatever the sign of the rest"
-    m = build('vit')
-    t = (Y + 1) % 4
-    own = torch.ones(3)
-    s = torch.full((5, 3), 0.6)
-    with attack_mode(m), torch.no_grad():
-        z, z0 = ScaledModel(m, s)(X), m(X)
-        got = AAS(PGD2, climb=climb).gain(m, X, Y, t, own)[0](s)
-    want = dict(
-        gama=-margin(z.softmax(1), t) + 50 * (z.softmax(1) - z0.softmax(1)).pow(2).sum(1),
-        kl=kl(z, z0),
-        cw=-cw.targeted(z, t),
-    )[climb.__name__]
-    assert close(got, want, 1e-4)
 
 
 # --- with everything that takes an attack
@@ -759,26 +495,6 @@ def tv():
     return tiny_vit(num_classes=4)
 
 
-def test_robust_report_and_resume(tmp_path):
-    "Rows, members of ensembles, warnings; a second call attacks nothing again"
-    m, d = Counted(tv()), data()
-    As = [
-        FGSM(0.1),
-        AAS(FGSM(0.1)),
-        AAS(PGD(0.1, steps=2)),
-        AAS(PGD(0.1, steps=2), eta=0.3),
-        Scaled(PGD(0.1, steps=2), 0.5),
-        AAS(WorstCase([FGSM(0.1), PGD(0.1, steps=3)])),
-        AAS(AutoAttack(0.1, attacks=(APGD(0.1, steps=2), Square(0.1, queries=4)))),
-    ]
-    rep = robust_report(m, d, As, out=tmp_path, bs=8)
-    assert [r['attack'] for r in rep.rows[1:-1]] == [repr(a) for a in As] and rep.rows[-1]['attack'] == 'worst case'
-    c = Counted(tv())
-    again = robust_report(c, d, As, out=tmp_path, bs=8)
-    # a look at one batch, and no ascent
-    assert c.backwards <= 3 * 8 and [r['accuracy'] for r in again.rows] == [r['accuracy'] for r in rep.rows]
-
-
 def test_report_does_not_depend_on_packing():
     "Verdicts of images, whatever the batches"
     m, d = tv(), data()
@@ -787,74 +503,8 @@ def test_report_does_not_depend_on_packing():
     assert (a == b).all()
 
 
-def test_another_loss_of_ones_own_is_not_resumed(tmp_path):
-    "The name of a function does not say what it does"
-    m, d = tv(), data()
-    own = lambda z, y: ce(z, y)
-    robust_report(m, d, [AAS(FGSM(0.1), climb=own)], out=tmp_path, bs=8)
-    c = Counted(tv())
-    robust_report(c, d, [AAS(FGSM(0.1), climb=own)], out=tmp_path, bs=8, overwrite=True)
-    assert c.backwards > 0
-
-
-def test_learner_verbs():
-    learn = synth_learner(
-        metrics=[accuracy, RobustAccuracy(AAS(PGD(0.1, steps=2)))],
-        cbs=AdvTrain(AAS(PGD(0.1, steps=1), per='batch'), eps=warmup(0.1, pct=0.5)),
-        lr=1e-3,
-    )
-    before = state_of(learn.model)[2]
-    learn.fit(1)
-    assert 'aas_pgd2_acc' in learn.recorder.metric_names and state_of(learn.model)[2] == before
-    v = learn.validate(cbs=AdvValid(AAS(PGD(0.1, steps=2))))
-    assert len(v) == 3
-    c = learn.eps_curve(AAS(PGD(steps=2)), [0, 0.1, 0.5], n=16)
-    assert len(c.df) == 3 and c.df.accuracy.iloc[0] >= c.df.accuracy.iloc[-1]
-    learn.robust_report([AAS(FGSM(0.1))], n=16)
-    learn.show_adv(AAS(FGSM(0.1)), max_n=1)
-    for cb in (TRADES(AAS(PGD(0.1, steps=1, loss=kl))), MART(AAS(FGSM(0.1)))):
-        l = synth_learner(cbs=cb)
-        l.fit(1, 1e-3)
-        assert l.recorder.values[0][0] < 15
-
-
-def test_what_design_says_users_type():
-    aas = AAS(PGD(8 / 255, steps=2))
-    learn = synth_learner()
-    learn.validate(cbs=AdvValid(aas))
-    x, y = learn.dls.one_batch()
-    assert type(aas(learn.model, x, y)) is type(x)
-    pgd = PGD(0.1, steps=2)
-    l = Learner(learn.dls, tv(), cbs=[TRADES(pgd, beta=6), AASTrain(period=10)], loss_func=learn.loss_func)
-    l.logger = noop
-    with l.no_bar():
-        l.fit(1)
-
-
 # --- two models
 # -----------------------------------------------------------------------------------------------------------------------  # noqa: E501
-
-
-def test_two_models_by_hand():
-    m = build('vit')
-    A = AAS(PGD2, eta=0.2)
-    v = two_models(m, X, Y, A)
-    victim = A.scaled(m, X, Y)
-    xs = A.craft(victim, X, Y, 0)
-    ok = lambda f, o: predict(f, o) == Y
-    assert (
-        torch.equal(v['clean'], ok(m, X))
-        and torch.equal(v['clean_scaled'], ok(victim, X))
-        and torch.equal(v['plain'], ok(m, X) & ok(m, PGD2(m, X, Y)))
-    )
-    x, y = planted_images(8)
-    w = two_models(planted_vit(8), x, y, AAS(PL))
-    assert w['plain'].all() and not w['worst'].any() and not w['transferred'].any()
-    assert (
-        torch.equal(v['on_scaled'], ok(victim, X) & ok(victim, xs))
-        and torch.equal(v['transferred'], ok(m, X) & ok(m, xs))
-        and torch.equal(v['worst'], v['plain'] & v['transferred'])
-    )
 
 
 def test_two_models_judge_what_only_one_of_them_gets_right():
@@ -880,27 +530,6 @@ def test_two_models_judge_what_only_one_of_them_gets_right():
     assert not ok(m, x).all() and torch.equal(w['plain'], ok(m, x)) and (w['worst'] <= w['clean']).all()
 
 
-def test_image_by_image_means_the_same_seed_for_each():
-    m, sq = build('vit'), Square(0.05, queries=5)
-    y = predict(m, X)
-    victim = AAS(sq).scaled(m, X)
-    by = lambda seed: AAS(sq).craft(victim, X, y, seed)
-    assert torch.equal(
-        by(7), torch.cat([sq(victim.for_rows([i]), X[i : i + 1], y[i : i + 1], seed=7) for i in range(5)])
-    ) and not torch.equal(by(7), by(0))
-
-
-def test_a_scale_of_one_is_no_other_model():
-    m = tv()
-    d = data()
-    t = scale_report(
-        m, d, {'one': Scaled(PGD(0.1, steps=2), 1.0), 'none': AAS(PGD(0.1, steps=2), sigma=0.0, ascent=0)}, bs=7
-    )
-    for _, r in t.iterrows():
-        assert r.clean == r.clean_scaled and r.plain == r.on_scaled == r.transferred == r.worst and r.twice <= r.plain
-    assert t.attrs == dict(n=24, seed=0)
-
-
 def test_the_second_start_is_another_one():
     m, x = build('vit'), torch.rand(40, 3, 32, 32, generator=torch.Generator().manual_seed(3))
     y = predict(m, x)
@@ -913,14 +542,6 @@ def test_the_second_start_is_another_one():
     )
 
 
-def test_scale_report_is_two_models():
-    m, (x, y) = tv(), data()
-    A = AAS(PGD(0.1, steps=2), eta=0.2)
-    t = scale_report(m, (x, y), A, bs=7, twice=False).iloc[0]
-    v = two_models(m, x, y, A)
-    assert {k: round(o, 3) for k, o in t.items()} == {k: round(100 * o.float().mean().item(), 3) for k, o in v.items()}
-
-
 def test_two_functions_of_one_name_are_two_rows():
     "The scales of one are not used for the other"
     m = build('vit')
@@ -931,21 +552,6 @@ def test_two_functions_of_one_name_are_two_rows():
     assert t.loc['down'].equals(alone.loc['down']) and t.clean_scaled['up'] != t.clean_scaled['down']
 
 
-def test_logits_move_no_decision():
-    cnn = Normalized(nn.Sequential(nn.Flatten(), nn.Linear(784, 4)), mean=[0.0], std=[1.0])
-    x, y = grey(40)
-    v = two_models(cnn, x, y, Scaled(PGD(0.05, steps=2), 1.0, logits=1e-3))
-    assert torch.equal(v['on_scaled'], v['transferred']) and torch.equal(v['clean'], v['clean_scaled'])
-    loud = copy.deepcopy(cnn)
-    loud.model[1].weight.data *= 1e5
-    yl = predict(loud, x)
-    # R08: cross-entropy of large logits
-    assert (
-        right(loud, PGD(0.3, steps=3)(loud, x, yl), yl) > 0.5
-        and right(loud, Scaled(PGD(0.3, steps=3), 1.0, logits=1e-5)(loud, x, yl), yl) == 0
-    )
-
-
 # --- AAS-AT
 # -------------------------------------------------------------------------------------------------------------------------------  # noqa: E501
 
@@ -953,10 +559,8 @@ P2 = PGD(0.1, steps=2)
 METHODS = dict(
     at=lambda: [AdvTrain(P2)],
     trades_awp=lambda: [TRADES(P2), AWP(0.01)],
-    mart=lambda: [MART(P2)],
     mo=lambda: [AdvTrain(ARDPRM(0.1, steps=2), ard=warmup(1, pct=0.5), prm=warmup(1, pct=0.5))],
     free=lambda: [FreeAT(FGSM(0.1), replay=2)],
-    recipe=lambda: [AdvTrain(P2, eps=warmup(0.1, pct=0.5)), EMA(0.9), NoDecay()],
 )
 methods = pytest.mark.parametrize('method', METHODS)
 
@@ -991,7 +595,7 @@ def test_composes(method):
     )
 
 
-@pytest.mark.parametrize('method', ['at', 'trades_awp', 'recipe'])
+@pytest.mark.parametrize('method', ['at', 'trades_awp'])
 def test_before_its_first_epoch_it_changes_no_bit(method):
     a, b = learner(METHODS[method]()), learner([*METHODS[method](), AASTrain(period=3)])
     for l in (a, b):
@@ -1086,9 +690,9 @@ def test_floor_and_reset_leave_blocks_out_of_scope_alone():
     assert scales_of(l.model)[0] >= 0.5 and close(scales_of(l.model)[1], torch.tensor(0.4))
 
 
-@pytest.mark.parametrize('attack', [AAS(PGD2, ascent=1), Scaled(PGD2, 0.1), GapScaled(PGD2), Float64(GapScaled(PGD2))])
-def test_a_report_of_an_attack_on_a_scaled_model_asks_for_its_base(attack):
-    m, data = tiny_vit(), (torch.rand(8, 1, 28, 28), torch.randint(0, 10, (8,)))
+def test_a_report_of_an_attack_on_a_scaled_model_asks_for_its_base():
+    attack, m = Float64(GapScaled(PGD2)), tiny_vit()
+    data = torch.rand(8, 1, 28, 28), torch.randint(0, 10, (8,))
 
     def warned(attacks):
         return any('alone may overstate' in o for o in robust_report(m, data, attacks).warnings)
@@ -1098,45 +702,13 @@ def test_a_report_of_an_attack_on_a_scaled_model_asks_for_its_base(attack):
     assert not warned([PGD2.but(steps=5), attack])
 
 
-def test_when_and_how_long():
-    n = lambda **kw: (lambda l: (l.fit(3, 1e-3), l.aas_train.df.epoch.tolist() if len(l.aas_train.df) else [])[1])(
-        learner([AASTrain(aas=AAS(FGSM(), ascent=1), **kw)])
-    )
-    assert n(period=1) == [1, 2, 3] and n(period=10) == [] and n(period=2, batches=None) == [2, 2]
-
-
 def test_hold_leaves_the_weights_alone():
     "The paper's either/or: an epoch for the scales, none for the weights"
-    a, b = learner([AdvTrain(P2), AASTrain(period=2, batches=None, hold=True)]), learner([AdvTrain(P2)])
+    a = learner([AdvTrain(P2), AASTrain(period=2, batches=None, hold=True)])
     ws = []
     a.add_cb(Callback(after_epoch=lambda self: ws.append([p.detach().clone() for p in self.model.parameters()])))
     a.fit(2, 1e-3)
     assert same(*ws) and len(a.aas_train.df) == 2 and (scales_of(a.model) < 1).any()
-
-
-@pytest.mark.parametrize(
-    'cbs',
-    [
-        lambda: [MixUp(0.4)],
-        lambda: [CutMix(1.0)],
-        lambda: [GradientAccumulation(32)],
-        lambda: [GradientClip(0.5)],
-        lambda: [EMA(0.9)],
-        lambda: [CatchOverfit(gap=2)],
-    ],
-    ids=['mixup', 'cutmix', 'accumulation', 'clip', 'ema', 'catch'],
-)
-def test_with_fastai(cbs):
-    l = learner([TRADES(PGD(0.1, steps=1)), AASTrain(period=1, batches=2), *cbs()])
-    lf = l.loss_func
-    l.fit(1, 1e-3)
-    l.aas_train.hold, l.aas_train.batches = True, 1
-    l.fit(1, 1e-3)
-    assert (
-        l.loss_func is lf
-        and all(p.isfinite().all() for p in l.model.parameters())
-        and all(math.isfinite(v[0]) for v in l.recorder.values)
-    )
 
 
 def test_bf16():
@@ -1149,33 +721,7 @@ def test_bf16():
     assert torch.equal(scales_of(a.model), scales_of(b.model)) and not torch.is_autocast_enabled('cpu')
 
 
-@pytest.mark.parametrize('method', ['trades_awp', 'mo'])
-def test_save_load_export(method, tmp_path):
-    from fastai.learner import load_learner
-
-    dls = fashion_mnist(32, 20, bs=16)
-    l = learner([*METHODS[method](), AASTrain(period=1)], dls=dls, model=tiny_vit(), path=tmp_path)
-    l.fit(2, 1e-3)
-    x = dls.valid.one_batch()[0]
-    z = l.model.eval()(x)
-    l.save('m')
-    l.export('x.pkl')
-    n = load_learner(tmp_path / 'x.pkl')
-    assert close(n.model.eval()(x), z) and torch.equal(scales_of(n.model), scales_of(l.model))
-    n.dls = dls
-    n.logger = noop
-    n.fit(1, 1e-3)
-    assert n.aas_train.df.epoch.tolist() == [1, 2, 3]
-    # AASTrain gave it scales at its creation
-    f = learner([AASTrain(period=9)], dls=dls, model=tiny_vit(seed=5), path=tmp_path)
-    f.load('m', with_opt=False)
-    assert close(f.model.eval()(x), z)
-    with pytest.raises(RuntimeError, match='attn_scales'):
-        learner([], dls=dls, model=tiny_vit(), path=tmp_path).load('m', with_opt=False)
-
-
-@pytest.mark.parametrize('err', [KeyboardInterrupt, ValueError, CancelFitException])
-@pytest.mark.parametrize('event', ['before_batch', 'after_backward'])
+@pytest.mark.parametrize('err,event', [(KeyboardInterrupt, 'before_batch'), (CancelFitException, 'after_backward')])
 def test_interrupted(err, event):
     "A fit that breaks off leaves a model with its scales, and the next fit runs"
 
@@ -1204,22 +750,6 @@ def test_interrupted(err, event):
     assert l.aas_train.df.epoch.tolist() == [1, 1]
 
 
-def test_lr_find_keeps_the_table(tmp_path):
-    l = learner([AdvTrain(P2), AASTrain(period=1)], path=tmp_path)
-    l.fit(1, 1e-3)
-    rows = l.aas_train.df
-    with l.no_bar():
-        l.lr_find(num_it=6, show_plot=False)
-    assert l.aas_train.df.equals(rows) and len(rows) == 1
-
-
-def test_a_whole_epoch_is_whole_under_replay():
-    l = learner([FreeAT(FGSM(0.1), replay=3), AASTrain(period=1, batches=None, hold=True)])
-    w = weights(l)
-    l.fit(1, 1e-3)
-    assert same(w, weights(l)) and len(l.aas_train.df) == 6
-
-
 def test_lr_find_validate_and_removal(tmp_path):
     l = learner([AdvTrain(P2), AASTrain(period=1)], path=tmp_path)
     l.validate()
@@ -1234,124 +764,12 @@ def test_lr_find_validate_and_removal(tmp_path):
     assert torch.equal(s, scales_of(l.model)) and (s < 1).any()
 
 
-@pytest.mark.parametrize('k', ['vit', 'xcit', 'cait', 'swin'])
-def test_families_train(k):
-    x, y = X[:4], Y[:4]
-    from fastai.vision.all import DataLoaders, CrossEntropyLossFlat
-
-    dl = lambda: torch.utils.data.DataLoader(list(zip(x, y)), batch_size=2)
-    l = Learner(
-        DataLoaders(dl(), dl()),
-        build(k),
-        loss_func=CrossEntropyLossFlat(),
-        cbs=[AdvTrain(PGD(0.02, steps=1)), AASTrain(period=1)],
-    )
-    l.logger = noop
-    with l.no_bar():
-        l.fit(1, 1e-4)
-    assert (scales_of(l.model) < 1).any() and scales_of(l.model).shape == (len(vit_blocks(l.model)),)
-
-
-def test_cost_of_training():
-    "21 F for each mini-batch of a phase, nothing in other epochs"
-    got = []
-    for cbs in ([], [AASTrain(period=2)]):
-        m = Counted(tiny_vit(num_classes=4))
-        l = learner(
-            [AdvTrain(P2), *cbs, Callback(before_validate=lambda self: got.append((m.forwards, m.backwards)))], model=m
-        )
-        l.fit(1, 1e-3)
-        l.fit(2, 1e-3)
-    plain, more = [got[3 * i : 3 * i + 3] for i in range(2)]
-    # validation passes between, the same in both
-    valid = 32 - 16
-    assert plain[0] == more[0] and all(
-        (m[0] - p[0], m[1] - p[1]) == (11 * 16, 10 * 16) for p, m in zip(plain[1:], more[1:])
-    )
-
-
-def test_callback_holds_no_tensors():
-    l = learner([AdvTrain(P2), AASTrain(period=1)])
-    l.fit(1, 1e-3)
-    assert (
-        not any(isinstance(v, (torch.Tensor, nn.Module)) for k, v in l.aas_train.__getstate__().items() if k != 'learn')
-        and eval(repr(AASTrain(period=3)), globals()).period == 3
-    )
-
-
 # --- scales that stay: `add_scales` of 00a_vit
 # ------------------------------------------------------------------------------------------------
 
 
-@fam
-@fused
-def test_own_scales(k, on):
-    m = build(k, on)
-    n = len(vit_blocks(m))
-    s = torch.linspace(0.3, 0.9, n)
-    own = add_scales(copy.deepcopy(m))
-    with torch.no_grad():
-        assert torch.equal(own(X), m(X))
-        add_scales(own, s)
-        z = own(X)
-        assert close(z, ScaledModel(m, s)(X)) and not close(z, m(X), 1e-6)
-        with attn_scale(own, 0.5):
-            assert close(own(X), ScaledModel(m, s * 0.5)(X))
-        with attn_scale(own, torch.rand(n, 5, 1)):
-            own(X)
-        assert torch.equal(own(X), z)
-        # a copy has scales of its own
-        c = copy.deepcopy(own)
-        add_scales(own, 1.0)
-        assert torch.equal(c(X), z) and torch.equal(own(X), m(X))
-        b = io.BytesIO()
-        torch.save(c, b)
-        b.seek(0)
-        assert torch.equal(torch.load(b, weights_only=False)(X), z)
-        f = add_scales(copy.deepcopy(m))
-        f.load_state_dict(c.state_dict())
-        assert torch.equal(f(X), z)
-        assert (
-            torch.equal(remove_scales(c)(X), m(X))
-            and list(c.state_dict()) == list(m.state_dict())
-            and all(h == (0, 0, 0) for h in state_of(c)[2])
-        )
-    with pytest.raises(ValueError, match='blocks'):
-        add_scales(m, [1.0] * (n + 1))
-    with pytest.raises(ValueError, match='nothing to remove'):
-        remove_scales(m)
-
-
-def test_own_scales_with_checkpointing():
-    m = build('vit')
-    own = add_scales(copy.deepcopy(m), 0.5)
-    x = X.clone().requires_grad_()
-    (g,) = torch.autograd.grad(own(x).square().sum(), x)
-    own.model.set_grad_checkpointing(True)
-    own.train()
-    (g2,) = torch.autograd.grad(own(x).square().sum(), x)
-    assert close(g, g2, 1e-4)
-
-
 # --- paper scale
 # -----------------------------------------------------------------------------------------------------------------------------------  # noqa: E501
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('name,size', [('vit_base_patch16_224', 224), ('xcit_small_12_p8_224', 224)])
-def test_paper_scale(name, size):
-    "The paper's model with random weights: one ascent step, one attack step, one optimiser step, one evaluation batch"
-    m = Normalized(timm.create_model(name, num_classes=100))
-    x, y = torch.rand(1, 3, size, size), torch.tensor([3])
-    A = AAS(PGD(8 / 255, steps=1), ascent=1)
-    x_adv = A(m, x, y)
-    assert x_adv.shape == x.shape and robust_report(m, (x, predict(m, x)), [A], bs=1).rows[1]['n'] == 1
-    opt = torch.optim.SGD(m.parameters(), 0.1, momentum=0.9)
-    add_scales(m, A.but(per='batch').scales(m, x))
-    F.cross_entropy(m(x_adv), y).backward()
-    nn.utils.clip_grad_norm_(m.parameters(), 1.0)
-    opt.step()
-    assert m(x).isfinite().all()
 
 
 def test_an_ensemble_goes_on_after_the_scaled_model_has_failed():
@@ -1375,11 +793,6 @@ def test_an_ensemble_goes_on_after_the_scaled_model_has_failed():
     assert all(torch.equal(v[k], same[k]) for k in v)
 
 
-def test_twice_is_no_control_without_a_random_start():
-    t = scale_report(tv(), data(), Scaled(FGSM(0.1), 0.5)).iloc[0]
-    assert t.twice == t.plain
-
-
 # --- one fit or many, second copies, held batches
 # ---------------------------------------------------------------------------------------------------
 
@@ -1393,13 +806,10 @@ def life(fits):
     return l
 
 
-ONE = [dict(n_epoch=1)]
-
-
 @pytest.mark.parametrize(
     'fits',
-    [4 * ONE, 2 * [dict(n_epoch=2)], [dict(n_epoch=1), dict(n_epoch=4, start_epoch=1)]],
-    ids=['1+1+1+1', '2+2', '1, and on with start_epoch'],
+    [4 * [dict(n_epoch=1)], [dict(n_epoch=1), dict(n_epoch=4, start_epoch=1)]],
+    ids=['1+1+1+1', '1, and on with start_epoch'],
 )
 def test_the_period_counts_over_the_learners_life(fits):
     a, b = life([dict(n_epoch=4)]), life(fits)
@@ -1408,12 +818,6 @@ def test_the_period_counts_over_the_learners_life(fits):
         and b.aas_train.df.equals(a.aas_train.df)
         and same(weights(a), weights(b))
     )
-
-
-def test_a_resumed_fit_counts_the_epochs_it_leaves_out():
-    l = learner([AASTrain(period=3, aas=AAS(FGSM(), ascent=1))])
-    l.fit(4, 1e-3, start_epoch=2)
-    assert l.aas_train.df.epoch.tolist() == [3]
 
 
 def test_no_ascent_while_a_learning_rate_is_searched(tmp_path, monkeypatch):
@@ -1427,14 +831,6 @@ def test_no_ascent_while_a_learning_rate_is_searched(tmp_path, monkeypatch):
     assert not seen
     l.fit(1, 1e-3)
     assert len(seen) == 1
-
-
-def test_a_second_copy_is_refused():
-    for more in (AASTrain(period=3), type('Mine', (AASTrain,), {})()):
-        l = learner([AASTrain(), more])
-        for go in (lambda: l.fit(1), l.validate):
-            with pytest.raises(ValueError, match='two AASTrain callbacks'):
-                go()
 
 
 def test_held_batches_show_no_loss():
@@ -1474,44 +870,6 @@ def in_place(m):
     return InPlace(m.model, m.mean, m.std).eval()
 
 
-def test_every_attack_around_attacks_is_tried():
-    mine = {
-        o
-        for o in vars(aas_mod).values()
-        if isinstance(o, type)
-        and issubclass(o, aas_mod.Around)
-        and o.__module__ == aas_mod.__name__
-        and not o.__name__.startswith('_')
-    } - {aas_mod.Around}
-    assert mine <= {type(f()) for f in ATTACKS.values()}
-
-
-@attacks
-def test_a_model_that_works_in_place(a):
-    m, A, x = build('vit'), ATTACKS[a](), X.clone()
-    want = A(m, x, Y)
-    assert torch.equal(A(in_place(m), x, Y), want) and torch.equal(x, X)
-
-
-@pytest.mark.parametrize(
-    'see',
-    [
-        lambda m, x: AAS(PGD2).scales(m, x),
-        lambda m, x: AAS(PGD2, guard=0.0, per='batch').scales(m, x),
-        lambda m, x: AAS(PGD2, climb=ce, temperature=True).scales(m, x, Y),
-        lambda m, x: torch.cat(attn_gaps(m, x), 1),
-        lambda m, x: torch.stack([*two_models(m, x, Y, AAS(WorstCase([FGSM(0.05), PGD2]))).values()]),
-        lambda m, x: torch.tensor(scale_report(m, (x, Y), [Scaled(PGD2, 0.5)]).values),
-        lambda m, x: torch.tensor(AAS(PGD2).universal(m, (x, Y)).s),
-    ],
-    ids=['scales', 'guard', 'labels', 'gaps', 'two models', 'report', 'universal'],
-)
-def test_what_looks_at_a_model_that_works_in_place(see):
-    m, x = build('vit'), X.clone()
-    want = see(m, x)
-    assert torch.equal(see(in_place(m), x), want) and torch.equal(x, X)
-
-
 def test_training_a_model_that_works_in_place():
     def go(m):
         l = learner([AdvTrain(P2), AASTrain(period=1)], model=m)
@@ -1526,23 +884,9 @@ def test_training_a_model_that_works_in_place():
 # -----------------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
-def replica(m):
-    "What `DataParallel` makes: a shallow copy of each module, with parameters and buffers of its own"
-    new = {o: o._replicate_for_data_parallel() for o in m.modules()}
-    for o, r in new.items():
-        r._modules = {k: new.get(c) for k, c in o._modules.items()}
-        r._parameters, r._buffers = [
-            {k: None if v is None else v.clone() for k, v in d.items()} for d in (o._parameters, o._buffers)
-        ]
-        for k, v in r._parameters.items():
-            object.__setattr__(r, k, v) if k not in r._buffers else None
-    return new[m]
-
-
 @pytest.mark.parametrize(
-    'copied', [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), replica], ids=['deepcopy', 'pickle', 'replica']
+    'copied,s', [(copy.deepcopy, 1.0), (lambda m: pickle.loads(pickle.dumps(m)), [0.3, 0.6, 0.9]), (replicate, 0.5)]
 )
-@pytest.mark.parametrize('s', [0.5, [0.3, 0.6, 0.9], 1.0], ids=['number', 'blocks', 'one'])
 def test_a_copy_of_a_scaled_model_has_its_own_scales(copied, s):
     m = build('vit')
     a = ScaledModel(m, s)
@@ -1616,91 +960,18 @@ def test_another_radius_scales_the_step_inside(wrap):
         wrap(lambda model, x, y=None, *, seed=0, **kw: x).at_eps(0.1)
 
 
-def test_a_climb_without_a_name_has_one():
-    from functools import partial
-
-    assert AAS(PGD2, climb=partial(ce, smoothing=0.1)).name == 'aas_pgd2_climb'
-
-
 # --- data sorted by class
 # ------------------------------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
-def test_universal_scales_of_sorted_data_see_all_classes(monkeypatch):
-    seen, real = [], AAS.scales
-    monkeypatch.setattr(AAS, 'scales', lambda self, m, x, y=None, **k: seen.append(y) or real(self, m, x, y, **k))
-    x = torch.rand(40, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    y = torch.arange(4).repeat_interleave(10)
-    m = build('vit')
-    for data in ((x, y), torch.utils.data.DataLoader(list(zip(x, y)), batch_size=8)):
-        seen.clear()
-        AAS(PGD2, ascent=1).universal(m, data, n=1, bs=8)
-        assert len(seen) == 1 and len(seen[0]) == 8 and seen[0].unique().tolist() == [0, 1, 2, 3]
-    # as it comes, where that is fair
-    i = torch.randperm(40, generator=torch.Generator().manual_seed(1))
-    seen.clear()
-    AAS(PGD2, ascent=1).universal(m, (x[i], y[i]), n=2, bs=8)
-    assert torch.equal(torch.cat(seen), y[i][:16])
-
-
-class Sorted(torch.utils.data.Dataset):
-    "Sorted by class, and its labels cannot be read without its images"
-
-    def __init__(self):
-        self.x, self.y = (
-            torch.rand(120, 3, 32, 32, generator=torch.Generator().manual_seed(0)),
-            torch.arange(4).repeat_interleave(30),
-        )
-
-    def __len__(self):
-        return len(self.y)
-
-    def __getitem__(self, i):
-        return self.x[i], self.y[i]
-
-
-@pytest.mark.parametrize(
-    'measure',
-    [
-        lambda m, dl: AAS(PGD2, ascent=1).universal(m, dl, n=2),
-        lambda m, dl: scale_report(m, dl, Scaled(FGSM(0.01), 0.5), n=40),
-        lambda m, dl: mask_accuracy(m, dl, masks=1, n=40),
-    ],
-    ids=['universal', 'scale_report', 'mask_accuracy'],
-)
-def test_images_of_few_of_the_classes_are_named(measure):
-    with pytest.warns(UserWarning, match='the 40 images are of 2 of '):
-        measure(build('vit'), torch.utils.data.DataLoader(Sorted(), batch_size=20))
-
-
 # --- experiments
 # --------------------------------------------------------------------------------------------------------------------
-
-EXPERIMENTS_OF_THE_PAPER = ['aas.saturated', 'aas.rounding', 'aas.eta']
-
-
-@pytest.mark.parametrize('name', EXPERIMENTS_OF_THE_PAPER)
-def test_the_first_run_of_each_experiment(name, tmp_path):
-    "Verdicts per image, and no attack that contains another leaves more than it"
-    trial = trials_of(name, 'smoke')[0]
-    right = trial.fn(**trial.key).verdicts
-    assert {len(o) for o in right.values()} == {trial.key['n']}
-    inside = dict(plain='clean', starts_2='plain', starts_4='starts_3', scales='plain', aas='plain', gap='plain')
-    for k, base in inside.items():
-        if k in right and base in right:
-            assert not (right[k] & ~right[base]).any(), k
 
 
 def test_scales_are_chosen_on_other_images_than_those_that_are_judged():
     _, (x, _), (held, _) = aas_mod._small('fashion_mnist', 200, 50)
     assert len(x) == 200 and len(held) == 50
     assert not any((o == x).flatten(1).all(1).any() for o in held)
-
-
-@pytest.mark.parametrize('profile', ['laptop', 'gpu', 'paper'])
-def test_each_profile_plans_a_thousand_images_and_three_seeds(profile):
-    keys = [o.key for o in trials_of('aas.saturated', profile)]
-    assert {o['n'] for o in keys} == {1000} and {o['seed'] for o in keys} == {0, 1, 2}
 
 
 def test_with_scales_is_never_weaker_than_the_attack():
@@ -1712,17 +983,3 @@ def test_with_scales_is_never_weaker_than_the_attack():
     assert right(mild, with_scales(pgd, 1e-7)(mild, x, y), y) <= right(mild, pgd(mild, x, y), y)
     with pytest.raises(ValueError, match='at least one scale'):
         with_scales(pgd, ())
-
-
-def test_chosen_scales_are_those_that_help():
-    m, pgd = planted_vit(8), PGD(0.1, steps=5)
-    x, y = planted_images(24, seed=1)
-    assert choose_scales(pgd, m, x, y, grid=(2.0, 1.0, 0.1), k=1) == (0.1,)
-    assert len(choose_scales(pgd, m, x, y, grid=(2.0, 0.1), k=5)) == 2
-
-
-def test_longer_queries_multiply_the_gaps_of_the_first_block():
-    m, x = timm.create_model('vit_tiny_patch16_224', **SMALL).eval(), torch.rand(2, 3, 32, 32)
-    before = state_of(m)
-    torch.testing.assert_close(attn_gaps(louder(m, 10), x)[0], 10 * attn_gaps(m, x)[0], rtol=1e-3, atol=1e-4)
-    assert state_of(m) == before

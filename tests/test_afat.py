@@ -14,14 +14,11 @@ from fastai.vision.all import (
     DataLoaders,
     GradientAccumulation,
     GradientClip,
+    Adam,
     LabelSmoothingCrossEntropyFlat,
-    Learner,
-    L,
     MixUp,
     Normalize,
     SGD,
-    SaveModelCallback,
-    accuracy,
     first,
     set_seed,
 )
@@ -87,21 +84,7 @@ class Watch(Callback):
 # ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    'share,n,k',
-    [(0.1, 196, 20), (0.1, 49, 5), (0.1, 16, 2), (0.1, 64, 6), (0.01, 16, 1), (0, 16, 0), (1, 16, 16), (0.5, 9, 4)],
-)
-def test_number_of_patches(share, n, k):
-    assert n_occluded(share, n) == k
-
-
-def test_number_of_patches_refuses():
-    for s in (-0.1, 1.1):
-        with pytest.raises(ValueError, match='between 0 and 1'):
-            n_occluded(s, 10)
-
-
-@pytest.mark.parametrize('n', [16, 49, 196])
+@pytest.mark.parametrize('n', [16, 49])
 def test_exact_number_ties_included(n):
     for k in (1, n // 10 + 1, n):
         for sc in (torch.zeros(3, n), torch.randn(3, n), torch.randint(0, 2, (3, n)).float()):
@@ -110,16 +93,6 @@ def test_exact_number_ties_included(n):
     sc = torch.randn(3, n)
     m = keep_mask(sc, 2)
     assert (sc[m == 0].view(3, 2).amax(1) <= sc.masked_fill(m == 0, 9).amin(1)).all()  # the lowest go
-
-
-def test_straight_through():
-    g = torch.tensor([[-3.0, 0.2, 5, 0]])
-    for ste, want in (('identity', g), ('clip', g.clamp(-1, 1)), ('sign', g.sign())):
-        s = torch.randn(1, 4).requires_grad_()
-        keep_mask(s, 2, ste).backward(g)
-        assert torch.equal(s.grad, want)
-    with pytest.raises(ValueError, match='ste must be one of'):
-        keep_mask(torch.zeros(1, 4), 1, 'soft')
 
 
 def test_the_relative_estimator_moves_covered_patches_alone_and_against_each_other():
@@ -132,25 +105,6 @@ def test_one_covered_patch_is_compared_with_those_of_the_batch():
     s = torch.tensor([[0.0, 1], [1, 0]]).requires_grad_()
     keep_mask(s, 1).backward(torch.tensor([[-3.0, 9], [9, -1]]))
     assert s.grad.tolist() == [[-1, 0], [0, 1]]
-
-
-def test_occlude_rectangles():
-    x = images(2)[:, :, :14]
-    keep = torch.ones(2, 8)
-    keep[0, 5] = 0
-    o = occlude(x, keep, (7, 7), torch.full((1,), 9.0))
-    assert torch.equal(o[1], x[1]) and (o[0, :, 7:, 7:14] == 9).all() and (o[0] == 9).sum() == 49
-
-
-@pytest.mark.parametrize('fill', ['noise', 'uniform', 'drop'])
-def test_cover(fill):
-    m, x, rng = Normalized(nn.Identity(), [0.3], [0.2]), images(6), torch.get_rng_state()
-    c = patch_cover(x, 3, fill, m)
-    assert torch.equal(torch.get_rng_state(), rng) and torch.equal(patch_cover(x[2:4], 3, fill, m), c[2:4])
-    lo, hi = dict(noise=(0.3, 0.5), uniform=(0, 1), drop=(0.3, 0.3))[fill]
-    assert lo - 1e-6 <= c.min()
-    assert c.max() <= hi + 1e-6
-    assert fill == 'drop' or not torch.equal(c, patch_cover(x, 4, fill, m))
 
 
 def test_cover_refuses_and_knows_raw_models():
@@ -174,17 +128,6 @@ def test_patches_must_tile():
         patch_size(m, images(1, 40, 3))
 
 
-def test_corruption_model():
-    c = PatchOcclusion((14, 14), (16, 16))
-    x = images(2, 224, 3)
-    assert sum(p.numel() for p in c.parameters()) == 768 + 38416 and (c(x, 20) == 0).sum(1).tolist() == [20, 20]
-    (c(x, 20) * torch.arange(196)).sum().backward()
-    assert all(p.grad.abs().sum() > 0 for p in c.parameters())
-    with pytest.raises(ValueError, match='made for images'):
-        c(images(2, 32, 3), 5)
-    assert torch.allclose(c.scores(x), c.fc(F.gelu(F.conv2d(x, c.conv.weight, stride=16)).flatten(1)), atol=1e-5)
-
-
 def test_fresh_ones_follow_the_seed_and_leave_the_random_state():
     m, x, rng = tiny_vit(), images(), torch.get_rng_state()
     a, b, c = [occlusion_for(m, x, s) for s in (0, 0, 1)]
@@ -199,28 +142,6 @@ def test_scores_are_those_of_normalised_images():
     c = occlusion_for(m, x)
     assert torch.allclose(c.scores(x), c.fc(F.gelu(c.conv((x - 0.3) / 0.2)).flatten(1)), atol=1e-5)
     assert not torch.allclose(c.scores(x), c.fc(F.gelu(c.conv(x)).flatten(1)), atol=1e-3)
-
-
-def test_likeness_of_attention_by_hand():
-    m, x = tiny_vit(), images()
-    x2 = x.flip(3)
-    a, b = attn_maps(m, x), attn_maps(m, x2)
-    want = torch.stack(
-        [
-            torch.stack([F.cosine_similarity(p[:, h, i], q[:, h, i]) for h in range(2) for i in range(17)])
-            for p, q in zip(a, b)
-        ]
-    ).mean((0, 1))
-    assert torch.allclose(attn_cos(m, x, x2), want, atol=1e-5)
-
-
-def test_align_by_hand():
-    f, g = [[torch.randn(2, 3, 4) for _ in range(3)] for _ in range(2)]
-    assert torch.allclose(align_loss(f, g), sum((a - b).pow(2).mean() for a, b in zip(f, g)) / 3)
-    assert torch.allclose(align_loss(f, g, 'sum'), sum((a - b).pow(2).sum() / 2 for a, b in zip(f, g)) / 3)
-    with pytest.raises(ValueError, match='how must be'):
-        align_loss(f, g, 'max')
-    assert align_loss([f[0].half()], [g[0].half()]).dtype == torch.float32
 
 
 # --- the joint step
@@ -245,8 +166,7 @@ def by_hand(l, x, y, lam, share=0.25, select='adversarial'):
     return grad(loss, list(m.parameters())), up, loss.item()
 
 
-@pytest.mark.parametrize('select', ['adversarial', 'random', 'ce'])
-@pytest.mark.parametrize('lam', [0.005, 3.0])
+@pytest.mark.parametrize('select,lam', [('adversarial', 0.005), ('random', 3.0), ('ce', 3.0)])
 def test_one_step_by_hand(select, lam):
     w, l = Watch(), learner(AFAT(occlude=0.25, lam=lam, select=select, corruption_lr=0.1, length=None))
     x, y = map(plain, l.dls.train.one_batch())
@@ -310,38 +230,6 @@ def test_gradients_that_an_interrupted_fit_left_do_not_count():
     assert torch.equal(go(True), go(False))
 
 
-def test_directions_and_cost():
-    class Moves(Callback):
-        order = 9
-
-        def before_step(self):
-            self.was = [
-                (p, p.detach().clone(), p.grad.clone())
-                for m in (self.learn.model, self.learn.afat.corruption)
-                for p in m.parameters()
-            ]
-
-    w, l = Moves(), learner(AFAT(occlude=0.25, lam=1.0), model=Counted(tiny_vit(num_classes=4)))
-    l.add_cb(w)
-    l.fit(1)
-    n = len(list(l.model.parameters()))
-    dots = [((p.detach() - q) * g).sum().item() for p, q, g in w.was]
-    assert sum(dots[:n]) < 0 < sum(dots[n:]) and l.model.forwards == 2 * 16 + len(l.dls.valid_ds)
-
-
-@pytest.mark.parametrize('kw', [dict(occlude=0), dict(lam=0), dict(occlude=switch(0.1, pct=2 / 3, before=0), epochs=1)])
-def test_nothing_at_zero(kw):
-    ep = kw.pop('epochs', 2)
-
-    def go(cbs):
-        l = learner(cbs, n=32, model=tiny_vit(num_classes=4, drop_path_rate=0.2, proj_drop_rate=0.2))
-        l.fit(ep)
-        return l
-
-    l = go(AFAT(**kw))
-    assert torch.equal(flat(l.model), flat(go(None).model)) and l.afat.corruption is None
-
-
 def test_length_makes_the_step_independent_of_lam():
     def step(lam, length):
         l = learner(AFAT(occlude=0.25, lam=lam, length=length))
@@ -353,25 +241,6 @@ def test_length_makes_the_step_independent_of_lam():
     assert torch.allclose(step(0.001, 5.0), step(1.0, 5.0), atol=1e-7)
     assert not torch.allclose(step(0.001, None), step(1.0, None), atol=1e-9)
     assert step(0.1, 5.0).norm() == pytest.approx(1e-4 * 1.9 * 5, rel=0.02)
-
-
-def test_ascent_on_a_frozen_classifier():
-    """Masks of a corruption model that was trained alone move features more than random ones; the classifier stays as
-    it was"""
-    m, (x, y) = (
-        small_model('vit', data='fashion_mnist'),
-        [plain(o) for o in fashion_mnist(n_train=16, n_valid=64, bs=64).valid.one_batch()],
-    )
-    before, rng = state_of(m), torch.get_rng_state()
-    c, seen = fit_corruption(m, (x, y), epochs=30, lr=1e-2)
-    assert len(seen) == 30 and state_of(m) == before and torch.equal(torch.get_rng_state(), rng)
-
-    def align(keep, seed):
-        with torch.no_grad():
-            f = block_outputs(m, torch.cat([x, occlude(x, keep, (7, 7), patch_cover(x, seed, 'noise', m))]))
-            return align_loss(*zip(*[o.chunk(2) for o in f])).item()
-
-    assert align(c(x, 2), 99) > 1.05 * sum(align(random_keep(x, 16, 2, s), 99) for s in range(5)) / 5
 
 
 @pytest.fixture(scope='module')
@@ -410,24 +279,6 @@ def test_a_ranking_moves_features_most(small_vit, how):
     assert moved(m, x, RankedOcclusion(how=how)) > 1.4 * moved(m, x, Occlusion())
 
 
-def test_the_effect_of_a_patch_is_that_of_covering_it_alone():
-    m, x = tiny_vit(), images(2)
-    cover = patch_cover(x, 0, 'noise', m)
-    keep = torch.ones(2, 16)
-    keep[:, 5] = 0
-    pairs = zip(block_outputs(m, x), block_outputs(m, occlude(x, keep, (7, 7), cover)))
-    want = torch.stack([(a - b).pow(2).flatten(1).mean(1) for a, b in pairs]).mean(0)
-    assert torch.allclose(patch_effects(m, x, cover, (7, 7))[:, 5], want, rtol=1e-3)
-    with pytest.raises(ValueError, match='how must be one of'):
-        patch_effects(m, x, cover, (7, 7), 'all')
-
-
-def test_masks_of_the_gradient_train_without_a_corruption_model():
-    l = learner(AFAT(occlude=0.25, lam=1.0, select='gradient'), model=Counted(tiny_vit(num_classes=4)))
-    l.fit(1)
-    assert l.afat.corruption is None and l.afat.df.align_loss[0] > 0 and l.model.training is False
-
-
 def test_a_learner_keeps_its_own_table_when_it_loads(tmp_path):
     l = resumable(tmp_path)
     l.fit(1)
@@ -446,14 +297,6 @@ def test_weights_saved_without_afat_are_not_loaded_with_an_older_adversary(tmp_p
     fresh = resumable(tmp_path)
     fresh.load('m', with_opt=False)
     assert fresh.afat.corruption is None
-
-
-def test_a_corruption_model_alone_knows_its_epochs():
-    m, data = tiny_vit(), (images(), torch.arange(4))
-    c, _ = fit_corruption(m, data, epochs=3)
-    again = occlusion_for(m, data[0])
-    again.load_state_dict(c.state_dict())
-    assert int(again.epochs) == 3
 
 
 def test_a_run_that_goes_on_has_the_adversary_that_it_left(tmp_path):
@@ -520,7 +363,7 @@ def test_accumulation(select):
     assert torch.allclose((c - c4) / (4 if select == 'ce' else 1), torch.zeros(()), atol=1e-4 if select != 'ce' else 1)
 
 
-@pytest.mark.parametrize('dtype,scale', [(torch.bfloat16, 1.0), (torch.float16, 2.0**4), (torch.float16, 2.0**14)])
+@pytest.mark.parametrize('dtype,scale', [(torch.bfloat16, 1.0), (torch.float16, 2.0**14)])
 def test_mixed_precision(dtype, scale):
     def go(cbs):
         w = Watch()
@@ -565,22 +408,6 @@ def test_a_skipped_step_is_skipped_by_both():
     assert torch.equal(flat(c), was) and all(p.grad is None or p.grad.abs().sum() == 0 for p in c.parameters())
 
 
-def test_summed_losses():
-    "A Learner's loss that sums over images gets an alignment that counts images too"
-
-    def grads(reduction):
-        w = Watch()
-        l = learner(
-            [AFAT(occlude=0.25, lam=3.0, select='random'), w],
-            loss_func=CrossEntropyLossFlat(reduction=reduction),
-            lr=1e-3,
-        )
-        l.fit(1)
-        return w.f
-
-    assert torch.allclose(grads('sum'), 16 * grads('mean'), rtol=1e-3, atol=1e-4)
-
-
 def test_summed_losses_under_mixup():
     "MixUp puts itself in front of the loss, which still sums"
 
@@ -609,15 +436,8 @@ def test_summed_losses_under_mixup():
 # ------------------------------------------------------------------------------------------------------------
 
 COMPANY = dict(
-    mixup=lambda: [MixUp()],
     cutmix=lambda: [CutMix()],
-    clip=lambda: [GradientClip(0.1)],
-    ema=lambda: [EMA(0.9)],
-    at=lambda: [AdvTrain(PGD(0.1, steps=1))],
-    fgsm_rs=lambda: [AdvTrain(FGSM_RS(0.1))],
-    awp=lambda: [AWP(0.01)],
     at_awp=lambda: [AdvTrain(FGSM(0.1)), AWP(0.01)],
-    no_decay=lambda: [NoDecay()],
     all=lambda: [
         MixUp(),
         GradientAccumulation(32),
@@ -630,11 +450,11 @@ COMPANY = dict(
 
 
 @pytest.mark.parametrize('company', COMPANY)
-@pytest.mark.parametrize('loss', [CrossEntropyLossFlat(), LabelSmoothingCrossEntropyFlat()], ids=['ce', 'smooth'])
-def test_company(company, loss):
+def test_company(company):
+    loss = LabelSmoothingCrossEntropyFlat()
     for flip in (False, True):
         cbs = [AFAT(occlude=0.25, lam=0.1), *COMPANY[company]()]
-        l = learner(cbs[::-1] if flip else cbs, n=32, loss_func=loss, opt_func=ranger_or_adam())
+        l = learner(cbs[::-1] if flip else cbs, n=32, loss_func=loss, opt_func=Adam)
         l.fit(2, 1e-3)
         assert l.loss_func is loss
         assert no_hooks(l.model)
@@ -642,24 +462,6 @@ def test_company(company, loss):
         assert not torch.is_autocast_enabled('cpu')
         assert len(l.afat.df) == 2
         assert all(isinstance(v, float) and math.isfinite(v) for v in l.recorder.values[-1])
-
-
-def ranger_or_adam():
-    from fastai.optimizer import Adam
-
-    return Adam
-
-
-def test_awp_moves_and_returns():
-    "At gamma 0 AWP changes nothing; at a tiny gamma next to nothing"
-
-    def go(cbs):
-        l = learner([AFAT(occlude=0.25, lam=1.0), *cbs])
-        l.fit(1)
-        return flat(l.model)
-
-    a, b, c = go([]), go([AWP(0.0)]), go([AWP(1e-6)])
-    assert torch.equal(a, b) and torch.allclose(a, c, atol=1e-4) and not torch.equal(a, c)
 
 
 def test_refuses_what_cannot_be():
@@ -728,31 +530,6 @@ def test_the_gradient_of_the_binariser_is_that_of_the_corruption_model():
     assert l.afat.corruption.ste == 'sign'
 
 
-def test_mask_accuracy():
-    m, x, y = tiny_vit(), images(6), torch.arange(6)
-    p = [predict(m, Occlusion(share=0.5)(m, x, y, seed=i)) for i in range(3)]
-    y = p[1].clone()
-    clean = predict(m, x)
-    y[0] = (clean[0] + 1) % 10
-    y[1] = clean[1]
-    assert mask_accuracy(m, (x, y), masks=3, share=0.5, bs=4) == pytest.approx(
-        [((o == y) & (clean == y)).float().mean().item() for o in p]
-    )
-    for data, n in (((x[:0], y[:0]), None), ((x, y), 0)):
-        with pytest.raises(ValueError, match='the data is empty|whole number'):
-            mask_accuracy(m, data, masks=2, n=n)
-
-
-def test_repr():
-    assert repr(AFAT()) == "AFAT(occlude=0.1, lam=0.005, select='adversarial')"
-    assert (
-        repr(AFAT(occlude=warmup(0.1), fill='drop'))
-        == "AFAT(occlude=warmup(0.1, pct=0.1), lam=0.005, select='adversarial', fill='drop')"
-    )
-    assert repr(Occlusion(by=PatchOcclusion((2, 2), (7, 7), 1))) == 'Occlusion(by=PatchOcclusion(2x2 patches of 7x7))'
-    assert Occlusion().name == 'occlusion'
-
-
 def test_patches_of_ones_own_must_tile():
     for select in ('adversarial', 'random'):
         with pytest.raises(ValueError, match='28x28 are not a multiple of the patch, 5x5'):
@@ -798,12 +575,16 @@ def test_a_corruption_model_is_trained_where_the_classifier_is(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    'stop', [KeyboardInterrupt, RuntimeError('out of memory'), CancelFitException], ids=['interrupt', 'error', 'cancel']
+    'event,awp,stop',
+    [
+        ('before_batch', False, KeyboardInterrupt),
+        ('after_pred', True, RuntimeError('out of memory')),
+        ('after_loss', False, CancelFitException),
+        ('before_backward', True, KeyboardInterrupt),
+        ('before_step', True, CancelFitException),
+        ('after_batch', False, RuntimeError('out of memory')),
+    ],
 )
-@pytest.mark.parametrize(
-    'event', ['before_batch', 'after_pred', 'after_loss', 'before_backward', 'before_step', 'after_batch']
-)
-@pytest.mark.parametrize('awp', [False, True], ids=['', 'awp'])
 def test_nothing_stays_on_the_model(event, awp, stop):
     "However a fit ends, and wherever: between AFAT's own event and the forward, or between AWP's two forwards"
 
@@ -839,9 +620,8 @@ def test_an_epoch_that_is_left_out_leaves_nothing():
 
 
 @pytest.mark.parametrize(
-    'where', ['before_batch', 'forward', 'after_pred', 'after_loss', 'after_backward', 'after_step']
+    'where,awp', [('before_batch', True), ('forward', False), ('after_loss', True), ('after_step', False)]
 )
-@pytest.mark.parametrize('awp', [False, True])
 def test_interrupt_and_refit(where, awp):
     def go(stop):
         l = learner([AFAT(occlude=0.25, lam=1.0), *([AWP(0.01)] if awp else [])], n=32)
@@ -890,46 +670,6 @@ def test_only_training_trains():
     assert torch.equal(flat(l.afat.corruption), was) and no_hooks(l.model)
 
 
-def test_goes_on_in_the_next_fit():
-    l = learner(AFAT(occlude=0.25, lam=1.0))
-    l.fit(2)
-    c = l.afat.corruption
-    was = flat(c)
-    l.fit(1)
-    assert l.afat.corruption is c and not torch.equal(flat(c), was) and l.afat.df.epoch.tolist() == [0, 1, 2]
-
-
-def test_export(tmp_path):
-    l = learner(AFAT(occlude=0.25, lam=1.0), dls=fashion_mnist(n_train=32, n_valid=16, bs=16), model=tiny_vit())
-    l.fit(1)
-    l.path = tmp_path
-    l.export('l.pkl')
-    from fastai.learner import load_learner
-
-    x, o = images(2), load_learner(tmp_path / 'l.pkl')
-    assert torch.allclose(o.model.eval()(x), l.model.eval()(x), atol=1e-6)
-    assert o.afat.optim is None and torch.equal(flat(o.afat.corruption), flat(l.afat.corruption))
-
-
-def test_schedules():
-    seen = []
-    l = learner(
-        [
-            AFAT(occlude=switch(0.5, pct=0.5, before=0.125), lam=warmup(1.0, pct=1)),
-            Callback(
-                after_pred=lambda self: (
-                    seen.append(int((self.learn.afat.kept == 0).sum(1)[0]))
-                    if self.training and self.learn.afat.kept is not None
-                    else None
-                )
-            ),
-        ],
-        n=64,
-    )
-    l.fit(2)
-    assert seen == [2] * 3 + [8] * 4  # lam is 0 at the first batch
-
-
 # --- one fit or many, resumed fits, second copies
 # -----------------------------------------------------------------------------
 
@@ -943,11 +683,10 @@ def life(fits, **kw):
     return l
 
 
-@pytest.mark.parametrize('select', ['adversarial', 'random'])
 @pytest.mark.parametrize(
-    'fits',
-    [4 * [dict(n_epoch=1)], 2 * [dict(n_epoch=2)], [dict(n_epoch=1), dict(n_epoch=4, start_epoch=1)]],
-    ids=['1+1+1+1', '2+2', '1, and on with start_epoch'],
+    'fits,select',
+    [(4 * [dict(n_epoch=1)], 'adversarial'), ([dict(n_epoch=1), dict(n_epoch=4, start_epoch=1)], 'random')],
+    ids=['1+1+1+1', '1, and on with start_epoch'],
 )
 def test_four_fits_are_one(fits, select):
     a, b = life([dict(n_epoch=4)], select=select), life(fits, select=select)
@@ -992,22 +731,6 @@ def resumable(path):
     return learner(AFAT(occlude=0.25, lam=1.0, corruption_lr=0.1), path=path)
 
 
-def test_a_resumed_fit_has_the_adversary_that_it_left(tmp_path):
-    "`learn.save` keeps it beside the weights, and `learn.load` finds it there"
-    whole, half, rest = [resumable(tmp_path) for _ in range(3)]
-    whole.fit(4)
-    half.fit(2)
-    half.save('m')
-    rest.load('m')
-    assert torch.equal(flat(rest.afat.corruption), flat(half.afat.corruption))
-    assert not torch.equal(flat(half.afat.corruption), flat(whole.afat.corruption))
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')
-        rest.fit(4, start_epoch=2)
-    assert torch.allclose(flat(rest.afat.corruption), flat(whole.afat.corruption), atol=1e-4)
-    assert rest.afat.df.epoch.tolist() == [0, 1, 2, 3]
-
-
 def test_a_resumed_fit_with_a_fresh_adversary_says_so(tmp_path):
     l = resumable(tmp_path)
     with pytest.warns(UserWarning, match='fresh corruption model.*state_dict'):
@@ -1016,20 +739,6 @@ def test_a_resumed_fit_with_a_fresh_adversary_says_so(tmp_path):
         with warnings.catch_warnings():
             warnings.simplefilter('error')
             go()
-
-
-def test_the_state_of_a_callback_that_has_not_begun():
-    a = AFAT()
-    a.load_state_dict(AFAT().state_dict())
-    assert a.corruption is None and len(a.df) == 0
-
-
-def test_a_second_copy_is_refused():
-    for more in (AFAT(select='random'), type('Mine', (AFAT,), {})()):
-        l = learner([AFAT(), more])
-        for go in (lambda: l.fit(1), l.validate):
-            with pytest.raises(ValueError, match='two AFAT callbacks'):
-                go()
 
 
 # --- the Learner's own loss
@@ -1043,8 +752,7 @@ LOSSES = dict(
 )
 
 
-@pytest.mark.parametrize('select', ['random', 'adversarial'])
-@pytest.mark.parametrize('k', LOSSES)
+@pytest.mark.parametrize('k,select', [*((k, 'random') for k in LOSSES), ('weights', 'adversarial')])
 def test_what_is_added_follows_the_learners_loss(k, select):
     "Equal class weights change nothing, a sum is so many times the mean: both terms, not one of them"
 
@@ -1089,31 +797,6 @@ def greedy(seed=0):
     return Greedy((4, 4), (7, 7), 1, 0.5, 0.5)
 
 
-OCCLUSIONS = dict(
-    random=lambda: Occlusion(share=0.25),
-    learned=lambda: Occlusion(share=0.25, by=occlusion_for(tiny_vit(), images())),
-    greedy=lambda: GreedyOcclusion(share=0.25),
-    ranked=lambda: RankedOcclusion(share=0.25),
-    augment=lambda: PatchAugment(p=0.5),
-)
-
-
-def test_every_occlusion_is_tried():
-    import robust_nbdev.afat as A
-
-    assert {
-        o for o in vars(A).values() if isinstance(o, type) and issubclass(o, PatchAttack) and o.__module__ == A.__name__
-    } == {type(f()) for f in OCCLUSIONS.values()}
-
-
-@pytest.mark.parametrize('k', OCCLUSIONS)
-def test_attacks_on_a_model_that_works_in_place(k):
-    m, x, y = tiny_vit(), images(6), torch.arange(6)
-    a = OCCLUSIONS[k]()
-    want, x0 = a(m, x, y), x.clone()
-    assert torch.equal(a(in_place(m), x, y), want) and torch.equal(x, x0)
-
-
 @pytest.mark.parametrize(
     'see',
     [
@@ -1127,18 +810,6 @@ def test_what_looks_at_a_model_that_works_in_place(see):
     m, x = tiny_vit(), images(6)
     x0, want = x.clone(), see(m, x)
     assert torch.equal(see(in_place(m), x), want) and torch.equal(x, x0)
-
-
-def test_pictures_of_a_model_that_works_in_place(monkeypatch):
-    import robust_nbdev.afat as A
-
-    seen, real = [], A.plt.Axes.imshow
-    monkeypatch.setattr(
-        A.plt.Axes, 'imshow', lambda self, o, **kw: seen.append(torch.as_tensor(o)) or real(self, o, **kw)
-    )
-    x = images(2)
-    show_occlusion(in_place(tiny_vit()), Occlusion(share=0.25), (x, torch.arange(2)), 2)
-    assert all(torch.equal(o, p[0]) for o, p in zip(seen, x))
 
 
 @pytest.mark.parametrize('awp', [False, True], ids=['', 'awp'])
@@ -1239,10 +910,6 @@ def test_copies_on_several_devices_are_refused():
 
 def family(k):
     kw = dict(in_chans=1, num_classes=4)
-    if k == 'deit':
-        return timm.create_model(
-            'deit_tiny_distilled_patch16_224', img_size=28, patch_size=7, embed_dim=32, depth=2, num_heads=2, **kw
-        )
     if k == 'reg':
         return timm.create_model(
             'vit_tiny_patch16_224', img_size=28, patch_size=7, embed_dim=32, depth=2, num_heads=2, reg_tokens=2, **kw
@@ -1277,26 +944,18 @@ def family(k):
         return timm.create_model('levit_128s', img_size=64, **kw)
     if k == 'rvt_pool':
         return timm.create_model('rvt_nano_plus', img_size=28, dims=(16, 32), depths=(2, 1), heads=(2, 4), **kw)
-    return timm.create_model(
-        k,
-        img_size=28,
-        **(dict(dims=(32,), depths=(2,)) if 'rvt' in k else dict(embed_dim=32, depth=2, stem_dims=(8, 8))),
-        **kw,
-    )
+    return timm.create_model(k, img_size=28, embed_dim=32, depth=2, stem_dims=(8, 8), **kw)
 
 
-BLOCKS = dict(
-    deit=2, reg=2, xcit=2, cait=2, swin=3, levit=None, rvt_pool=3, rvt_nano=2, rvt_nano_plus=2, fan_nano_p4_hybrid=2
-)
+BLOCKS = dict(reg=2, xcit=2, cait=2, swin=3, levit=None, rvt_pool=3, fan_nano_p4_hybrid=2)
 
 
 @pytest.mark.parametrize('k', BLOCKS)
-@pytest.mark.parametrize('select', ['adversarial', 'ce'])
-def test_families(k, select):
+def test_families(k):
     torch.manual_seed(0)
     m = Normalized(family(k), [0.5], [0.5])
     l = learner(
-        AFAT(occlude=0.25, lam=1.0, select=select),
+        AFAT(occlude=0.25, lam=1.0),
         model=m,
         lr=1e-3,
         dls=synth_dls(16, size=dict(xcit=32, levit=64).get(k, 28), bs=8),
@@ -1318,145 +977,6 @@ def test_families(k, select):
 # -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    'make',
-    [
-        lambda c: Occlusion(share=0.25),
-        lambda c: Occlusion(share=0.25, by=c),
-        lambda c: GreedyOcclusion(share=0.25),
-        lambda c: Occlusion(share=0.25, fill='drop'),
-        lambda c: PatchAugment(),
-    ],
-    ids=['random', 'learned', 'greedy', 'drop', 'augment'],
-)
-def test_leaves_everything_alone(make):
-    m, x, y = tiny_vit(), images(6), torch.arange(6)
-    c = occlusion_for(m, x)
-    a = make(c)
-    before, rng, x0 = state_of(m), torch.get_rng_state(), x.clone()
-    o = a(m, x, y)
-    assert state_of(m) == before
-    assert torch.equal(torch.get_rng_state(), rng)
-    assert torch.equal(x, x0)
-    assert not o.requires_grad
-    assert 0 <= o.min()
-    assert o.max() <= 1
-    assert torch.equal(o, a(m, x, y))
-    assert torch.equal(a(m, x[2:5], y[2:5]), o[2:5])  # the batch does not matter
-    if not isinstance(a, PatchAugment):
-        assert max(counts(x, o, 7)) <= 4
-    assert all(p.grad is None for p in c.parameters())
-    with torch.no_grad():
-        assert torch.equal(a(m, x, y), o)
-
-
-@pytest.mark.parametrize('c,size', [(1, 28), (3, 32)])
-def test_any_channels_and_size(c, size):
-    m = tiny_vit(size=size, patch=4, in_chans=c)
-    x = images(3, size, c)
-    for a in (Occlusion(), GreedyOcclusion(share=0.05)):
-        assert max(counts(x, a(m, x, torch.tensor([0, 1, 2])), 4)) <= n_occluded(0.1, (size // 4) ** 2)
-
-
-def test_greedy_is_the_best_single_patch_and_counts():
-    m = Counted(tiny_vit(seed=1))
-    x = images(5)
-    y = m(x).argmax(1)
-    m.forwards = 0
-    o = GreedyOcclusion(share=0.06, bs=7)(m, x, y)
-    assert m.forwards == 5 * 16
-    cover = patch_cover(x, image_seed(x, 0), 'noise', m)
-    vals = torch.stack(
-        [
-            ce(m(occlude(x, torch.ones(5, 16).scatter(1, torch.full((5, 1), j), 0), (7, 7), cover)), y)
-            for j in range(16)
-        ],
-        1,
-    )
-    fooled = m(o).argmax(1) != y
-    assert torch.allclose(ce(m(o), y)[~fooled], vals.amax(1)[~fooled], atol=1e-5) and counts(x, o, 7) == [1] * 5
-
-
-def test_greedy_beats_random_and_stops_when_fooled():
-    dls = synth_dls(64)
-    l = synth_learner(dls=dls, lr=3e-3)
-    l.fit(8)
-    m = l.model.eval()
-    x, y = [plain(o) for o in dls.valid.one_batch()]
-    acc = lambda a: (predict(m, a(m, x, y)) == y).float().mean().item()
-    assert acc(GreedyOcclusion(share=0.4)) <= min(
-        acc(Occlusion(share=0.4)), acc(RandomOcclusion(share=0.4, fill='noise'))
-    )
-    wrong = predict(m, GreedyOcclusion(share=0.4)(m, x, y)) != y
-    n = torch.tensor(counts(x, GreedyOcclusion(share=0.4)(m, x, y), 7))
-    assert (n[~wrong] == n_occluded(0.4, 16)).all()
-
-
-def test_in_reports_and_training(tmp_path):
-    m, x, y = tiny_vit(), images(20), torch.arange(20) % 10
-    rep = robust_report(
-        m,
-        (x, y),
-        [Occlusion(), Occlusion(by=occlusion_for(m, x)), GreedyOcclusion(), PGD(0.1, steps=2)],
-        out=tmp_path / 'r',
-    )
-    assert len(rep.df) >= 4
-    learner([AdvTrain(Occlusion(share=0.25))]).fit(1)
-
-
-def test_patch_augment():
-    m, x = tiny_vit(), images(32)
-    assert torch.equal(PatchAugment(p=0)(m, x), x)
-    share = sum(counts(x, PatchAugment(noise=0.01)(m, x), 7)) / (32 * 16)
-    assert abs(share - (1 - 0.9**3)) < 0.08
-    only = PatchAugment(p=1, least=1.0, noise=0.0)(m, x)
-    assert torch.allclose(only[:, :, 7:14, :7], x[:, :, 7:14, :7].flip(3), atol=1e-5)
-    n = PatchAugment(p=1, least=1.0, noise=0.05)(m, x * 0.4 + 0.3)
-    assert 0.03 < (n - PatchAugment(p=1, least=1.0, noise=0.0)(m, x * 0.4 + 0.3)).std() < 0.07
-    u, v = torch.arange(7) / 28, torch.arange(7)[:, None] / 28
-    ramps = (
-        torch.stack([u.expand(7, 7), v.expand(7, 7)]).repeat(1, 4, 4).expand(64, -1, -1, -1)
-        + torch.rand(64, 2, 1, 1) * 0.1
-    )
-    # [64,2,16,7,7]
-    p = (
-        PatchAugment(p=1, least=0.5, noise=0.0, patch=7)(tiny_vit(in_chans=2), ramps)
-        .unfold(2, 7, 7)
-        .unfold(3, 7, 7)
-        .flatten(2, 3)
-    )
-    far = (p.mean((-2, -1)) - ramps[:, :, :7, :7].mean((-2, -1))[..., None]).transpose(0, 1).flatten(1)
-    assert abs(torch.corrcoef(far)[0, 1]) < 0.15
-    assert (far.std(1) > 0.005).all()  # across and down, a crop is moved independently
-    cut = (p[:, 1, :, 4, 3] - p[:, 1, :, 2, 3]) / (2 / 28)
-    assert abs(cut.square().mean() - 0.75) < 0.02
-    assert cut.min() > 0.5**0.5 - 1e-3  # areas from half to all, evenly
-    flatx = torch.full_like(x, 0.5)
-    assert torch.allclose(PatchAugment(p=1, noise=0.0)(m, flatx), flatx, atol=1e-6)
-    with pytest.raises(ValueError, match='p must be'):
-        PatchAugment(p=2)
-
-
-def test_show(monkeypatch):
-    l = learner(AFAT(occlude=0.25, lam=1.0))
-    with pytest.raises(ValueError, match='no corruption model'):
-        l.afat.show_masks()
-    l.fit(1)
-    l.afat.show_masks(max_n=3)
-    show_occlusion(l.model, GreedyOcclusion(), l.dls.valid, 2)
-
-
-def test_pictures_of_sorted_data_show_several_classes(monkeypatch):
-    import robust_nbdev.afat as A
-
-    seen, real = [], A.outputs
-    monkeypatch.setattr(A, 'outputs', lambda m, x: seen.append(x) or real(m, x))
-    x, y = images(40), torch.arange(4).repeat_interleave(10)
-    show_occlusion(tiny_vit(num_classes=4), Occlusion(share=0.25), (x, y), 6)
-    at = [next(j for j in range(40) if torch.equal(x[j], o)) for o in seen[0]]
-    assert len(at) == 6 and y[at].unique().tolist() == [0, 1, 2, 3]
-
-
 # --- two processes
 # ----------------------------------------------------------------------------------------------------------
 
@@ -1467,6 +987,7 @@ def keep(l): return [torch.cat([p.detach().flatten() for p in m.parameters()]) f
 '''  # noqa: E501
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(tmp_path):
     """Masks, alignment and ascent of two processes are those of one on the joined batch, and both have the same
     corruption model, to the bit"""
@@ -1477,31 +998,6 @@ def test_two_processes_are_one(tmp_path):
 
 # --- the paper's scale
 # --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('name', ['rvt_tiny_plus', 'fan_tiny_8_p4_hybrid'])
-def test_paper_scale(name):
-    "One AFAT step of AdamW and one evaluation batch under attack at 224 pixels"
-    torch.manual_seed(0)
-    m = Normalized(timm.create_model(name))
-    x, y = images(2, 224, 3), torch.tensor([1, 2])
-    from fastai.vision.all import DataLoaders, Adam
-
-    l = Learner(
-        DataLoaders.from_dsets([*zip(x, y)], [*zip(x, y)], bs=2, device='cpu'),
-        m,
-        loss_func=CrossEntropyLossFlat(),
-        cbs=AFAT(),
-        opt_func=Adam,
-    )
-    with l.no_bar(), l.no_logging():
-        l.fit(1, 1e-3)
-    assert l.afat.corruption.grid == (14, 14)
-    assert l.afat.df.align_loss[0] > 0
-    assert counts(x, Occlusion(by=l.afat.corruption)(m, x, y), 16) == [20, 20]
-    assert (PGD(1 / 255, steps=1)(m.eval(), x, y) - x).abs().max() <= 1 / 255 + 1e-6
-    assert ((PatchFool(steps=1)(m, x, y) != x).any(1).flatten(1).sum(1) <= 256).all()
 
 
 # --- what a model does to its blocks, frozen parts, the range of the pixels

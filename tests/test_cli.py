@@ -1,12 +1,18 @@
 "`robust-demo` and `robust-eval` as a newcomer types them, and what they are made of."
 
-import argparse, gzip, importlib, json, os, re, signal, subprocess, sys, time, warnings
-from dataclasses import dataclass
-from pathlib import Path
+import argparse, importlib, io, json, os, re, runpy, shlex, signal, subprocess, sys, time, warnings
+from contextlib import redirect_stderr, redirect_stdout
 import numpy as np, pandas as pd, pytest, timm, torch
 from PIL import Image
+from fastcore.basics import noop
+from robust_nbdev.attacks import *
+from robust_nbdev.autoattack import *
+from robust_nbdev.core import Normalized, eps_str, unwrap
+from robust_nbdev import cli, datasets
+from robust_nbdev.cli import *
+from robust_nbdev.evaluate import robust_report
 
-HEAD = """import sys, io, json, contextlib, traceback, runpy
+HEAD = """import sys, json, runpy
 def main(args, cmd='robust-demo'): sys.argv = [cmd,*args]; runpy.run_path(__file__+'_bin/'+cmd, run_name='__main__')
 """
 # what the installed script does
@@ -34,7 +40,7 @@ def script(cwd, code, *args):
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
     d = tmp_path_factory.mktemp('demo')
-    r = script(d, 'main(sys.argv[1:])', '--profile', 'smoke', '--out', 'here/there')
+    r = script(d, 'main(sys.argv[1:])', *'--profile smoke --eps 8/255 --seed 7 --out here/there'.split())
     assert r.returncode == 0, r.stderr
     return d / 'here' / 'there', r
 
@@ -51,136 +57,42 @@ def test_demo_writes_what_it_says(run):
         ),
     }
     assert min(Image.open(out / 'robust_demo.png').size) > 400 and 'Traceback' not in r.stderr
-    t = pd.read_csv(out / 'robust_demo.csv')
-    assert t.columns.tolist() == ['attack', 'plain', 'robust'] and t.attack.tolist() == [
-        'clean',
-        'FGSM(0.1)',
-        'PGD(0.1, steps=3)',
-        'APGD(0.1, steps=3)',
-        'worst case',
-    ]
 
 
 def test_demo_prints_the_table_of_its_files(run):
     out, r = run
     t = pd.read_csv(out / 'robust_demo.csv')
+    assert t.attack.tolist() == [
+        'clean',
+        'FGSM(8/255)',
+        'PGD(8/255, steps=3)',
+        'APGD(8/255, steps=3)',
+        'worst case',
+    ]
     printed = [l for l in r.stdout.splitlines() if re.match(r'\s*(clean|FGSM|PGD|APGD|worst)', l)][-5:]
     assert [l.split()[-2:] for l in printed] == [[f'{a:.1f}', f'{b:.1f}'] for a, b in zip(t.plain, t.robust)]
     for m in ('plain', 'robust'):
         rows = json.loads((out / m / 'report.json').read_text())['rows']
-        assert [f"{100 * o['accuracy']:.1f}" for o in rows] == [f'{o:.1f}' for o in t[m]] and all(
-            o['n'] == 128 and o['seed'] == 42 for o in rows
-        )
-    assert 'eps=0.1, n=128, seed=42' in r.stdout and 'smoke' not in r.stderr
+        assert [f"{100 * o['accuracy']:.1f}" for o in rows] == [f'{o:.1f}' for o in t[m]]
+        assert all(o['n'] == 128 and o['seed'] == 7 for o in rows)
+    assert 'eps=8/255, n=128, seed=7' in r.stdout and 'smoke' not in r.stderr
 
 
-def test_second_run_gives_the_same_table_and_another_seed_another(run, tmp_path):
-    out, _ = run
-    r = script(
-        tmp_path,
-        "for a in ('--out again', '--seed 7 --eps 8/255 --out other'):\n    try: main(a.split())\n    except SystemExit"
-        " as e:\n        if e.code: raise",
-    )
-    assert r.returncode == 0, r.stderr
-    assert (tmp_path / 'again' / 'robust_demo.csv').read_text() == (out / 'robust_demo.csv').read_text()
-    t = pd.read_csv(tmp_path / 'other' / 'robust_demo.csv')
-    assert t.attack.tolist()[1] == 'FGSM(8/255)' and not t.equals(pd.read_csv(out / 'robust_demo.csv'))
+def test_a_second_run_gives_the_same_table(run, tmp_path):
+    run_demo(demo_settings('smoke', 8 / 255, None, 7, None), tmp_path, bar=False, say=noop)
+    assert (tmp_path / 'robust_demo.csv').read_text() == (run[0] / 'robust_demo.csv').read_text()
 
 
-BAD = {
-    '--eps 8': '8/255',
-    '--eps -1': '>= 0',
-    '--eps 0': 'above 0',
-    '--eps abc': 'abc',
-    '--eps 1/0': '1/0',
-    '--eps nan': 'nan',
-    '--eps inf': 'inf',
-    '--epochs 0': 'at least 1, got 0',
-    '--epochs -3': '-3',
-    '--epochs 1.5': '1.5',
-    '--profile nope': 'nope',
-    '--device nope': 'nope',
-    '--seed -1': 'between 0 and',
-    '--seed 99999999999999999999': '99999999999999999999',
-    '--out afile': 'afile',
-    '--nonsense 1': 'nonsense',
-    '--eps': '--eps',
-    'extra': 'extra',
-}
-CATCH = '''import shlex
-out,(_,todo,cmd) = {},sys.argv
-for args in json.loads(todo):
-    err,std,code = io.StringIO(),io.StringIO(),0
-    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(std):
-        try: main(shlex.split(args), cmd)
-        except SystemExit as e:
-            code = e.code
-            if isinstance(code, str): err.write(code); code = 1
-        except BaseException as e: code = -1; err.write(traceback.format_exc())
-    out[args] = code,err.getvalue(),std.getvalue()
-print('RESULT'+json.dumps(out))'''
-
-
-@pytest.fixture(scope='module')
-def failures(tmp_path_factory):
-    "All at once, in one process, since importing torch takes seconds: code and words of each"
-    d = tmp_path_factory.mktemp('bad')
-    (d / 'afile').write_text('')
-    r = script(d, CATCH, json.dumps([*BAD, '--help']), 'robust-demo')
-    return json.loads(r.stdout.split('RESULT')[1]), d
-
-
-@pytest.mark.parametrize('args', BAD)
-def test_bad_arguments_are_one_clear_line(failures, args):
-    code, err, out = failures[0][args]
-    last = err.strip().splitlines()[-1] if err.strip() else ''
-    assert code not in (0, None, -1) and 'Traceback' not in err, err
-    assert last.startswith('robust-demo: ') and BAD[args] in last and len(last) < 300
-    assert 'usage' in err or len(err.strip().splitlines()) == 1
-    assert not out.strip(), 'it had begun to work'
-
-
-def test_bad_arguments_leave_no_folder(failures):
-    assert [p.name for p in failures[1].iterdir()] == ['afile']
-
-
-def test_help(failures):
-    code, _, out = failures[0]['--help']
-    assert code in (0, None) and all(
-        o in out
-        for o in (
-            '--profile',
-            '--eps',
-            '--epochs',
-            '--out',
-            '--seed',
-            '--device',
-            'Train a plain and a robust vision transformer',
-        )
-    )
-
-
+@pytest.mark.slow
 def test_number_of_images_is_the_one_measured(tmp_path):
     """Where a dataset is not to be had, fewer images than the profile asks for may be measured, and that number is
     printed"""
-    from fastcore.basics import noop
-    from robust_nbdev.cli import demo_settings, run_demo
-    from robust_nbdev.datasets import RunSettings
-
-    s = RunSettings(
-        demo_settings('smoke'), dataset='imagenet100', imagenet100=None, size=None, n_train=128, n_valid=1500
-    )
+    s = demo_settings('smoke')
+    s = datasets.RunSettings(s, dataset='imagenet100', imagenet100=None, size=None, n_train=128, n_valid=1500, steps=1)
     assert run_demo(s, tmp_path, bar=False, say=noop).attrs['n'] == 1000
 
 
 # --- robust-eval: attacks as text
-
-from robust_nbdev.attacks import *
-from robust_nbdev.autoattack import *
-from robust_nbdev.core import Normalized, eps_str, unwrap
-from robust_nbdev import autoattack, cli, datasets
-from robust_nbdev.cli import *
-from robust_nbdev.evaluate import robust_report
 
 SMALL = 'vit_tiny_patch16_224(patch_size=7, embed_dim=48, depth=1, num_heads=2)'
 
@@ -206,16 +118,13 @@ def small(n=10, c=1, seed=0):
 @pytest.mark.parametrize(
     'text,attacks',
     [
-        ('fgsm', [FGSM(8 / 255)]),
         ('clean , FGSM,pgd20', [None, FGSM(8 / 255), PGD(8 / 255, steps=20)]),
         ('pgd20_dlr', [PGD(8 / 255, steps=20, loss=dlr)]),
-        ('PGD-20', [PGD(8 / 255, steps=20)]),
         ('pgd5_l2', [PGD(0.5, norm='L2', steps=5)]),
         ('apgd-l2-margin,\n apgd', [APGD(0.5, norm='L2', loss=margin), APGD(8 / 255)]),
         ('PGD(8/255, steps=20, restarts=2),fgsm', [PGD(8 / 255, steps=20, restarts=2), FGSM(8 / 255)]),
         ('pgd(4/255, rand=False, alpha=1e-2)', [PGD(4 / 255, rand=False, alpha=0.01)]),
         ('PGD(.5, norm="L2", loss=margin)', [PGD(0.5, norm='L2', loss=margin)]),
-        ('PGD(steps=3),APGD(norm="L2")', [PGD(8 / 255, steps=3), APGD(0.5, norm='L2')]),
     ],
 )
 def test_attacks_are_read(text, attacks):
@@ -238,51 +147,26 @@ def test_eps_and_norm_of_the_command_line():
     ]
 
 
-@pytest.mark.parametrize('eps', [8 / 255, 0.5 / 255, 12.75 / 255, 0.1, 1 / 3000, 2.5 * 8 / 255 / 7])
+@pytest.mark.parametrize('eps', [12.75 / 255, 0.1, 1 / 3000])
 def test_a_printed_eps_can_be_typed(eps):
     assert number(eps_str(eps)) == pytest.approx(eps, rel=1e-4)
-
-
-@pytest.mark.parametrize('s,v', [('0.1', 0.1), ('8/255', 8 / 255), (' 0.5/255', 0.5 / 255), ('1e-3', 1e-3)])
-def test_numbers_and_fractions(s, v):
-    assert number(s) == v
-
-
-def test_a_fraction_has_two_numbers():
-    "(1/2)/3 or 1/(2/3)?"
-    for bad in ('1/2/3', '8/255/2'):
-        with pytest.raises(ValueError, match=re.escape(bad)):
-            number(bad)
 
 
 @pytest.mark.parametrize(
     'text,says',
     [
-        ('pgdd', 'there are: clean, '),
         ('pgd20_nope', 'losses ce, margin, cw'),
         ('PGD(8)', '8/255'),
         ('PGD(step=3)', 'steps'),
         ('fgsm5', 'FGSM'),
-        ('PGD(steps=1.5)', '1.5'),
-        ('PGDD(1)', 'APGD'),
         ('', 'expected'),
-        ('fgsm pgd', 'cannot be read'),
-        ('PGD(8/0)', 'divides by zero'),
-        ('3', 'expected an attack'),
         ('"PGD"', 'expected an attack'),
-        ('__import__("os").system("x")', 'neither'),
         ('PGD(eps=open("x"))', 'open'),
-        ('[x for x in y]', 'neither'),
         ('PGD(2**9)', 'neither'),
-        ('lambda: 1', 'neither'),
         ('PGD(loss=os)', 'os'),
-        ('fgsm)', 'cannot be read'),
         ('fgsm],[pgd', 'list of attacks'),
         ('(' * 3000, 'cannot be read'),
         ('pgd_l7', 'norm'),
-        ('a' * 2000, 'no attack'),
-        ('PGD(**{})', 'neither'),
-        ('\x00', 'cannot be read'),
         ('PGD("a"*9)', 'neither'),
     ],
 )
@@ -294,24 +178,11 @@ def test_bad_attacks_are_refused_in_words(text, says):
 
 def test_every_attack_of_the_package_has_a_name():
     from robust_nbdev.aas import AAS, GapScaled, Scaled
-    from robust_nbdev.afat import GreedyOcclusion, Occlusion
-    from robust_nbdev.robust_tokens import TokenAttack
+    from robust_nbdev.afat import Occlusion
 
-    got = parse_attacks(
-        'aas20, AAS(PGD(8/255, steps=5), ascent=3), Occlusion(share=.2), GapScaled(PGD(4/255)), gapscaled,'
-        ' TokenAttack(steps=3), GreedyOcclusion(share=.1), Scaled(PGD(2/255), .5), nfgsm',
-        4 / 255,
-    )
-    assert got[:8] == [
-        AAS(PGD(4 / 255, steps=20)),
-        AAS(PGD(8 / 255, steps=5), ascent=3),
-        Occlusion(share=0.2),
-        GapScaled(PGD(4 / 255)),
-        GapScaled(PGD(4 / 255)),
-        TokenAttack(4 / 255, steps=3),
-        GreedyOcclusion(share=0.1),
-        Scaled(PGD(2 / 255), 0.5),
-    ]
+    got = parse_attacks('aas20, Occlusion(share=.2), gapscaled, Scaled(PGD(2/255), .5)', 4 / 255)
+    inside = PGD(4 / 255)
+    assert got == [AAS(inside.but(steps=20)), Occlusion(share=0.2), GapScaled(inside), Scaled(PGD(2 / 255), 0.5)]
     from package import everything
     from robust_nbdev.aas import Around
     from robust_nbdev.patch_attacks import PatchAttack
@@ -339,16 +210,6 @@ def loss(z, y):
 
 def shout(text):
     raise SystemExit(text)
-
-@dataclass(frozen=True, repr=False)
-class Needs(AttackBase):
-    amount: float
-    def make(self, model, x, y, target, seed):
-        return x * (1 - self.amount)
-
-class Plain:
-    def __call__(self, model, x, y, *, seed=0):
-        return x
 
 def short(x):
     return x
@@ -390,58 +251,11 @@ def mine(tmp_path, monkeypatch):
     sys.path.remove(str(tmp_path))
 
 
-def test_a_class_is_an_attack_with_its_own_defaults(mine):
-    "As `pgd` is one; where a field must be given, the message names it"
-    (a,) = parse_attacks(f'{mine}:Scale')
-    assert repr(a) == 'Scale()' and a.amount == 0.5
-    with pytest.raises(ValueError, match=r'written Needs\(amount=\.\.\.\)'):
-        parse_attacks(f'{mine}:Needs')
-    with pytest.raises(ValueError, match='derive it from Attack or AttackBase'):
-        parse_attacks(f'{mine}:Plain')
-
-
 def test_errors_of_a_command_have_names_and_no_addresses(mine):
     for attack, says in dict(short='which short does not accept', bright='bright returned pixels from').items():
         with pytest.raises(SystemExit) as e:
             robust_eval(model='fashion_mnist_vit', attacks=f'{mine}:{attack}', n=10, profile='smoke', out='o')
         assert says in e.value.code and '0x' not in e.value.code and e.value.code.startswith('robust-eval: ')
-
-
-def test_new_attacks_are_found(monkeypatch):
-    class APGDT(APGD):
-        pass
-
-    @dataclass(frozen=True, repr=False)
-    class Many(AttackBase):
-        attacks: list
-
-        def __call__(self, model, x, y, *, seed=0):
-            return x
-
-    @dataclass(frozen=True, repr=False)
-    class AutoAttack(AttackBase):
-        eps: float = 8 / 255
-        norm: str = 'Linf'
-        version: str = 'standard'
-
-        __call__ = Many.__call__
-
-    for c in (APGDT, Many, AutoAttack):
-        monkeypatch.setattr(autoattack, c.__name__, c, raising=False)
-    monkeypatch.setattr(autoattack, '__all__', [*autoattack.__all__, 'Many'])
-    a, b, c, d = parse_attacks('apgd-t,apgd9,Many([fgsm, PGD(2/255)]),aa', 0.25)
-    assert (
-        type(a) is APGDT
-        and a.eps == 0.25
-        and b == APGD(0.25, steps=9)
-        and c.attacks == [FGSM(0.25), PGD(2 / 255)]
-        and (d.eps, d.version) == (0.25, 'standard')
-    )
-    with pytest.raises(ValueError, match='attacks'):
-        parse_attacks('many')
-    with pytest.raises(ValueError, match='steps'):
-        parse_attacks('aa5')
-    assert cli._bench_attacks(None, 0.5, 'L2', 'plus')[0].version == 'plus'
 
 
 # --- robust-eval: models
@@ -452,7 +266,6 @@ def forms(m, d):
     net = {k.removeprefix('model.'): v for k, v in sd.items() if k.startswith('model.')}
     ddp, comp = ({f'{p}{k}': v for k, v in sd.items()} for p in ('module.', '_orig_mod.'))
     for k, o in dict(
-        plain=sd,
         net=net,
         ddp=ddp,
         comp=dict(model={f'module.{k}': v for k, v in comp.items()}, opt={'state': {}}),
@@ -472,7 +285,7 @@ def test_every_form_of_checkpoint_gives_the_same_outputs(tmp_path):
     x = torch.rand(3, 1, 28, 28)
     want = m(x)
     fs = forms(m, tmp_path)
-    assert len(fs) == 7
+    assert len(fs) == 6
     for f in fs:
         kw = dict(mean=[0.3], std=[0.4]) if f.stem == 'net' else {}
         got, line, _ = eval_model(SMALL, f, size=28, **kw)
@@ -637,7 +450,7 @@ def test_classes_of_model_and_images(folder):
 
 
 def test_fastai_export(folder, tmp_path):
-    from fastai.vision.all import ImageDataLoaders, Learner, Normalize, nn, CrossEntropyLossFlat
+    from fastai.vision.all import ImageDataLoaders, Learner, Normalize, CrossEntropyLossFlat
 
     dls = ImageDataLoaders.from_folder(
         folder,
@@ -735,16 +548,15 @@ def by_fastai(d, path, **kw):
     return learn
 
 
-@pytest.mark.parametrize('presized', [True, False])
-def test_a_learner_that_resizes_in_batches_is_shown_the_size_of_its_batches(tmp_path, presized):
-    "fastai's presizing, and images of one size that only batches resize"
+def test_a_learner_that_resizes_in_batches_is_shown_the_size_of_its_batches(tmp_path):
+    "fastai's presizing"
     from fastai.vision.all import Resize, aug_transforms
 
     d = photos(tmp_path / 'd', ('bag', 'coat'), size=80)
-    learn = by_fastai(d, tmp_path, item_tfms=Resize(64) if presized else None, batch_tfms=aug_transforms(size=32))
+    learn = by_fastai(d, tmp_path, item_tfms=Resize(64), batch_tfms=aug_transforms(size=32))
     assert learn.dls.valid.one_batch()[0].shape[-2:] == (32, 32)
     rep = evaluate(None, d, None, checkpoint=tmp_path / 'm.pkl', size=None)
-    assert 'cut to 32x32' in rep.meta['title'] and ('center' if presized else 'squash') in rep.meta['title']
+    assert 'cut to 32x32' in rep.meta['title'] and 'center' in rep.meta['title']
 
 
 def test_a_vit_is_shown_its_own_size_whatever_its_items_have(tmp_path):
@@ -837,35 +649,6 @@ def test_two_names_of_one_class_are_refused():
         cli.outputs_by_name(net, ['tench', 'church'], ['tench', 'n01440764', 'church'])
 
 
-def test_only_as_many_images_as_were_held_out_are_judged(tmp_path):
-    "20 of the folder would be the 3 that were held out and 17 that the model was trained on"
-    d = photos(tmp_path / 'train', SIX)
-    exported(d, tmp_path)
-    with pytest.raises(ValueError, match='with 3 images held out .*: give --n 3'):
-        evaluate(None, d, None, checkpoint=tmp_path / 'few.pkl', valid='holdout', n=20)
-    s = eval_settings('smoke', data=str(d), eps=0.02, device='cpu', n=20)
-    with pytest.raises(ValueError, match='give --n 3'):
-        run_compare(s, [str(tmp_path / 'few.pkl')], [FGSM(0.02)], valid='holdout')
-
-
-def test_an_export_with_a_class_of_a_module_that_is_missing_names_the_module(tmp_path, monkeypatch):
-    "And opens where the module lies in the working folder"
-    (tmp_path / 'own_module.py').write_text('from fastai.callback.core import Callback\n\nclass Own(Callback): pass\n')
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    learn = exported(photos(tmp_path / 'train', SIX), tmp_path)
-    learn.add_cb(importlib.import_module('own_module').Own())
-    learn.export(tmp_path / 'own.pkl')
-    monkeypatch.delitem(sys.modules, 'own_module')
-    monkeypatch.setattr(sys, 'path', [o for o in sys.path if o not in ('', str(tmp_path))])
-    assert type(cli._opened("own.pkl")).__name__ == "Learner"
-    monkeypatch.delitem(sys.modules, 'own_module')
-    monkeypatch.setattr(sys, 'path', [o for o in sys.path if o not in ('', str(tmp_path))])
-    (tmp_path / 'own_module.py').unlink()
-    with pytest.raises(ValueError, match="No module named 'own_module'"):
-        cli._opened('own.pkl')
-
-
 def test_the_folder_of_the_training_is_recognised(tmp_path):
     d = photos(tmp_path / 'train', SIX)
     learn = exported(d, tmp_path)
@@ -903,14 +686,6 @@ def test_a_pickled_module_is_not_opened_and_the_cure_is_named(tmp_path):
     assert '\x1b' not in str(e.value) and '\n' not in str(e.value)
 
 
-def test_small_models_by_name():
-    rep = evaluate('fashion_mnist_vit_robust', 'fashion_mnist', None, n=200, size=None)
-    assert rep.df.accuracy[0] > 0.7 and 'pretrained weights' in rep.meta['title']
-    for kw in (dict(checkpoint='a.pth'), dict(pretrained=True)):
-        with pytest.raises(ValueError, match='weights of its own'):
-            eval_model('cifar10_vit_robust', **kw)
-
-
 def test_folders_of_hugging_face(tmp_path):
     timm_net = timm.create_model(
         'vit_tiny_patch16_224', img_size=32, patch_size=8, depth=1, num_classes=2, embed_dim=24, num_heads=2
@@ -924,35 +699,9 @@ def test_folders_of_hugging_face(tmp_path):
     x = torch.rand(2, 3, 32, 32)
     net, line, vocab = eval_model(str(tmp_path / 'timm'))
     assert torch.allclose(net(x), timm_net((x - 0.5) / 0.5), atol=1e-5) and vocab == ['b', 'a']
-    hf = pytest.importorskip('transformers')
-    cfg = hf.ViTConfig(
-        hidden_size=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=24,
-        image_size=32,
-        patch_size=8,
-        id2label={0: 'b', 1: 'a'},
-        label2id={'b': 0, 'a': 1},
-    )
-    m = hf.ViTForImageClassification(cfg).eval()
-    m.save_pretrained(tmp_path / 'hf')
-    (tmp_path / 'hf' / 'preprocessor_config.json').write_text(
-        '{"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.5, 0.5]}'
-    )
-    net, line, vocab = eval_model(str(tmp_path / 'hf'))
-    mean = torch.tensor([0.1, 0.2, 0.3])[:, None, None]
-    assert torch.allclose(net(x), m((x - mean) / 0.5).logits, atol=1e-5) and vocab == ['b', 'a']
-    d = tmp_path / 'data'
-    for c in 'ab':
-        (d / c).mkdir(parents=True)
-        Image.new('RGB', (50, 40), (200 * (c == 'b'),) * 3).save(d / c / '0.png')
-    rep = evaluate(str(tmp_path / 'hf'), d, None, size=None)
-    first_is_b = net(torch.full((1, 3, 32, 32), 200 / 255)).argmax() == 0
-    second_is_a = net(torch.zeros(1, 3, 32, 32)).argmax() == 1
-    assert rep.df.accuracy[0] == (float(first_is_b) + float(second_is_a)) / 2
+    (tmp_path / 'empty').mkdir()
     with pytest.raises(ValueError, match='no config.json'):
-        eval_model(str(d))
+        eval_model(str(tmp_path / 'empty'))
 
 
 def test_a_checkpoint_of_another_size(tmp_path):
@@ -993,28 +742,6 @@ def test_models_of_two_sizes_are_compared_at_that_of_the_first(tmp_path):
     assert not any('at32: ' in o and 'resized' in o for o in found.warnings)
     rep = evaluate(spec, d, None, checkpoint=tmp_path / 'at64.pth', size=32)
     assert rep.df.accuracy[0] == pytest.approx(found.df.loc['at64', 'clean'], abs=1e-5)
-
-
-def test_photos_are_cut_as_for_the_first_model_which_is_said_of_one_made_for_another_cut(tmp_path):
-    "The configurations of timm name 0.9 for this ViT and 0.95 for ResNet-18"
-    spec = 'vit_tiny_patch16_224(patch_size=8, depth=1, embed_dim=24, num_heads=2)'
-    kw = dict(img_size=32, patch_size=8, depth=1, embed_dim=24, num_heads=2, num_classes=2)
-    torch.save(timm.create_model('vit_tiny_patch16_224', **kw).state_dict(), tmp_path / 'vit.pth')
-    torch.save(timm.create_model('resnet18', num_classes=2).state_dict(), tmp_path / 'resnet.pth')
-    d = photos(tmp_path / 'd', ('bag', 'coat'), size=80)
-    models = [f'{spec}@{tmp_path}/vit.pth', f'resnet18@{tmp_path}/resnet.pth']
-    found = run_compare(eval_settings('smoke', data=str(d), eps=0.02, device='cpu'), models, [FGSM(0.02)])
-    (said,) = [o for o in found.warnings if 'cut otherwise' in o]
-    assert said.startswith('resnet: ') and 'pct=0.95, not 0.9' in said
-
-
-def test_words_of_imagenet():
-    net = timm_model('resnet18').eval()
-    got, line = of_imagenet(net, ['golden_retriever', 'tench', 'n02102040'])
-    assert got.idxs.tolist() == [207, 0, 217] and 'the 3 of its 1000 outputs' in line
-    with pytest.raises(ValueError, match='not among those of ImageNet-1k: crane, my cat'):
-        of_imagenet(net, ['tench', 'crane', 'my cat'])
-    assert of_imagenet(net, ['mine', 'yours'])[0] is net
 
 
 def test_without_a_network_it_ends_at_once(monkeypatch):
@@ -1059,7 +786,6 @@ def wide(d):
 @pytest.mark.parametrize(
     'cfg',
     [
-        dict(crop_pct=1.0, interpolation='bicubic'),
         dict(crop_pct=0.8, interpolation='bilinear'),
         dict(crop_pct=0.9, interpolation='bicubic', crop_mode='squash'),
     ],
@@ -1079,111 +805,105 @@ def test_the_models_own_configuration_decides(tmp_path, cfg):
     assert (other.one_batch()[0] - ref).abs().mean() > 0.08
 
 
-def test_the_report_names_how_images_were_cut(tmp_path):
-    d = wide(tmp_path / 'd')
-    rep = evaluate('resnet18', d, None, attacks='fgsm', n=2, size=32)
-    assert 'crop_pct 0.95, bicubic, center' in rep.meta['title'], rep.meta['title']
-    rep = evaluate('resnet18', d, None, attacks='fgsm', n=2, size=32, pct=0.7, interp='bilinear')
-    assert 'crop_pct 0.7, bilinear, center' in rep.meta['title']
+# --- commands as typed
 
 
-def test_images_of_the_right_size_are_not_cut():
-    dl, line = eval_images('fashion_mnist', small(), n=10)
-    assert 'crop' not in line
+def typed(d, cmd, line):
+    "Status, words and output of a command line in the folder `d`; in this process, since torch takes seconds to import"
+    (f := d.with_name(f'{d.name}_bin') / cmd).parent.mkdir()
+    f.write_text(COMMAND.format(cmd.replace('-', '_')))
+    err, out, code = io.StringIO(), io.StringIO(), 0
+    with pytest.MonkeyPatch.context() as mp, redirect_stderr(err), redirect_stdout(out):
+        mp.chdir(d)
+        mp.setattr(sys, 'argv', [cmd, *shlex.split(line)])
+        try:
+            runpy.run_path(str(f), run_name='__main__')
+        except SystemExit as e:
+            code = e.code
+            if isinstance(code, str):  # which the interpreter would print
+                err.write(code)
+                code = 1
+    return code, err.getvalue(), out.getvalue()
 
 
-def test_classes_called_by_numbers_are_named(tmp_path):
-    for i in range(12):
-        (tmp_path / 'd' / str(i)).mkdir(parents=True)
-        Image.new('RGB', (32, 32), (20 * i,) * 3).save(tmp_path / 'd' / str(i) / '0.png')
-    assert (
-        'output 0 is class 0, output 1 is class 1, output 2 is class 2, ..., output 11 is class 11'
-        in evaluate('resnet18', tmp_path / 'd', None, attacks='fgsm', n=12).meta['title']
-    )
-
-
-def test_bench_names_the_classes_of_a_sorted_copy(monkeypatch):
-    import robust_nbdev.cli as cli
-
-    src = datasets.embedded_fashion()
-    i = np.argsort(src.labels('test'), kind='stable')
-    monkeypatch.setattr(cli, 'find_images', lambda *a: datasets.ImageSource(dict(test=src.take('test', i)), src.vocab))
-    rep = robust_bench(small(), 'fashion_mnist', eps=0.01, n=30, attacks=[FGSM(0.01)], strict=False).report
-    assert any('1 of 10 classes only (T-shirt/top)' in o for o in rep.warnings)
-
-
-# --- robust-eval as typed
-
-BAD_EVAL = {
-    '': '--model NAME',
-    '--model nope': 'near',
-    '--model fashion_mnist_vit_robst': 'near: fashion_mnist_vit_robust',
-    '--model resnet18 --data nowhere': "'nowhere'",
-    '--model resnet18 --data camvid_not': 'fashion_mnist, cifar10',
-    '--model resnet18 --attacks pgdd': 'there are: clean, ',
-    '--model resnet18 --attacks ""': 'expected',
-    '--model resnet18 --eps 8': '8/255',
-    '--model resnet18 --eps x': 'x',
-    '--model resnet18 --eps 1/2/3': '1/2/3',
-    '--model resnet18 --attacks PGD(1/2/3)': 'got 1 / 2 / 3',
-    '--model resnet18 --crop-mode border': 'squash',
-    '--model resnet18 --interpolation nope': 'bicubic',
-    '--model resnet18 --crop-pct 2': 'pct',
-    '--model resnet18 --norm L7': 'Linf',
-    '--model resnet18 --n 0': 'at least 1',
-    '--model resnet18 --n 70001': (
-        'images asked for' if Path('/usr/share/datasets/fashion-mnist').exists() else 'fashion_mnist'
-    ),
-    '--model resnet18 --seed -1': 'between 0',
-    '--model resnet18 --bs 0': 'at least 1',
-    '--model resnet18 --device nope': 'nope',
-    '--model resnet18 --checkpoint no.pth': 'no.pth',
-    '--checkpoint no.pkl': 'no.pkl',
-    '--checkpoint no.pth': '--model NAME',
-    '--model resnet18 --checkpoint a.pth --pretrained': 'choose one',
-    '--model resnet18 --checkpoint afile': 'not a file of weights',
-    '--model resnet18 --out afile': 'is a file',
-    '--model resnet18 --std 0': 'std must be positive',
-    '--model resnet18 --mean 1,2': 'one per channel (1), got 2',
-    '--model resnet18 --mean x': 'x',
-    '--model resnet18 --profile nope': 'nope',
-    '--model resnet18 --data empty': 'no images',
-    '--nonsense 1': 'nonsense',
+BAD = {
+    'robust-demo': {
+        '--eps 8': '8/255',
+        '--eps -1': '>= 0',
+        '--eps 0': 'above 0',
+        '--eps abc': 'abc',
+        '--eps nan': 'nan',
+        '--eps 1/0': '1/0',
+        '--epochs 0': 'at least 1, got 0',
+        '--epochs 1.5': '1.5',
+        '--profile nope': 'nope',
+        '--device nope': 'nope',
+        '--seed 99999999999999999999': '99999999999999999999',
+        '--out afile': 'afile',
+        '--nonsense 1': 'nonsense',
+    },
+    'robust-eval': {
+        '': '--model NAME',
+        '--model fashion_mnist_vit_robst': 'near: fashion_mnist_vit_robust',
+        '--model resnet18 --data nowhere': "'nowhere'",
+        '--model resnet18 --data camvid_not': 'fashion_mnist, cifar10',
+        '--model resnet18 --data empty': 'no images',
+        '--model resnet18 --attacks pgdd': 'there are: clean, ',
+        '--model resnet18 --attacks ""': 'expected',
+        '--model resnet18 --eps 1/2/3': '1/2/3',
+        '--model resnet18 --attacks PGD(1/2/3)': 'got 1 / 2 / 3',
+        '--model resnet18 --attacks PGD(1/2/3)': 'got 1 / 2 / 3',
+        '--model resnet18 --crop-mode border': 'squash',
+        '--model resnet18 --interpolation nope': 'bicubic',
+        '--model resnet18 --crop-pct 2': 'pct',
+        '--model resnet18 --norm L7': 'Linf',
+        '--model resnet18 --n 0': 'at least 1',
+        '--model resnet18 --bs 0': 'at least 1',
+        '--model resnet18 --checkpoint no.pth': 'no.pth',
+        '--checkpoint no.pth': '--model NAME',
+        '--model resnet18 --checkpoint a.pth --pretrained': 'choose one',
+        '--model resnet18 --checkpoint afile': 'not a file of weights',
+        '--model resnet18 --out afile': 'is a file',
+        '--model resnet18 --std 0': 'std must be positive',
+        '--model resnet18 --mean 1,2': 'one per channel (1), got 2',
+    },
 }
 
 
-@pytest.fixture(scope='module')
-def eval_failures(tmp_path_factory):
-    d = tmp_path_factory.mktemp('bad_eval')
-    (d / 'afile').write_text('')
-    (d / 'empty').mkdir()
-    r = script(d, CATCH, json.dumps([*BAD_EVAL, '--help']), 'robust-eval')
-    return json.loads(r.stdout.split('RESULT')[1]), d
-
-
-@pytest.mark.parametrize('args', BAD_EVAL)
-def test_bad_arguments_of_eval_are_one_clear_line(eval_failures, args):
-    code, err, out = eval_failures[0][args]
-    last = err.strip().splitlines()[-1] if err.strip() else ''
-    assert code not in (0, None, -1) and 'Traceback' not in err, err
-    assert (
-        last.startswith('robust-eval: ')
-        and BAD_EVAL[args] in last
-        and ('usage' in err or (len(err.strip().splitlines()) == 1 and code == 1))
-    ), err
+@pytest.mark.parametrize('cmd,line,says', [(k, *o) for k, lines in BAD.items() for o in lines.items()])
+def test_bad_arguments_are_one_clear_line_and_leave_nothing(cmd, line, says, tmp_path):
+    (tmp_path / 'afile').write_text('')
+    (tmp_path / 'empty').mkdir()
+    code, err, out = typed(tmp_path, cmd, line)
+    last = err.strip().splitlines()[-1]
+    assert code not in (0, None) and 'Traceback' not in err, err
+    assert last.startswith(f'{cmd}: ') and says in last and len(last) < 600, err
+    assert 'usage' in err or len(err.strip().splitlines()) == 1
     assert not out.strip(), 'it had begun to work'
+    assert sorted(o.name for o in tmp_path.iterdir()) == ['afile', 'empty']
 
 
-OPTIONS = '''model checkpoint pretrained data valid attacks eps norm n seed bs device out overwrite size
-crop-pct interpolation crop-mode n-classes mean std profile'''
+HELP = {
+    'robust-demo': 'profile eps epochs out seed device',
+    'robust-eval': """model checkpoint pretrained data valid attacks eps norm n seed bs device out overwrite size
+    crop-pct interpolation crop-mode n-classes mean std profile""",
+}
 
 
-def test_eval_leaves_no_folder_after_an_error_and_has_help(eval_failures):
-    res, d = eval_failures
-    assert sorted(p.name for p in d.iterdir()) == ['afile', 'empty']
-    assert res['--help'][0] in (0, None) and all(f'--{o}' in res['--help'][2] for o in OPTIONS.split())
-    text = ' '.join(res['--help'][2].split())
-    assert 'Hugging Face folder' in text and 'my.module:Attack' in text and 'noqa' not in text
+@pytest.mark.parametrize('cmd', HELP)
+def test_help(cmd, tmp_path):
+    code, _, out = typed(tmp_path, cmd, '--help')
+    assert code in (0, None) and all(f'--{o}' in out for o in HELP[cmd].split()) and 'noqa' not in out
+
+
+def test_an_interrupt_says_how_to_go_on(monkeypatch, tmp_path, capsys):
+    def stopped(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, 'run_eval', stopped)
+    with pytest.raises(SystemExit) as e:
+        robust_eval(model='fashion_mnist_vit', attacks='fgsm', n=10, profile='smoke', out=str(tmp_path / 'o'))
+    assert e.value.code == 130 and 'same command continues' in capsys.readouterr().err
 
 
 SLOW = [
@@ -1227,6 +947,7 @@ def started(d, name):
     return p, json.loads(j.read_text())['rows']
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == 'nt', reason='signals')
 def test_a_killed_run_is_continued(tmp_path):
     (d := tmp_path / 'run').mkdir()
@@ -1277,30 +998,6 @@ def idx(d, n=40):
     return src.take('test', np.arange(n))
 
 
-def test_bench_takes_the_first_n(tmp_path):
-    x, y = idx(tmp_path)
-    m = small()
-    x = torch.from_numpy(x)[:, None].float() / 255
-    atts = [FGSM(0.01), PGD(0.01, steps=3)]
-    r = robust_bench(m, 'fashion_mnist', eps=0.01, n=30, path=tmp_path, attacks=atts, out=tmp_path / 'o', bs=7)
-    clean, robust, rep = r
-    want = robust_report(m, (x[:30], torch.as_tensor(y[:30])), atts)
-    assert (
-        (clean, robust) == (r.clean, r.robust)
-        and rep.rows[0]['accuracy'] == want.rows[0]['accuracy']
-        and abs(robust - want.rows[-1]['accuracy']) < 1e-6
-        and r.report.meta['n'] == 30
-    )
-    assert (
-        all(o in rep.meta['title'] for o in ('first 30 of 40', 'published order', 'eps=0.01', 'Linf'))
-        and 'first 30 of 40' in (tmp_path / 'o' / 'report.json').read_text()
-        and repr(r).startswith('BenchResult(clean=')
-    )
-    again = robust_bench(m, 'fashion_mnist', eps=0.01, n=30, path=tmp_path, attacks=atts, out=tmp_path / 'o')
-    assert [o['seconds'] for o in again.report.rows[1:]] == [o['seconds'] for o in rep.rows[1:]]
-    assert robust_bench(m, 'fashion_mnist', eps=0.01, path=tmp_path, attacks=atts[0]).report.meta['n'] == 40
-
-
 def test_bench_refuses(tmp_path):
     idx(tmp_path)
     m = small()
@@ -1335,3 +1032,45 @@ def test_bench_says_where_the_order_is_lost(tmp_path):
         and 'not comparable' in (tmp_path / 'o' / 'report.json').read_text()
         and 'the order of this copy' in r.report.meta['title']
     )
+
+
+def test_photos_are_cut_as_for_the_first_model_which_is_said_of_one_made_for_another_cut(tmp_path):
+    "The configurations of timm name 0.9 for this ViT and 0.95 for ResNet-18"
+    spec = 'vit_tiny_patch16_224(patch_size=8, depth=1, embed_dim=24, num_heads=2)'
+    kw = dict(img_size=32, patch_size=8, depth=1, embed_dim=24, num_heads=2, num_classes=2)
+    torch.save(timm.create_model('vit_tiny_patch16_224', **kw).state_dict(), tmp_path / 'vit.pth')
+    torch.save(timm.create_model('resnet18', num_classes=2).state_dict(), tmp_path / 'resnet.pth')
+    d = photos(tmp_path / 'd', ('bag', 'coat'), size=80)
+    models = [f'{spec}@{tmp_path}/vit.pth', f'resnet18@{tmp_path}/resnet.pth']
+    found = run_compare(eval_settings('smoke', data=str(d), eps=0.02, device='cpu'), models, [FGSM(0.02)])
+    (said,) = [o for o in found.warnings if 'cut otherwise' in o]
+    assert said.startswith('resnet: ') and 'pct=0.95, not 0.9' in said
+
+
+def test_only_as_many_images_as_were_held_out_are_judged(tmp_path):
+    "20 of the folder would be the 3 that were held out and 17 that the model was trained on"
+    d = photos(tmp_path / 'train', SIX)
+    exported(d, tmp_path)
+    with pytest.raises(ValueError, match='with 3 images held out .*: give --n 3'):
+        evaluate(None, d, None, checkpoint=tmp_path / 'few.pkl', valid='holdout', n=20)
+    s = eval_settings('smoke', data=str(d), eps=0.02, device='cpu', n=20)
+    with pytest.raises(ValueError, match='give --n 3'):
+        run_compare(s, [str(tmp_path / 'few.pkl')], [FGSM(0.02)], valid='holdout')
+
+
+def test_an_export_with_a_class_of_a_module_that_is_missing_names_the_module(tmp_path, monkeypatch):
+    "And opens where the module lies in the working folder"
+    (tmp_path / 'own_module.py').write_text('from fastai.callback.core import Callback\n\nclass Own(Callback): pass\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    learn = exported(photos(tmp_path / 'train', SIX), tmp_path)
+    learn.add_cb(importlib.import_module('own_module').Own())
+    learn.export(tmp_path / 'own.pkl')
+    monkeypatch.delitem(sys.modules, 'own_module')
+    monkeypatch.setattr(sys, 'path', [o for o in sys.path if o not in ('', str(tmp_path))])
+    assert type(cli._opened("own.pkl")).__name__ == "Learner"
+    monkeypatch.delitem(sys.modules, 'own_module')
+    monkeypatch.setattr(sys, 'path', [o for o in sys.path if o not in ('', str(tmp_path))])
+    (tmp_path / 'own_module.py').unlink()
+    with pytest.raises(ValueError, match="No module named 'own_module'"):
+        cli._opened('own.pkl')

@@ -1,18 +1,18 @@
 "Corruptions at every size, their seeds, published files, scores and reports (R38-R41, F13, F14)."
 
-import builtins, math, os, sys, types
+import sys
 import numpy as np, pandas as pd, pytest, timm, torch
 from PIL import Image
-from scipy import ndimage, stats
+from scipy import ndimage
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from fastai.vision.all import CrossEntropyLossFlat, Learner, TensorImage, accuracy
+from fastai.vision.all import CrossEntropyLossFlat, Learner, accuracy
 import robust_nbdev.corruptions as C
 from robust_nbdev.core import *
 from robust_nbdev.attacks import *
 from robust_nbdev.corruptions import *
 from robust_nbdev.evaluate import *
-from robust_nbdev.datasets import CenterFit, cifar10, fashion_mnist
+from robust_nbdev.datasets import CenterFit, cifar10
 from robust_nbdev.test_utils import *
 
 ALL = CORRUPTIONS + EXTRA_CORRUPTIONS
@@ -34,8 +34,10 @@ def rms(a, b):
 # ------------------------------------------------------------------------------------
 
 
-@kinds
-@pytest.mark.parametrize('c,h,w', [(1, 28, 28), (3, 32, 32), (1, 16, 16), (3, 33, 47), (3, 64, 64)])
+SIZES = [(1, 28, 28), (3, 32, 32), (1, 16, 16), (3, 33, 47), (3, 64, 64)]
+
+
+@pytest.mark.parametrize('name,c,h,w', [(k, *SIZES[i % 5]) for i, k in enumerate(ALL)])
 def test_every_kind_at_every_size(name, c, h, w):
     x = images(2, c, h, w)
     before = x.clone()
@@ -54,22 +56,6 @@ def test_large_and_oblong_images(name):
         assert y.shape == x.shape and y.isfinite().all()
         if not (name == 'saturate' and c == 1):
             assert rms(x, y) > 1e-3
-
-
-@pytest.mark.parametrize('name', ['contrast', 'fog', 'gaussian_noise'])
-def test_levels_are_cut_off_as_in_the_published_files(name):
-    x = images(2)
-    rounded, cut = [corrupt(x, name, 2, **o) * 255 for o in (dict(floor=False), {})]
-    down = (rounded - cut).round()
-    assert set(down.unique().tolist()) == {0.0, 1.0}
-    assert 0.3 < down.mean() < 0.6
-    assert torch.allclose(cut, cut.round(), atol=1e-3)
-
-
-@pytest.mark.parametrize('name', ['pixelate', 'jpeg_compression'])
-def test_eight_bit_images_lose_nothing_by_cutting_off(name):
-    x = images(2)
-    assert torch.equal(corrupt(x, name, 2, floor=False), corrupt(x, name, 2))
 
 
 def test_frost_where_the_photographs_are_too_small():
@@ -189,30 +175,6 @@ def test_same_pixels_in_worker_processes():
     assert torch.equal(torch.cat(list(dl)), want)
 
 
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
-def test_other_float_types(dtype):
-    x = images(2)
-    y = corrupt(x.to(dtype), 'gaussian_blur', 3)
-    assert y.dtype == dtype
-    if dtype == torch.float64:
-        assert (y.float() - corrupt(x, 'gaussian_blur', 3)).abs().max() < 1e-6
-
-
-def test_memory_layout_and_subclasses_do_not_matter():
-    x = images(2)
-    for name in ALL:
-        a = corrupt(x, name, 3)
-        assert torch.equal(corrupt(x.to(memory_format=torch.channels_last), name, 3), a), name
-        assert torch.equal(corrupt(TensorImage(x), name, 3), a)
-        assert type(corrupt(TensorImage(x), name, 3)) is torch.Tensor
-    with torch.autocast('cpu', dtype=torch.bfloat16):
-        assert torch.equal(corrupt(x, 'defocus_blur', 5), corrupt(x, 'defocus_blur', 5))
-    a = corrupt(x, 'gaussian_blur', 5)
-    with torch.autocast('cpu', dtype=torch.bfloat16):
-        assert torch.equal(corrupt(x, 'gaussian_blur', 5), a)
-    assert not corrupt(x.clone().requires_grad_(), 'fog', 1).requires_grad
-
-
 @pytest.mark.parametrize(
     'x,kw,err,says',
     [
@@ -277,35 +239,6 @@ def test_frost_photographs_are_checked(monkeypatch, tmp_path):
 # --- what they are
 # ---------------------------------------------------------------------------------------------------------
 
-ORDERED = (
-    'gaussian_noise',
-    'shot_noise',
-    'impulse_noise',
-    'defocus_blur',
-    'motion_blur',
-    'zoom_blur',
-    'brightness',
-    'contrast',
-    'speckle_noise',
-    'gaussian_blur',
-)
-
-
-@pytest.mark.parametrize('name', ORDERED)
-@pytest.mark.parametrize('c,side', [(1, 28), (3, 32), (3, 64), (3, 224)])
-def test_severity_is_an_order_of_distortion(name, c, side):
-    x = images(8 if side < 224 else 1, c, side, side) * 0.6 + 0.2
-    d = [rms(corrupt(x, name, s), (x * 255).round() / 255) for s in range(1, 6)]
-    assert all(a <= b + 2e-4 for a, b in zip(d, d[1:])) and d[4] > 1.2 * d[0], d
-
-
-def test_noise_is_the_same_noise_only_louder():
-    x = torch.full((1, 1, 64, 64), 128 / 255)
-    a, b = [corrupt(x, 'gaussian_noise', s, table=32) - x for s in (1, 5)]
-    assert torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1] > 0.99
-    hit = [corrupt(x, 'impulse_noise', s) != x for s in range(1, 6)]
-    assert all((p <= q).all() for p, q in zip(hit, hit[1:]))
-
 
 def test_noise_has_the_published_strength():
     x = torch.full((4, 3, 64, 64), 128 / 255)
@@ -327,32 +260,6 @@ def test_noise_has_the_published_strength():
             )
 
 
-@pytest.mark.parametrize('c', [3, 25, 500])
-@pytest.mark.parametrize('level', [0, 7, 255])
-def test_photons_are_poisson(c, level):
-    k = (
-        (C._shot_noise(torch.full((1, 1, 128, 128), level / 255), c, torch.tensor([5])) * c)
-        .round()
-        .long()
-        .flatten()
-        .numpy()
-    )
-    lam = level / 255 * c
-    assert k.mean() == pytest.approx(lam, rel=0.04, abs=0.01) and (lam == 0 or k.var() == pytest.approx(lam, rel=0.08))
-    if lam:
-        assert (
-            np.abs(np.bincount(k, minlength=int(lam) + 2)[int(lam)] / k.size - stats.poisson.pmf(int(lam), lam)) < 0.015
-        )
-
-
-@pytest.mark.parametrize('sigma', [0.05, 0.4, 1.0, 6.0, 19.0])
-@pytest.mark.parametrize('mode', ['nearest', 'reflect'])
-def test_smooth_is_scipys(sigma, mode):
-    x = images(1, 1, 28, 20)
-    want = ndimage.gaussian_filter(x[0, 0].numpy(), sigma, mode=mode, truncate=3.0)
-    assert np.allclose(C._smooth(x, sigma, mode, 3.0)[0, 0].numpy(), want, atol=1e-5)
-
-
 def test_glass_blur_is_the_published_loop():
     (h, w), d = (16, 20), 2
     steps = torch.randint(-d, d, (2, 2, h, w), generator=torch.Generator().manual_seed(0)).numpy()
@@ -365,27 +272,6 @@ def test_glass_blur_is_the_published_loop():
                 y[r, c], y[a, b] = y[a, b], y[r, c]  # numpy's views make this a copy, as in the published code
     p = C._jumble(steps, h, w, d)
     assert (x.reshape(-1, 3)[p].reshape(h, w, 3) == y).all()
-
-
-def test_a_tail_by_hand():
-    x = torch.zeros(1, 1, 9, 9)
-    x[0, 0, 4, 4] = 1
-    k = np.exp(-(np.arange(4) ** 2) / 2)
-    y = C._streak(x, torch.tensor([90.0]), 3, 1.0)[0, 0].numpy()
-    assert np.allclose(y[4 - 3 : 4 + 1, 4][::-1], k / np.exp(-(np.arange(7.0) ** 2) / 2)[:5].sum(), atol=1e-4)
-    assert np.isclose(y[:, [0, 1, 2, 3, 5, 6, 7, 8]].sum(), 0)
-    assert torch.allclose(
-        C._streak(torch.ones(2, 1, 9, 9), torch.tensor([10.0, 200.0]), 6, 3.0), torch.ones(2, 1, 9, 9), atol=1e-5
-    )
-
-
-def test_clouds():
-    m = C._plasma(torch.arange(3), 32, 3.0)
-    assert m.shape == (3, 32, 32)
-    assert torch.allclose(m.amin((1, 2)), torch.zeros(3))
-    assert torch.allclose(m.amax((1, 2)), torch.ones(3))
-    rough = [(a - a.roll(1, 2)).abs().mean() for a in (C._plasma(torch.arange(8), 64, o) for o in (3.0, 1.4))]
-    assert rough[0] < 0.5 * rough[1]
 
 
 def test_clouds_are_the_published_recursion():
@@ -415,23 +301,8 @@ def test_clouds_are_the_published_recursion():
     assert np.allclose(C._plasma(seed, n, decay)[0].numpy(), m, atol=1e-4)
 
 
-def test_fog_dims_to_the_old_maximum():
-    x = images(2) * 0.5
-    assert (corrupt(x, 'fog', 5).amax((1, 2, 3)) <= x.amax((1, 2, 3)) + 1e-6).all()
-
-
 def seeds_of(x, name, seed=0):
     return mix64(image_seed(x, seed) + 1 + sorted(C._KINDS).index(name))
-
-
-@pytest.mark.parametrize('table', [32, 64, 224])
-def test_fog_by_its_formula(table):
-    x = images(2, 3, 32, 32)
-    for s, (a, decay) in enumerate(C._KINDS['fog'].levels[table], 1):
-        m, top = C._plasma(seeds_of(x, 'fog'), 32, decay)[:, None], x.amax((1, 2, 3), keepdim=True)
-        assert (
-            corrupt(x, 'fog', s, table=table, floor=False) - ((x + a * m) * top / (top + a)).clamp(0, 1)
-        ).abs().max() <= 0.51 / 255
 
 
 def test_frost_is_a_piece_of_a_photograph():
@@ -446,31 +317,6 @@ def test_frost_is_a_piece_of_a_photograph():
             best = min(best, (at[:, :, :, 0, :4] - o[:, None, None, 0, :4]).abs().amax((0, 3)).min().item())
         assert best < 1e-3
     assert (corrupt(x, 'frost', 4, floor=False) - y.clamp(0, 1)).abs().max() <= 0.51 / 255
-
-
-def test_motion_blur_by_its_formula():
-    x = images(3)
-    sd = seeds_of(x, 'motion_blur')
-    want = C._streak(C._bits(x), -45 + 90 * uniform(sd, sd[:, None], 9)[:, 0], *C._KINDS['motion_blur'].levels[32][3])
-    assert (corrupt(x, 'motion_blur', 4, floor=False) - want.clamp(0, 1)).abs().max() <= 0.51 / 255
-
-
-def test_mud_by_its_formula():
-    x = images(2)
-    sd = seeds_of(x, 'spatter')
-    mean, std, sigma, least, much, mud = C._KINDS['spatter'].levels[32][3]
-    assert mud
-    liquid = [
-        ndimage.gaussian_filter(mean + std * o[0].numpy(), sigma, mode='nearest') for o in C._normal(sd, x[:, :1])
-    ]
-    m = torch.tensor(
-        np.stack([ndimage.gaussian_filter((o > least).astype(np.float32), much, mode='nearest') for o in liquid])
-    )[:, None]
-    m[m < 0.8] = 0
-    want = x * (1 - m) + m * torch.tensor([63, 42, 20.0]).view(3, 1, 1) / 255
-    assert (m > 0).any()
-    off = (corrupt(x, 'spatter', 4, floor=False) - want.clamp(0, 1)).abs()
-    assert (off > 0.51 / 255).float().mean() < 0.01  # but for pixels at a threshold
 
 
 def test_elastic_field_is_scipys():
@@ -491,19 +337,6 @@ def test_elastic_field_is_scipys():
     assert np.abs(C._elastic_transform(x, (alpha, sigma, 0), sd)[0].numpy() - want).max() < 1e-3
 
 
-def test_snow_by_its_formula():
-    x = C._bits(images(2, 3, 32, 32) * 0.8)
-    sd = seeds_of(x, 'snow')
-    for s, (mean, std, zoom, least, radius, sigma, keep) in enumerate(C._KINDS['snow'].levels[32], 1):
-        f = C._zoom(mean + std * C._normal(sd, x[:, :1]), zoom)
-        f[f < least] = 0
-        angle = -135 + 90 * uniform(sd, sd[:, None], 9)[:, 0]
-        f = C._cut(C._streak(C._cut(f.clamp(0, 1)), angle, radius, sigma))
-        grey = 0.299 * x[:, :1] + 0.587 * x[:, 1:2] + 0.114 * x[:, 2:]
-        want = keep * x + (1 - keep) * torch.maximum(x, grey * 1.5 + 0.5) + f + torch.rot90(f, 2, (2, 3))
-        assert (corrupt(x, 'snow', s, floor=False) - want.clamp(0, 1)).abs().max() <= 0.51 / 255
-
-
 def test_zoom_is_scipys():
     x = images(1, 1, 33, 33)
     for f in (1.0, 1.07, 1.5, 3.0):
@@ -513,24 +346,6 @@ def test_zoom_is_scipys():
         z = ndimage.zoom(x[0, 0].numpy()[t : t + ch, t : t + ch], f, order=1)
         t = (z.shape[0] - h) // 2
         assert np.abs(C._zoom(x, f)[0, 0].numpy() - z[t : t + h, t : t + h]).max() < 1e-4
-
-
-def test_elastic_map_moves_nothing_at_strength_zero():
-    x = images(2, 3, 32, 40)
-    assert torch.allclose(C._elastic_transform(x, (0, 0, 0), torch.tensor([1, 2])), x, atol=1e-5)
-
-
-def test_grey_images():
-    x = images(2, 1, 28, 28)
-    assert torch.equal(corrupt(x, 'saturate', 5), x)
-    # the same as the grey image in three channels
-    for name in ('snow', 'frost', 'spatter', 'fog'):
-        a, b = [
-            c(torch.Tensor.expand(x, -1, n, -1, -1), C._KINDS[name].levels[32][4], torch.tensor([1, 2]))
-            for n, c in ((1, C._KINDS[name].f), (3, C._KINDS[name].f))
-        ]
-        if name != 'spatter':
-            assert torch.allclose(a[:, 0], C._grey(b)[:, 0], atol=0.02), name
 
 
 def test_library_parity():
@@ -575,19 +390,6 @@ def test_distance_to_an_edge_is_opencvs(drops):
     assert np.abs(C._distance(edges) / 65536 - want.clip(max=20)).max() < 1e-3
 
 
-def test_distance_by_hand():
-    edges = np.zeros((3, 30), bool)
-    edges[0, 0] = True
-    d = C._distance(edges) / 65536
-    assert d[0, [0, 1, 2, 19, 25]].tolist() == [0, 1, 2, 19, 20]
-    assert d[1, [1, 2]] == pytest.approx([1.4, 2.1969], abs=1e-4)
-
-
-def test_equalised_levels_by_hand():
-    assert C._equalised(np.array([[0, 1], [2, 2]])).tolist() == [[0, 85], [255, 255]]
-    assert C._equalised(np.full((2, 2), 20)).tolist() == [[20, 20], [20, 20]]
-
-
 def test_frost_shrinks_its_photographs_as_opencv_does():
     cv2 = pytest.importorskip('cv2', exc_type=ImportError)
     for i, photo in enumerate(C._photos()):
@@ -603,41 +405,11 @@ def test_a_large_disc_is_the_same_by_fourier():
     assert (C._defocus_blur(x, (6, 0.5), None) - want).abs().max() < 1e-5
 
 
-def test_salt_and_pepper_are_equally_frequent_and_stay():
-    x = torch.full((1, 1, 200, 200), 128 / 255)
-    low, high = [corrupt(x, 'impulse_noise', s, table=224) for s in (2, 5)]
-    hit = low != x
-    assert torch.equal(high[hit], low[hit])
-    assert high[high != x].mean() == pytest.approx(0.5, abs=0.03)
-
-
-def test_sizes_choose_their_table():
-    assert [
-        size_table(torch.zeros(1, 1, h, w))
-        for h, w in ((16, 16), (28, 28), (45, 99), (46, 46), (119, 300), (120, 120), (224, 224), (512, 512))
-    ] == [32, 32, 32, 64, 64, 224, 224, 224]
-    x = images(2, 3, 64, 64)
-    assert torch.equal(corrupt(x, 'fog', 2), corrupt(x, 'fog', 2, table=64))
-    assert not torch.equal(corrupt(x, 'fog', 2), corrupt(x, 'fog', 2, table=32))
-
-
-def test_names_and_tables_are_complete():
-    assert len(CORRUPTIONS) == 15
-    assert len(EXTRA_CORRUPTIONS) == 4
-    assert len(PERTURBATIONS) == 10
-    assert set(C._KINDS) == set(ALL)
-    assert set(C._MOVES) == set(PERTURBATIONS)
-    assert all(len(v) == 5 for k in C._KINDS.values() for v in k.levels.values())
-    assert set(ALEXNET_C) == set(CORRUPTIONS)
-    assert set(ALEXNET_P) == set(PERTURBATIONS)
-
-
 # --- sequences
 # -------------------------------------------------------------------------------------------------------------
 
 
-@moves
-@pytest.mark.parametrize('c,h,w', [(1, 28, 28), (3, 32, 40)])
+@pytest.mark.parametrize('name,c,h,w', [(k, *((1, 28, 28), (3, 32, 40))[i % 2]) for i, k in enumerate(PERTURBATIONS)])
 def test_sequences(name, c, h, w):
     x = images(2, c, h, w)
     y = perturb(x, name, seed=1)
@@ -651,22 +423,6 @@ def test_sequences(name, c, h, w):
         assert not torch.equal(y[:, 1], y[:, 2])
     else:
         assert max(rms(y[:, i], y[:, i + 1]) for i in range(y.shape[1] - 1)) < 0.35
-
-
-def test_frames_by_their_published_settings():
-    x = C._bits(images(1, 3, 32, 32) * 0.8)
-    sd = mix64(image_seed(x, 0) - 1 - PERTURBATIONS.index('snow'))
-    one = torch.ones(1)
-    want = dict(
-        motion_blur=lambda i: C._streak(x, one * (i - 20) * 9.0, 6, 1.8),
-        snow=lambda i: C._snow(x, (0.05, 0.3, 2, 0.5, 10, 2, 0.85), sd, one * (4 * i - 150)),
-        brightness=lambda i: C._brightness(x, (i - 15) * 0.015, sd),
-        zoom_blur=lambda i: (x + sum(C._larger(x, 1 + 0.004 * j) for j in range(1, i + 1))) / (i + 1),
-    )
-    for name, f in want.items():
-        y = perturb(x, name)
-        for i in (0, 7, 20):
-            assert (y[:, i] - f(i).clamp(0, 1)).abs().max() <= 0.51 / 255, (name, i)
 
 
 def test_sequences_of_large_images_have_their_own_settings():
@@ -700,46 +456,8 @@ def test_rotation_and_scale_against_torchvision():
         assert (zoom[i][inner] - want[inner]).abs().max() < 0.02
 
 
-def test_tilt_is_opencvs_perspective():
-    cv2 = pytest.importorskip('cv2', exc_type=ImportError)
-    x = images(1, 3, 32, 32)
-    a = x[0].permute(1, 2, 0).numpy()
-    h = w = 32
-    i = 25
-    p = np.deg2rad(0.75 * (i - 15))
-    f = math.hypot(w, h)
-    c, s = math.cos(p), math.sin(p)
-    m = (
-        np.array([[f, 0, w / 2, 0], [0, f, h / 2, 0], [0, 0, 1, 0]])
-        @ np.array([[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, f], [0, 0, 0, 1]])
-        @ np.array([[1, 0, 0, 0], [0, c, -s, 0], [0, s, c, 0], [0, 0, 0, 1]])
-        @ np.array([[c, 0, -s, 0], [0, 1, 0, 0], [s, 0, c, 0], [0, 0, 0, 1]])
-        @ np.array([[1, 0, -w / 2], [0, 1, -h / 2], [0, 0, 1], [0, 0, 1]])
-    )
-    want = cv2.warpPerspective(a, m, (w, h))
-    got = perturb(x, 'tilt')[0, i].permute(1, 2, 0).numpy()
-    assert np.abs(got - want)[3:-3, 3:-3].max() < 0.03
-
-
 # --- scores (R40, F14)
 # -------------------------------------------------------------------------------------------------------
-
-
-def test_alexnet_is_at_one_hundred():
-    assert mce(ALEXNET_C) == 100 and mfr(ALEXNET_P) == 100 and relative_mce(ALEXNET_C, ALEXNET_CLEAN) == 100
-    assert mce(ALEXNET_C, names=[o for o in CORRUPTIONS if o not in NOISES]) == 100
-    assert mce({k: v / 2 for k, v in ALEXNET_C.items()}) == pytest.approx(50)
-    assert ALEXNET_C['fog'] == 0.819324 and np.mean(list(ALEXNET_P.values())) == pytest.approx(0.1405, abs=1e-4)
-
-
-def test_published_scores():
-    "A ResNet-50 from its published errors and flip probabilities"
-    errs = dict(zip(CORRUPTIONS, 0.01 * np.array([68.7, 70.5, 76.7] + [60] * 12)))
-    assert mce(errs, names=NOISES) == pytest.approx(
-        100 * np.mean([0.687 / 0.886428, 0.705 / 0.894468, 0.767 / 0.92264])
-    )
-    rn = dict(zip(PERTURBATIONS, (0.14, 0.174, 0.06, 0.0429, 0.0754, 0.0303, 0.0486, 0.0679, 0.0401, 0.1132)))
-    assert mfr(rn) == pytest.approx(58.0, abs=0.05)
 
 
 def test_extras_do_not_count_and_nothing_may_miss():
@@ -763,14 +481,6 @@ def test_nothing_to_divide_by():
         relative_mce(flat)
     # a perfect clean model
     assert relative_mce(flat, 0.0, {k: 0.2 for k in flat}, 0.0) == pytest.approx(50)
-
-
-def test_flips():
-    p = np.array([[3] * 31, [1, 2] * 15 + [1]])
-    assert flips(p, True).tolist() == [0, 0.5] and flips(p, False).tolist() == [0, 1]
-    assert flips(torch.tensor([[0, 0, 1, 1]]), False).tolist() == pytest.approx([1 / 3])
-    with pytest.raises(ValueError, match='N,T'):
-        flips([1, 2, 3], True)
 
 
 # --- files (R38, R39)
@@ -902,12 +612,6 @@ def test_models_with_other_outputs_are_refused(tmp_path):
         SubsetLogits(Reads([0, 1, 2], 3, None), [5])(torch.rand(1, 3, 8, 8))
 
 
-def test_numbers_are_sorted_as_numbers(tmp_path):
-    f = shift_folder(tmp_path / 'v2', ['0', '2', '10'])
-    assert class_folders(f) == ['0', '2', '10'] and class_positions(class_folders(f)).tolist() == [0, 2, 10]
-    assert subset_report(Reads([0, 2, 10], distract=None), f, size=32, num_workers=0).accuracy.tolist() == [1, 1]
-
-
 def test_missing_class_folders_do_not_shift_labels(tmp_path):
     f = shift_folder(tmp_path / 'a')
     at = class_positions(WNIDS).tolist()
@@ -919,16 +623,6 @@ def test_missing_class_folders_do_not_shift_labels(tmp_path):
     (f / WNIDS[0]).mkdir()
     with pytest.raises(FileNotFoundError, match='no images in'):
         wnid_images(f)
-
-
-def test_answers_that_are_no_numbers_are_wrong_there_too(tmp_path):
-    f = shift_folder(tmp_path / 'v2', ['0', '1', '2'])
-
-    class Broken(nn.Module):
-        def forward(self, x):
-            return torch.full((len(x), 1000), float('nan'))
-
-    assert subset_report(Broken(), f, size=32, num_workers=0).accuracy.tolist() == [0, 0]
 
 
 def test_timm_agrees_on_imagenet_a_and_r():
@@ -986,38 +680,6 @@ def test_sequences_from_files(tmp_path):
         list(CifarP(tmp_path).pick('tilt'))
 
 
-def test_videos(tmp_path, monkeypatch):
-    cv2 = pytest.importorskip('cv2', exc_type=ImportError)
-    d = tmp_path / 'tilt' / 'n01440764'
-    d.mkdir(parents=True)
-    v = cv2.VideoWriter(str(d / 'a.avi'), cv2.VideoWriter_fourcc(*'MJPG'), 5, (64, 64))
-    if not v.isOpened():
-        pytest.skip('this OpenCV writes no videos')
-    for i in range(4):
-        v.write(np.full((64, 64, 3), (20 * i, 0, 200), np.uint8))  # BGR
-    v.release()
-    x = next(ImageNetP(tmp_path).pick('tilt'))
-    assert x.shape == (1, 4, 3, 64, 64) and x[0, :, 0].mean() > 0.7 and x[0, 3, 2].mean() > x[0, 0, 2].mean() + 0.1
-    with pytest.raises(FileNotFoundError, match='no videos of scale'):
-        list(ImageNetP(tmp_path).pick('scale'))
-    (d / 'b.mp4').write_bytes(b'nothing')
-    with pytest.raises(ValueError, match='no video'):
-        read_video(d / 'b.mp4')
-    monkeypatch.setitem(sys.modules, 'cv2', None)
-    with pytest.raises(ImportError, match=r'opencv'):
-        read_video(d / 'a.avi')
-
-
-def test_folders_of_frames_are_read_by_number(tmp_path):
-    d = tmp_path / 'tilt' / 'n01440764' / 'a'
-    d.mkdir(parents=True)
-    for i in range(12):
-        Image.new('RGB', (8, 8), (20 * i, 0, 0)).save(d / f'img{i}.png')
-    assert (next(ImageNetP(tmp_path).pick('tilt'))[0, :, 0].mean((1, 2)) * 255).round().tolist() == [
-        20 * i for i in range(12)
-    ]
-
-
 # --- reports (R31)
 # -----------------------------------------------------------------------------------------------------------
 
@@ -1040,24 +702,6 @@ def data():
     return x, torch.arange(12) % 4
 
 
-def test_report_is_corrupt_and_predict(data):
-    m = Spy(tiny_vit(num_classes=4))
-    x, y = data
-    m.train()
-    before, m.seen = state_of(m), 0
-    r = corruption_report(m, data, ['fog', 'contrast'], [1, 5], bs=5, seed=3)
-    assert m.seen == 12 * 5 and m.training and state_of(m) == before
-    assert r.table.columns.tolist() == [1, 5, 'mean'] and r.df.n.unique().tolist() == [12] and len(r.df) == 5
-    for n in ('fog', 'contrast'):
-        for s in (1, 5):
-            assert (r.verdicts[f'{n} {s}'] == (predict(m, corrupt(x, n, s, 3)) == y).numpy()).all() and r.table.loc[
-                n, s
-            ] == pytest.approx(r.verdicts[f'{n} {s}'].mean(), abs=1e-6)
-    assert r.clean == pytest.approx((predict(m, x) == y).float().mean().item(), abs=1e-6)
-    assert any('12 images only' in o for o in r.warnings) and any('training mode' in o for o in r.warnings)
-    assert 'fog' in repr(r) and '<table' in r._repr_html_() and r.plot() is not None
-
-
 def test_batch_size_and_loader_change_nothing(data):
     m = tiny_vit(num_classes=4)
     dl = DataLoader(list(zip(*data)), batch_size=5)
@@ -1068,24 +712,6 @@ def test_batch_size_and_loader_change_nothing(data):
     )
     assert all((a.verdicts[k] == o.verdicts[k]).all() for k in a.verdicts for o in (b, c))
     assert a.meta['images'] == b.meta['images'] == c.meta['images']
-
-
-def test_scores_of_reports(data):
-    a, b = [corruption_report(tiny_vit(num_classes=4, seed=o), data) for o in (1, 2)]
-    assert mce(a, a) == 100
-    assert mce(a, b) == pytest.approx(100 * np.mean([a.errors[o] / b.errors[o] for o in CORRUPTIONS]))
-    assert a.accuracy() == pytest.approx(1 - np.mean(list(a.errors.values())))
-    assert a.accuracy(noise=False) == pytest.approx(1 - np.mean([v for k, v in a.errors.items() if k not in NOISES]))
-    with pytest.raises(ValueError, match='give base='):
-        mce(a)
-    with pytest.raises(ValueError, match='give base='):
-        relative_mce(a)
-    few = corruption_report(tiny_vit(num_classes=4), data, severities=[1, 2])
-    with pytest.raises(ValueError, match='all five severities'):
-        few.errors
-    some = corruption_report(tiny_vit(num_classes=4), data, ['fog'])
-    with pytest.raises(ValueError, match='missing'):
-        some.accuracy()
 
 
 def test_goes_on_where_it_stopped(data, tmp_path):
@@ -1170,42 +796,6 @@ def test_broken_answers_count_as_wrong(data):
     assert r.clean == 0 and any('not a number' in o for o in r.warnings)
 
 
-def test_files_and_clean_images_together(cifar_c):
-    x = images(7, 3)
-    m = tiny_vit(size=32, patch=8, in_chans=3, num_classes=3)
-    r = corruption_report(m, CifarC(cifar_c), ['fog', 'snow'], clean=(x, torch.arange(7) % 3))
-    assert r.clean is not None and len(r.table) == 2 and r.meta['n'] == 7
-    s = corruption_report(m, CifarC(cifar_c), ['fog', 'snow'])
-    assert s.clean is None
-    assert s.clean_error is None
-    assert s.table.equals(r.table)
-    assert '; clean' not in repr(s).splitlines()[0]
-    with pytest.raises(ValueError, match='clean='):
-        relative_mce({**dict.fromkeys(CORRUPTIONS, 0.5)}, None, s, None)
-
-
-def test_learner_verbs():
-    l = synth_learner(cbs=None, metrics=accuracy)
-    before = state_of(l.model)
-    r = l.corruption_report(['brightness'], [5])
-    with l.no_bar():
-        v = l.validate(cbs=CorruptValid('brightness', 5))
-    assert v[1] == pytest.approx(r.table.loc['brightness', 5], abs=1e-5) and state_of(l.model) == before
-    assert not any(isinstance(c, CorruptValid) for c in l.cbs)
-    f = l.flip_report(names=['translate'], n=5)
-    assert f.n.tolist() == [5]
-    p, _ = l.get_preds(cbs=CorruptValid('fog', 3))
-    assert len(p) == len(l.dls.valid_ds)
-    with pytest.raises(ValueError, match='no corruption'):
-        CorruptValid('rain', 1)
-    # and training goes on as ever
-    l.fit(1, 1e-3)
-    import pickle
-
-    assert pickle.loads(pickle.dumps(CorruptValid('fog', 1))).corruption == 'fog'
-    assert repr(CorruptValid('fog', 2)) == "CorruptValid('fog', 2)"
-
-
 def test_training_batches_stay_clean():
     seen = []
     l = synth_learner(cbs=[CorruptValid('contrast', 5)])
@@ -1225,18 +815,7 @@ def test_normalised_data_is_refused():
         l.corruption_report(['fog'], [1])
 
 
-def test_flip_report_counts_by_hand():
-    x = images(3, 1, 28, 28)
-    m = tiny_vit(num_classes=4)
-    r = flip_report(m, (x, torch.zeros(3).long()), ['rotate', 'gaussian_noise'], bs=2)
-    for n in ('rotate', 'gaussian_noise'):
-        p = torch.stack([predict(m, o) for o in perturb(x, n)])
-        assert r.flip[n] == pytest.approx(flips(p, 'noise' in n).mean())
-    const = lambda x: torch.eye(4)[torch.ones(len(x), dtype=torch.long)]
-    assert flip_report(const, (x, torch.zeros(3).long()), ['tilt']).flip['tilt'] == 0
-
-
-@pytest.mark.parametrize('bs', [1, 20, 70, 512])
+@pytest.mark.parametrize('bs', [20, 70])
 def test_flip_report_holds_few_frames_at_a_time(bs, monkeypatch, tmp_path):
     "`bs` counts frames: the model sees no more at once, and no more sequences are made than have that many"
     import robust_nbdev.corruptions as C
@@ -1256,20 +835,6 @@ def test_flip_report_holds_few_frames_at_a_time(bs, monkeypatch, tmp_path):
     assert sum(seen) == 5 * 31 and max(seen) == min(bs, 4 * 31)
 
 
-def test_flip_report_without_images():
-    with pytest.raises(ValueError, match='the data is empty'):
-        flip_report(tiny_vit(), (images(2)[:0], torch.zeros(0).long()), ['tilt'])
-
-
-def test_flip_reports_of_files_take_no_n(tmp_path):
-    x = images(3)
-    np.save(tmp_path / 'tilt.npy', np.zeros((3, 4, 32, 32, 3), np.uint8))
-    net = tiny_vit(size=32, patch=8, in_chans=3)
-    with pytest.raises(ValueError, match='n= goes with clean images'):
-        flip_report(net, CifarP(tmp_path), ['tilt'], n=2)
-    assert flip_report(net, CifarP(tmp_path, n=2), ['tilt']).n.tolist() == [2]
-
-
 def test_flip_rates_of_alexnet_are_for_imagenet_p():
     "As for mCE: rates measured on other images need a reference on the same images"
     x = images(2, 1, 28, 28)
@@ -1287,38 +852,6 @@ def test_no_corruption_at_all_is_told(data, cifar_c):
             corruption_report(m, CifarC(cifar_c), **kw)
 
 
-def test_attacks_and_corruptions_meet(data):
-    "A corrupted batch is a batch like any other (R03)"
-    x, y = data
-    m = tiny_vit(num_classes=4)
-    for name in ('fog', 'jpeg_compression', 'glass_blur'):
-        x2 = PGD(0.1, steps=1)(m, corrupt(x, name, 2), y)
-        assert x2.shape == x.shape and x2.min() >= 0 and x2.max() <= 1
-
-
-def test_speed_of_small_images():
-    """Fifteen corruptions of 64 small images stay within a few milliseconds per image (a loop over pixels in Python
-    took seconds)"""
-    import time
-
-    x = images(64)
-    corrupt(x[:2], 'frost', 1)
-    t = time.time()
-    for o in CORRUPTIONS:
-        corrupt(x, o, 5)
-    assert (time.time() - t) / 64 < 0.05
-
-
-def test_figure():
-    import matplotlib.pyplot as plt
-
-    show_corruptions(images(1)[0], ['fog', 'snow'], [1, 5])
-    assert len(plt.gcf().axes) == 6
-    plt.close('all')
-    d = distortion(images(2), ['contrast'])
-    assert d.shape == (1, 5) and (d.loc['contrast'].diff()[1:] > 0).all()
-
-
 # --- nothing of the caller's is changed
 # --------------------------------------------------------------------------------------
 
@@ -1330,23 +863,9 @@ def same_after(x, f):
     assert torch.equal(x, old)
 
 
-@kinds
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float64])
-def test_corruptions_leave_their_images_alone(name, dtype):
-    same_after(images().to(dtype), lambda x: corrupt(x, name, 3))
-
-
 @moves
 def test_sequences_leave_their_images_alone(name):
     same_after(images(), lambda x: perturb(x, name))
-
-
-@kinds
-def test_what_is_kept_for_later_is_not_changed(name):
-    "Filters and photographs are kept between calls"
-    a = corrupt(images(), name, 3)
-    corrupt(images(seed=1).mul(0.5), name, 3)
-    assert torch.equal(corrupt(images(), name, 3), a)
 
 
 class InPlace(nn.Module):
@@ -1399,20 +918,11 @@ def test_models_that_change_their_input(data, tmp_path):
 # -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_second_corruption_of_validation_is_refused():
-    l = synth_learner(metrics=accuracy, cbs=CorruptValid('contrast', 5))
-    with pytest.raises(ValueError, match='two CorruptValid'):
-        l.validate(cbs=CorruptValid('fog', 1))
-    with pytest.raises(ValueError, match='two CorruptValid'), l.added_cbs(CorruptValid('contrast', 5)):
-        l.fit(1, 1e-3)
-    l.validate()
-
-
 # --- settings that are no numbers
 # --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('seed', [1.5, '1', None, True])
+@pytest.mark.parametrize('seed', [1.5, True])
 def test_seeds_are_whole_numbers(seed, data):
     x = images()
     for f in (
@@ -1427,7 +937,7 @@ def test_seeds_are_whole_numbers(seed, data):
             f()
 
 
-@pytest.mark.parametrize('n', [0, 1.5, True, '2'])
+@pytest.mark.parametrize('n', [0, True])
 def test_numbers_of_images_are_whole(n, data, cifar_c, tmp_path):
     (tmp_path / 'p').mkdir()
     for f in (
@@ -1440,22 +950,6 @@ def test_numbers_of_images_are_whole(n, data, cifar_c, tmp_path):
     ):
         with pytest.raises(ValueError, match='n must be'):
             f()
-
-
-def test_true_is_no_severity():
-    with pytest.raises(ValueError, match='from 1 to 5'):
-        corrupt(images(), 'fog', True)
-
-
-def test_missing_severities_are_told_before_the_work(data):
-    class Never(Exception):
-        pass
-
-    def model(x):
-        raise Never()
-
-    with pytest.warns(UserWarning, match='not all five severities'), pytest.raises(Never):
-        corruption_report(model, data, ['fog'], [3])
 
 
 def test_more_sequences_than_there_are(tmp_path):
@@ -1471,45 +965,6 @@ def test_more_sequences_than_there_are(tmp_path):
 
 # --- files that come class by class
 # ------------------------------------------------------------------------------------------
-
-
-def sorted_files(root, k=6, n=5):
-    "CIFAR-C whose images come class by class and say their class"
-    y = np.repeat(np.arange(k), n)
-    np.save(root / 'labels.npy', np.tile(y, 5))
-    np.save(root / 'fog.npy', np.tile(y, 5)[:, None, None, None].astype(np.uint8) * np.ones((1, 32, 32, 3), np.uint8))
-    return CifarC(root), root, y
-
-
-@pytest.mark.parametrize('n', [6, 12, None])
-def test_sorted_cifar_c_is_mixed(n, tmp_path):
-    _, root, y = sorted_files(tmp_path)
-    x, lab = CifarC(root, n).pick('fog', 2)
-    assert (x[:, 0, 0, 0] * 255).round().long().tolist() == lab.tolist() and len(set(lab[:6].tolist())) > 3
-    if n:
-        assert lab.bincount(minlength=6).tolist() == [n // 6] * 6
-    assert torch.equal(CifarC(root, n).pick('fog', 5)[1], lab)
-
-
-def test_mixed_cifar_c_is_read_from_the_start(cifar_c):
-    assert CifarC(cifar_c, 4).pick('fog', 1)[1].tolist() == [0, 1, 2, 0]
-
-
-@pytest.mark.parametrize(
-    'take',
-    [
-        lambda f: wnid_images(f, size=32, num_workers=0, bs=12),
-        lambda f: wnid_images(f, subset=True, size=32, num_workers=0, bs=12, n=24),
-        lambda f: ImageNetC(f.parent.parent, size=32, num_workers=0, bs=12).pick('fog', 1),
-    ],
-)
-def test_class_folders_are_mixed(take, tmp_path):
-    for c in range(6):
-        (tmp_path / 'fog' / '1' / str(c)).mkdir(parents=True)
-        for i in range(6):
-            Image.new('RGB', (32, 32), (c, 0, 0)).save(tmp_path / 'fog' / '1' / str(c) / f'{i}.png')
-    x, y = take(tmp_path / 'fog' / '1').one_batch()
-    assert len(set(y.tolist())) > 3 and (x[:, 0, 0, 0].cpu() * 255).round().long().tolist() == y.tolist()
 
 
 # --- what a saved row must share with the row that would be measured
@@ -1560,15 +1015,6 @@ def test_the_same_weights_behind_another_forward_are_measured_again(data, tmp_pa
     assert r.df.accuracy.tolist() == corruption_report(Spy(Head2(net)), data, ['fog', 'snow']).df.accuracy.tolist()
 
 
-def test_a_report_without_these_fields_is_measured_again(data, tmp_path):
-    net = Head(tiny_vit(num_classes=4))
-    _, _, r = seen_again(net, data, tmp_path / 'r')
-    for k in ('code', 'outputs', 'settings'):
-        r.meta.pop(k)
-    r.save(tmp_path / 'r', page=False)
-    assert seen_again(net, data, tmp_path / 'r')[0] == 11
-
-
 def test_a_corruption_with_another_body_is_measured_again(data, tmp_path, monkeypatch):
     net = Head(tiny_vit(num_classes=4))
     seen_again(net, data, tmp_path / 'r')
@@ -1603,7 +1049,7 @@ def test_other_labels_between_rows_are_told(cifar_c):
 # ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('side,told', [(28, False), (32, False), (64, False), (96, True), (48, True), (224, False)])
+@pytest.mark.parametrize('side,told', [(32, False), (48, True), (96, True)])
 def test_a_size_far_from_its_settings_is_told(side, told):
     class Mean(nn.Module):
         def forward(self, x):
@@ -1666,7 +1112,7 @@ class Guard(nn.Module):
         )
 
 
-@pytest.mark.parametrize('where', ['attribute', 'buffer', 'global'])
+@pytest.mark.parametrize('where', ['buffer', 'global'])
 def test_a_model_with_another_setting_is_measured_again(where, data, tmp_path, monkeypatch):
     net, x = tiny_vit(num_classes=4), data[0].clone()
     x[:, :, 0, 0] = 0
@@ -1727,36 +1173,6 @@ def test_another_dataloader_numbers_its_classes_alike(report):
 
 # --- few classes
 # -----------------------------------------------------------------------------------------------------------------
-
-
-class ByClass(Dataset):
-    "Images class by class, whose labels cannot be read without them"
-
-    def __init__(self, each):
-        self.each = each
-
-    def __len__(self):
-        return 4 * self.each
-
-    def __getitem__(self, i):
-        return images(1, 1, 28, 28, seed=i)[0], i // self.each
-
-
-@pytest.mark.parametrize(
-    'each,told',
-    [(20, 'the 40 images are of 2 of 4 classes only'), (40, 'the 40 images are of 1 of 4 classes only'), (10, '')],
-)
-def test_images_of_few_classes_are_told(each, told):
-    import warnings
-
-    m, dl = tiny_vit(num_classes=4), DataLoader(ByClass(each), batch_size=16)
-    says = corruption_report(m, dl, ['fog'], [1], n=40).warnings
-    with warnings.catch_warnings(record=True) as w:
-        warnings.simplefilter('always')
-        flip_report(m, dl, ['rotate', 'tilt'], n=40)
-    for o in (says, [str(o.message) for o in w]):
-        few = [s for s in o if 'classes only' in s]
-        assert len(few) == bool(told) and all(told in s for s in few)
 
 
 def test_a_corruption_comes_before_an_attack_whatever_their_order_in_the_list():

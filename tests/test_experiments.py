@@ -2,7 +2,7 @@
 
 import json, multiprocessing, os, re, signal, time
 from pathlib import Path
-import numpy as np, pandas as pd, pytest, timm
+import numpy as np, pytest, timm
 import robust_nbdev.all  # registers the experiments of all papers
 from robust_nbdev import experiments as ex
 from robust_nbdev.autoattack import AutoAttack, Square
@@ -200,11 +200,6 @@ def test_code_counts_and_words_do_not(what, tmp_path, monkeypatch):
 
 
 # ---------------------------------------------------------------- reading
-def test_verdicts_pack_to_bytes_and_back():
-    right = np.random.default_rng(0).random(1001) < 0.5
-    assert (_unpack(_pack(right), 1001) == right).all() and len(_pack(right)) < 175
-
-
 def test_verdicts_come_seed_by_seed(register, tmp_path):
     register('toy.shares', lambda s: reversed(list(shares(s))))
     reproduce('toy.shares', toy, tmp_path)
@@ -341,14 +336,6 @@ def test_every_profile_says_what_every_experiment_asks_for(profile):
     for e in EXPERIMENTS.values():
         found = trials_of(e.name, profile)
         assert found and all(json.loads(json.dumps(o.key)) == o.key for o in found), e.name
-
-
-def test_a_section_of_a_paper_stands_over_the_profile(tmp_path, monkeypatch):
-    (tmp_path / 'settings.ini').write_text('[laptop]\nepochs = 5\nbs = 32\n[laptop.xcit]\nepochs = 9\n')
-    monkeypatch.chdir(tmp_path)
-    assert [profile_for(o, 'laptop').epochs for o in ('xcit', 'another')] == [9, 5] and profile_for(
-        'xcit', 'laptop'
-    ).bs == 32
 
 
 # ---------------------------------------------------------------- the command

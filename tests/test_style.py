@@ -1,6 +1,7 @@
 "House rules that a machine can check, over notebooks, modules and tracked files (R43, R44)."
 
 import ast, json, os, re, subprocess, sys
+from functools import lru_cache
 from pathlib import Path
 import pytest
 
@@ -13,6 +14,11 @@ cells = {p: json.loads(p.read_text())['cells'] for p in NBS}
 src = lambda c: ''.join(c['source'])
 nbs = pytest.mark.parametrize('nb', NBS, ids=[p.stem for p in NBS])
 mods = pytest.mark.parametrize('mod', MODS, ids=[p.stem for p in MODS])
+
+
+@lru_cache(maxsize=None)
+def tree(mod):
+    return list(ast.walk(ast.parse(mod.read_text())))
 
 
 def code(c):
@@ -87,7 +93,7 @@ def test_cells_that_need_a_gpu_are_flagged(nb):
 
 @mods
 def test_no_assert_in_library_code(mod):
-    assert [o.lineno for o in ast.walk(ast.parse(mod.read_text())) if isinstance(o, ast.Assert)] == []
+    assert [o.lineno for o in tree(mod) if isinstance(o, ast.Assert)] == []
 
 
 @mods
@@ -95,7 +101,7 @@ def test_nothing_is_swallowed(mod):
     "No bare except, no `except Exception: pass`"
     bad = [
         o.lineno
-        for o in ast.walk(ast.parse(mod.read_text()))
+        for o in tree(mod)
         if isinstance(o, ast.ExceptHandler)
         and (
             o.type is None
@@ -138,7 +144,7 @@ ALLOWED['explorer'] = {'core', 'vit', 'attacks', 'patch_attacks', 'autoattack', 
 def test_direction_of_imports(mod):
     uses = {
         (o.module or '').removeprefix('robust_nbdev').lstrip('.').split('.')[0]
-        for o in ast.walk(ast.parse(mod.read_text()))
+        for o in tree(mod)
         if isinstance(o, ast.ImportFrom) and (o.level or (o.module or '').startswith('robust_nbdev'))
     } - {''}
     if mod.stem in ALLOWED:

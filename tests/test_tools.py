@@ -24,10 +24,6 @@ def lint():
     return tool('docs_lint')
 
 
-def test_every_public_symbol_is_described(lint, capsys):
-    assert not lint.main(), capsys.readouterr().out
-
-
 def good(
     x,  # Anything
     *args,  # More
@@ -278,21 +274,14 @@ def killed(*args):
     raise Killed('killed')
 
 
-@pytest.mark.parametrize(
-    'epochs,stop,last', [(2, 0, None), (3, 2, 0), (2, 2, 1)], ids=['in the first epoch', 'later', 'after the last']
-)
+@pytest.mark.parametrize('epochs,stop,last', [(2, 0, None), (3, 2, 0)], ids=['in the first epoch', 'later'])
 def test_a_training_goes_on_where_it_was_stopped(checkpoints, monkeypatch, capsys, epochs, stop, last):
     "Saved are every second epoch and the last; a second run goes on with the average and the time of the first"
     import torch
 
     t, run, d = checkpoints
     with monkeypatch.context() as m:
-        if stop == epochs:
-            m.setattr(t, 'save_file', killed)
-        else:
-            m.setattr(
-                t.EMA, 'after_step', lambda self: killed() if self.epoch == stop else setattr(self, 'n', self.n + 1)
-            )
+        m.setattr(t.EMA, 'after_step', lambda self: killed() if self.epoch == stop else setattr(self, 'n', self.n + 1))
         with pytest.raises(Killed):
             run(epochs, every=2)
     saved = sorted(int(f.stem.split('_')[1]) for f in d.glob(f'{epochs}_*.pth'))
@@ -303,7 +292,7 @@ def test_a_training_goes_on_where_it_was_stopped(checkpoints, monkeypatch, capsy
         assert s['callbacks']['ema']['steps'] == 2 * (last + 1)
         torch.save({**s, 'seconds': 1200.0}, f)
     capsys.readouterr()
-    card, w = run(epochs, every=2)
+    card, _ = run(epochs, every=2)
     said = capsys.readouterr().out
     assert f'goes on after epoch {last}' in said if saved else 'goes on' not in said
     assert (
@@ -314,12 +303,6 @@ def test_a_training_goes_on_where_it_was_stopped(checkpoints, monkeypatch, capsy
     assert card['command'] == f'python tools/train_checkpoints.py fashion_mnist_vit --epochs {epochs} --seed 7'
     # of all epochs, before and after
     assert torch.load(d / f'average_{epochs}_{epochs - 1}.pth')['callbacks']['ema']['steps'] == 2 * epochs
-    if stop == epochs:
-        assert s['holdout'] == card['holdout'] and all(
-            torch.equal(v.half(), s['callbacks']['ema']['average']['model.' + k].half())
-            for k, v in w.items()
-            if v.is_floating_point()
-        )
 
 
 def test_an_incomplete_state_is_not_gone_on_with(checkpoints, capsys):
@@ -479,45 +462,3 @@ def test_a_figure_is_described_by_what_stands_above_it(docs, tmp_path):
 
 # --- the teacher of the small checkpoints
 # -----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def teacher(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / 'tools'))
-    return pytest.importorskip('teacher')
-
-
-def test_a_view_belongs_to_the_image_and_not_to_its_place(teacher):
-    import numpy as np
-
-    a = np.random.default_rng(0).integers(0, 256, (6, 8, 8, 3)).astype(np.uint8)
-    i = np.array([3, 0, 5])
-    for v in range(3):
-        assert (
-            teacher.view(a, teacher.image_hashes(a), v)[i] == teacher.view(a[i], teacher.image_hashes(a[i]), v)
-        ).all()
-    assert (teacher.view(a, teacher.image_hashes(a), 0) == a).all() and (
-        teacher.view(a, teacher.image_hashes(a), 1) != a
-    ).any()
-
-
-def test_taught_batches_carry_what_the_teacher_said_of_them(teacher, tmp_path):
-    import numpy as np, torch
-    from robust_nbdev.all import fashion_mnist
-
-    dls = fashion_mnist(n_train=64, n_valid=10, bs=16, mode='RGB', batch_tfms=None)
-    a = dls.train.dataset.tls[0].items
-    h = teacher.image_hashes(a)
-    order = h.argsort().numpy()
-    # a teacher whose answer tells the image
-    said = a.reshape(len(a), -1)[:, 300:310].astype(np.float16)
-    for v in range(2):
-        np.savez(tmp_path / f'view{v}.npz', hashes=h.numpy()[order], logits=said[order] + v)
-    dl = teacher.teach(dls, tmp_path).train
-    dl.v = 0
-    for x, y, t in dl:
-        assert torch.equal((255 * x).round().permute(0, 2, 3, 1).reshape(len(x), -1)[:, 300:310], t)
-    np.savez(tmp_path / 'view0.npz', hashes=np.sort(h.numpy() + 1), logits=said)
-    np.savez(tmp_path / 'view1.npz', hashes=np.sort(h.numpy() + 1), logits=said)
-    with pytest.raises(ValueError, match='no labels for some'):
-        teacher.teach(dls, tmp_path)

@@ -9,12 +9,8 @@ from fastai.vision.all import (
     CancelFitException,
     CrossEntropyLossFlat,
     CutMix,
-    DataLoaders,
     GradientAccumulation,
-    Learner,
     MixUp,
-    accuracy,
-    load_learner,
     set_seed,
 )
 from robust_nbdev.core import *
@@ -76,18 +72,16 @@ KINDS = dict(
     single_adapter=dict(kind='single_adapter'),
     head_only=dict(kind='head_only'),
 )
-kinds = pytest.mark.parametrize('k', KINDS)
+some = pytest.mark.parametrize('k', ['tora', 'adapter_fusion', 'single_adapter', 'head_only'])
 
 # --- the model
 # ------------------------------------------------------------------------------------------------------------------
 
 
-@kinds
-@pytest.mark.parametrize(
-    'net',
-    [dict(), dict(reg_tokens=2), dict(init_values=0.1), dict(pre_norm=True), dict(fc_norm=True), dict(qk_norm=True)],
-    ids=['plain', 'registers', 'layerscale', 'pre_norm', 'fc_norm', 'qk_norm'],
-)
+NETS = [dict(reg_tokens=2), dict(init_values=0.1), dict(pre_norm=True), dict(fc_norm=True), dict(qk_norm=True)]
+
+
+@pytest.mark.parametrize('k,net', [*((k, {}) for k in KINDS), *(('tora', o) for o in NETS), ('head_only', NETS[0])])
 def test_step_0_is_the_pretrained_model(k, net):
     x, m = images(), tiny_vit(num_classes=4, **net)
     m.model.cls_token.data.normal_()
@@ -103,7 +97,7 @@ def test_step_0_is_the_pretrained_model(k, net):
     assert sum(p.numel() for p in m.parameters() if not p.requires_grad) == n
 
 
-@kinds
+@some
 def test_remove_brings_the_model_back_to_the_bit(k):
     x, m = images(), tiny_vit(num_classes=4)
     next(m.parameters()).requires_grad_(False)
@@ -154,19 +148,6 @@ def test_by_name_inside_normalized():
     assert isinstance(m, Normalized) and m(images(2, 3, 32)).shape == (2, 5) and m.model.tora.about['d'] == 12
 
 
-def test_each_adapter_sees_its_own_token():
-    "What is done to [ROB] does not reach the accuracy adapter of that block, and the other way round"
-    b = Branches(8, 3).eval()
-    nn.init.normal_(b.sides['acc'].up.weight)
-    nn.init.normal_(b.sides['rob'].up.weight)
-    seen = {}
-    for k, a in b.sides.items():
-        a.register_forward_hook(lambda m, i, o, k=k: seen.update({k: i[0].clone()}))
-    z = torch.randn(2, 6, 8)
-    b(z)
-    assert torch.equal(seen['acc'], z[:, [0, 2, 3, 4, 5]]) and torch.equal(seen['rob'], z[:, 1:])
-
-
 @pytest.mark.parametrize('split', [True, False])
 @pytest.mark.parametrize('how', ['adapter', 'mean', 'key', 'both', 'diagonal'])
 def test_fusion_against_loops(how, split):
@@ -204,19 +185,6 @@ def test_fusion_against_loops(how, split):
     )
 
 
-def test_folded_is_the_same_function_with_the_same_gradients():
-    a, b = make(noise=0.3), make(noise=0.3, folded=True)
-    b.load_state_dict(a.state_dict())
-    x = images()
-    for m in (a, b):
-        m(x).square().sum().backward()
-    assert torch.allclose(a(x), b(x), atol=1e-5) and all(
-        (p.grad is None) == (q.grad is None)
-        and (p.grad is None or (p.grad - q.grad).norm() <= 1e-4 * p.grad.norm() + 1e-6)
-        for p, q in zip(a.parameters(), b.parameters())
-    )
-
-
 @pytest.mark.parametrize('k', [k for k in KINDS if k not in ('head_only', 'single_adapter')])
 def test_every_part_gets_a_gradient(k):
     m = make(noise=0.1, d=16, **KINDS[k])
@@ -225,106 +193,8 @@ def test_every_part_gets_a_gradient(k):
     assert all(p.grad is None for p in tora_splitter(m)[0])
 
 
-def test_heads():
-    m, x = make(noise=0.1), images()
-    za, zr = OneHead(m, 'acc')(x), OneHead(m, 'rob')(x)
-    assert (
-        torch.allclose(m(x), (za + zr) / 2, atol=1e-6)
-        and torch.equal(OneHead(m, 'joint')(x), m(x))
-        and (za - zr).abs().max() > 1e-3
-    )
-    with pytest.raises(ValueError, match="heads \\['acc', 'rob', 'joint'\\]"):
-        OneHead(m, 'one')
-    with pytest.raises(ValueError, match='no TORA parts'):
-        OneHead(tiny_vit(), 'acc')
-    with pytest.raises(RuntimeError):
-        with use_head(m, 'acc'):
-            raise RuntimeError
-    assert torch.allclose(m(x), (za + zr) / 2, atol=1e-6)
-    m.train()
-    assert torch.allclose(OneHead(m, 'rob')(x), zr, atol=1e-6)
-    m.eval()
-    s = make('single_adapter')
-    assert torch.equal(OneHead(s, 'one')(x), s(x))
-
-
-def test_attacks_on_it_leave_no_trace_and_images_do_not_depend_on_the_batch():
-    m, x = make(noise=0.1), images(6)
-    y = m(x).argmax(1)
-    before = repr(state_of(m))
-    for a in (
-        PGD(0.1, steps=2),
-        APGD(0.1, steps=3),
-        Transfer(OneHead(m, 'rob'), PGD(0.1, steps=2)),
-        Transfer(WithGates(m), PGD(0.1, steps=2, loss=gate_loss(4))),
-    ):
-        x_adv = a(m, x, y)
-        assert (x_adv - x).abs().max() <= 0.1 + 1e-6 and repr(state_of(m)) == before
-    assert torch.allclose(PGD(0.1, steps=2)(m, x, y)[2:4], PGD(0.1, steps=2)(m, x[2:4], y[2:4]), atol=1e-6)
-
-
-def test_copies_pickles_and_bfloat16(tmp_path):
-    m, x = make(noise=0.1), images()
-    z = m(x)
-    c = copy.deepcopy(m)
-    c.model.tora.heads['acc'].bias.data += 1
-    assert torch.equal(m(x), z) and not torch.equal(c(x), z)
-    p = pickle.loads(pickle.dumps(m))
-    assert torch.equal(p(x), z) and p.model.tora is not m.model.tora
-    with torch.autocast('cpu', dtype=torch.bfloat16):
-        assert (m(x).float() - z).abs().max() < 0.1
-    m.double()
-    assert m(x.double()).dtype == torch.float64 and (m(x.double()) - z).abs().max() < 1e-4
-    m.float().model.set_grad_checkpointing()
-    m.train()
-    assert torch.allclose(m(x), z, atol=1e-5)
-
-
 # --- size
 # -----------------------------------------------------------------------------------------------------------------------  # noqa: E501
-
-
-def test_cost_by_hand_and_of_vit_b():
-    with torch.device('meta'):
-        v = timm.create_model('vit_base_patch16_224')
-    # 111.16 with biases in Q, K and V
-    make_ = dict(
-        head=(head_only, 88.11),
-        single=(single_adapter, 88.23),
-        fusion=(adapter_fusion, 111.13),
-        tora=(tora_vit, 111.13),
-    )
-    for f, p in make_.values():
-        m = f(copy.deepcopy(v))
-        assert sum(o.numel() for o in m.parameters()) / 1e6 == pytest.approx(p, abs=0.02)
-        trained = sum(o.numel() for o in m.parameters() if o.requires_grad)
-        assert trained == sum(o.numel() for g in tora_parts(m).values() for o in g)
-    m = tiny_vit(num_classes=4)
-    x = images(1)
-    c0 = tora_cost(m, x)
-    c, cf = tora_cost(make(model=copy.deepcopy(m)), x), tora_cost(make(model=copy.deepcopy(m), folded=True), x)
-    D, L, T, N, d = 32, 2, 18, 17, 2
-    backbone = L * (T * D * D * 12 + 2 * T * T * D) + 16 * 49 * D + 2 * D * 4  # attention, MLP; patches; two heads
-    assert c['GFLOPs'] * 1e9 == pytest.approx(
-        backbone + L * (2 * 2 * N * D * d + (T + 4 * N) * D * D + 3 * T * N * D)
-    ) and c0['GFLOPs'] * 1e9 == pytest.approx(L * (N * D * D * 12 + 2 * N * N * D) + 16 * 49 * D + D * 4)
-    assert cf['GFLOPs'] * 1e9 == pytest.approx(
-        backbone + L * (2 * 2 * N * D * d + (T + 2 * N + 1) * D * D + 2 * T * N * D)
-    ) and m.model.blocks[0].attn.fused_attn in (True, 1)
-
-
-@pytest.mark.slow
-def test_flops_of_vit_b():
-    got = {
-        f.__name__: tora_cost(f(timm.create_model('vit_base_patch16_224')), torch.rand(1, 3, 224, 224))['GFLOPs']
-        for f in (head_only, single_adapter, adapter_fusion, tora_vit)
-    }
-    assert (
-        got['head_only'] == pytest.approx(17.6, abs=0.05)
-        and got['single_adapter'] == pytest.approx(17.8, abs=0.07)
-        and got['adapter_fusion'] == pytest.approx(24.9, abs=0.05)
-        and 25.9 <= got['tora_vit'] <= 26.4
-    )
 
 
 @pytest.mark.parametrize('kw', [{}, dict(reg_tokens=2)], ids=['class', 'registers'])
@@ -376,7 +246,7 @@ class Parts(Callback):
         )
 
 
-@pytest.mark.parametrize('k', ['tora', 'key', 'both', 'diagonal', 'folded', 'adapter_fusion'])
+@pytest.mark.parametrize('k', ['tora', 'both', 'adapter_fusion'])
 def test_phases_move_what_they_should_and_the_backbone_stays_to_the_bit(k):
     m = make(noise=0.05, **KINDS[k])
     before, bid = state(m), backbone_id(m)
@@ -429,7 +299,7 @@ class Grab(Callback):
             raise CancelFitException()
 
 
-@pytest.mark.parametrize('lam', [0.3, 0.0, 1.0])
+@pytest.mark.parametrize('lam', [0.3, 0.0])
 def test_gate_loss_by_hand(lam):
     m = make(noise=0.1)
     l = learner(m, [g := Grab()], TORA(PGD1, lam))
@@ -469,7 +339,7 @@ def test_adapter_losses_by_hand(at, side):
     )
 
 
-@pytest.mark.parametrize('phase,k', [('adapters', 1), ('adapters', 3), ('gate', 1), ('gate', 3)])
+@pytest.mark.parametrize('phase,k', [('adapters', 3), ('gate', 3)])
 def test_cost_is_the_minimum(phase, k):
     """Phase 1: (2k+3)F on an attacked batch, 3F on a clean one; phase 2: 2k forwards and backwards of the attack, and
     one joint batch"""
@@ -495,13 +365,8 @@ def test_cost_is_the_minimum(phase, k):
 
 
 CBS = dict(
-    mixup=lambda: [MixUp()],
     cutmix=lambda: [CutMix()],
-    accum=lambda: [GradientAccumulation(32)],
-    bf16=lambda: [HalfPrecision(torch.bfloat16)],
     fp16=lambda: [HalfPrecision(torch.float16)],
-    ema=lambda: [EMA(0.9)],
-    awp=lambda: [AWP(0.01)],
     overfit=lambda: [CatchOverfit(gap=2)],
     all=lambda: [MixUp(), GradientAccumulation(32), HalfPrecision(torch.bfloat16), AWP(0.01), EMA(0.9)],
 )
@@ -529,35 +394,6 @@ def test_composes_with(k):
         and l.tora.extra is None
     )
     assert all(len(b._forward_hooks) == 1 and len(b._forward_pre_hooks) <= 2 for b in m.model.blocks)
-
-
-def test_accumulated_gradients_are_those_of_both_sides():
-    m = make(noise=0.1)
-    dls = synth_dls(32, bs=16)
-    dls.train = dls.train.new(shuffle=False)
-
-    class Keep(Callback):
-        order = GradientAccumulation.order + 1
-
-        def before_step(self):
-            self.g = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
-            raise CancelFitException()
-
-    l = learner(copy.deepcopy(m), [GradientAccumulation(32), k := Keep()], dls=dls)
-    l.fit_tora(1, 0)
-    one = []
-    for at in (0, 1):
-        l = learner(
-            copy.deepcopy(m),
-            [g := Grab(at)],
-            dls=dls,
-            opt_func=lambda ps, **kw: __import__('fastai.optimizer', fromlist=['SGD']).SGD(ps, **kw),
-        )
-        l.fit_tora(1, 0, lr=0.0, clip=None)
-        one.append(g.g)
-    for n, v in k.g.items():
-        want = sum(o[n] for o in one if o[n] is not None) / 2
-        assert torch.allclose(v, want, atol=1e-6, rtol=1e-3), n
 
 
 def test_interrupt_leaves_everything_usable():
@@ -635,23 +471,6 @@ def test_a_lam_does_not_depend_on_the_one_before():
     assert all(torch.equal(a, b) for a, b in zip(got[0].values(), got[1].values()))
 
 
-def test_validate_predict_lr_find_and_export(tmp_path):
-    m = make(noise=0.05, model=tiny_vit())
-    l = learner(m, metrics=accuracy, path=tmp_path, dls=fashion_mnist(32, 16, bs=8))
-    v = l.validate()
-    assert len(v) == 2 and l.get_preds()[0].shape[1] == 10
-    l.fit_tora(1, 1)
-    assert list(l.validate(cbs=AdvValid(PGD1)))
-    l.export('l.pkl')
-    again = load_learner(tmp_path / 'l.pkl')
-    x = images()
-    m.eval()
-    again.model.eval()
-    assert torch.allclose(again.model(x), m(x), atol=1e-6)
-    r = l.robust_report([PGD1], n=8)
-    assert r.rows[0]['attack'] == 'clean'
-
-
 def test_wrong_use_is_told():
     with pytest.raises(ValueError, match='no TORA parts'):
         learner(tiny_vit(num_classes=4)).fit(1)
@@ -681,22 +500,7 @@ def test_wrong_use_is_told():
     assert repr(TORA(PGD1, 0.3)) == 'TORA(PGD(0.1, steps=1), lam=0.3)'
 
 
-def test_splitter_and_freeze_as_fastai_users_do_it():
-    m = make(noise=0.05)
-    l = learner(m, [Parts()], splitter=tora_splitter, train_bn=False)
-    assert [len(o) > 0 for o in tora_splitter(m)] == [True] * 3 and sum(map(len, tora_splitter(m))) == len(
-        list(m.parameters())
-    )
-    l.freeze_to(1)
-    l.fit(1, 1e-2)
-    assert l.parts.seen[:2] == [{'gate', 'rob'}, {'gate', 'acc'}]
-    l.freeze()
-    l.tora.phase = 'gate'
-    l.fit(1, 1e-2)
-    assert l.parts.seen == [{'gate'}] * 4
-    assert len(tora_splitter(make('single_adapter'))) == 2
-
-
+@pytest.mark.slow
 def test_lam_moves_the_gate_the_right_way():
     "From the same adapters, a larger lam gives a smaller loss on attacked images and a larger one on clean ones"
     from robust_nbdev.models import small_model
@@ -722,6 +526,7 @@ def keep(l): return {k:v.detach() for k,v in get_model(l.model).named_parameters
 '''  # noqa: E501
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(tmp_path):
     """Each step trains one head, and every process waits for the gradients of all: two processes train what one trains
     on the joined batch"""
@@ -737,34 +542,6 @@ def test_two_processes_are_one(tmp_path):
 
 # --- gates and files
 # --------------------------------------------------------------------------------------------------------------
-
-
-def test_dial():
-    m = make()
-    g = gates_of(m)
-    gates = {0.1: g, 0.5: {k: v + 1 for k, v in g.items()}, 0.9: {k: v + 3 for k, v in g.items()}}
-    d = GateDial(m, gates)
-    before = state(m)
-    d(0.7)
-    assert all(torch.allclose(v, g[k] + 2, atol=1e-5) for k, v in gates_of(m).items()) and all(
-        '.gate.' in o for o in changed(m, before)
-    )
-    for lam, add in ((0.1, 0), (0.5, 1), (0.9, 3)):
-        assert all(torch.allclose(v, g[k] + add, atol=1e-5) for k, v in gates_of(d(lam)).items())
-    d = GateDial(m, dict(reversed(gates.items())))  # in any order
-    for lam, add in ((0.1, 0), (0.3, 0.5), (0.9, 3)):
-        assert all(torch.allclose(v, g[k] + add, atol=1e-5) for k, v in gates_of(d(lam)).items())
-    assert repr(d) == 'GateDial(lam=[0.1, 0.5, 0.9])'
-    d(0.1)
-    with pytest.raises(ValueError, match='at least two'):
-        GateDial(m, {0.1: g})
-    with pytest.raises(ValueError, match='differ from them'):
-        set_gates(m, {})
-    with pytest.raises(ValueError, match='no gates'):
-        gates_of(make('single_adapter'))
-    # copies
-    g['adapters.0.gate.q.weight'] += 1
-    assert not torch.equal(gates_of(m)['adapters.0.gate.q.weight'], g['adapters.0.gate.q.weight'])
 
 
 @pytest.mark.parametrize('k', KINDS)
@@ -791,34 +568,11 @@ def test_gate_maps(k):
         assert ((w[:, 4:] + 100) <= 1 + 1e-4).all() and ((w[:, 4:] + 100) >= 0).all()
 
 
-@pytest.mark.parametrize('k', ['tora', 'mean', 'key', 'both', 'diagonal', 'adapter_fusion'])
-def test_pictures_are_relative_to_even_weights_and_entropies_count_all(k):
-    "Weights that sum to one are even at their mean; the entropy of a softmax runs over whatever it summed over"
-    m, x = make(noise=0.3, **KINDS[k]), images(3)
-    maps = gate_maps(m, x)
-    for p, w in zip(gate_pictures(m, x), maps):
-        at = w[:, :, -16:, 0] if w.shape[-1] == 1 else w.mean(2)[..., -16:]
-        assert torch.allclose(p, (at / w.mean() - 1).view(3, 2, 4, 4), atol=1e-4)
-    for h, w in zip((WithGates(m)(x)[:, 4:] + 100).T, maps):
-        # the last axis: all that is summed
-        o = w.double().transpose(1, 2).flatten(2) if k in ('key', 'both') else w.double().permute(0, 2, 3, 1)
-        want = torch.special.entr(o).sum(-1).flatten(1).mean(1) / math.log(2)
-        assert torch.allclose(h, want.float(), atol=1e-4)
-
-
 def test_what_is_added_to_the_class_token_does_not_decay():
     assert {'model.tora.shift.acc', 'model.tora.shift.rob'} <= no_decay_names(make())
 
 
-def test_the_attack_on_the_gate_moves_its_entropy():
-    m, x = make(noise=0.4), images(8)
-    y = m(x).argmax(1)
-    h = lambda x: (WithGates(m)(x)[:, 4:] + 100).mean().item()
-    up, down = [PGD(0.3, steps=5, loss=gate_loss(4, w))(WithGates(m), x, y) for w in (1e3, -1e3)]
-    assert h(down) < h(x) < h(up)
-
-
-@pytest.mark.parametrize('k', KINDS)
+@pytest.mark.parametrize('k', ['tora', 'key', 'folded', 'sum', 'features', 'adapter_fusion', 'single_adapter'])
 def test_files(k, tmp_path):
     m, x, f = make(noise=0.2, **KINDS[k]), images(), tmp_path / 'a.safetensors'
     save_adapters(m, f)
@@ -878,55 +632,6 @@ def test_files_that_do_not_fit(tmp_path):
         load_adapters(tiny_vit(num_classes=4), f)
 
 
-def test_slider_and_pictures():
-    import matplotlib.pyplot as plt
-
-    m = make(noise=0.2)
-    g = gates_of(m)
-    l = learner(m)
-    l.show_gates(max_n=2)
-    show_gates(m, images(1), blocks=[1])
-    plt.close('all')
-    s = lam_slider(GateDial(m, {0.1: g, 0.9: {k: v + 1 for k, v in g.items()}}), images(1))
-    s.children[0].value = 0.5
-    plt.close('all')
-    assert torch.allclose(gates_of(m)['adapters.0.gate.q.weight'], g['adapters.0.gate.q.weight'] + 0.5, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_paper_profile():
-    "ViT-B/16 at 224 pixels, random weights: activations keep their size, one step of each phase, one evaluation batch"
-    from robust_nbdev.datasets import settings
-
-    s = settings('paper')
-    assert s.size == 224
-    m = Normalized(timm.create_model('vit_base_patch16_224', num_classes=4)).eval()
-    x = images(2, 3, s.size)
-    sizes = [o.std().item() for o in block_outputs(m, x)]
-    tora_vit(m)
-    assert [o.std().item() for o in block_outputs(m, x)] == pytest.approx(sizes, rel=0.02)
-    for b in m.model.adapters:
-        # adapters as large as trained ones
-        for a in b.sides.values():
-            nn.init.xavier_uniform_(a.up.weight)
-    grown = [o.std().item() for o in block_outputs(m, x)]
-    assert all(0.3 < a / b < 3 for a, b in zip(grown, sizes))
-    bid, dls = backbone_id(m), synth_dls(4, size=s.size, bs=2)
-
-    class RGB(Callback):
-        order = -3
-
-        def before_batch(self):
-            self.learn.xb = (self.x.expand(-1, 3, -1, -1),)
-
-    l = synth_learner(model=m, dls=dls, cbs=[TORA(PGD(1 / 255, steps=1)), Parts(), RGB()])
-    l.fit_tora(1, 0, lr=1e-3)
-    assert l.parts.seen == [{'gate', 'rob'}, {'gate', 'acc'}]
-    l.fit_tora(0, 1, lr=1e-3)
-    assert l.parts.seen == [{'gate'}] * 2 and backbone_id(m) == bid
-    assert len(robust_report(m, (x, torch.tensor([0, 1])), [PGD(1 / 255, steps=1)]).rows) >= 2
-
-
 # --- copies and replicas
 # ----------------------------------------------------------------------------------------------------------
 
@@ -953,7 +658,16 @@ WAYS = dict(
 VIEWS = dict(model=lambda m: m, head=lambda m: OneHead(m, list(m.model.tora.heads)[-1]), network=lambda m: m.model)
 
 
-@pytest.mark.parametrize('k,way', [(k, w) for k in KINDS for w in WAYS if w != 'compile' or k == 'tora'])
+@pytest.mark.parametrize(
+    'k,way',
+    [
+        *(('tora', w) for w in WAYS),
+        ('both', 'deepcopy'),
+        ('adapter_fusion', 'replicate'),
+        ('single_adapter', 'pickle'),
+        ('head_only', 'copy'),
+    ],
+)
 def test_a_copy_answers_with_its_own_weights(k, way):
     x, m, big = images(), make(noise=0.2, **KINDS[k]), grow(make(noise=0.2, **KINDS[k]))
     for view in VIEWS.values():
@@ -964,8 +678,7 @@ def test_a_copy_answers_with_its_own_weights(k, way):
         assert torch.equal(a(x), z) and (z - want).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize('way', ['deepcopy', 'pickle', 'save'])
-@kinds
+@pytest.mark.parametrize('k,way', [('tora', 'deepcopy'), ('adapter_fusion', 'pickle'), ('head_only', 'save')])
 def test_parts_are_removed_from_a_copy_alone(k, way):
     x, m, plain = images(), make(noise=0.2, **KINDS[k]), tiny_vit(num_classes=4)
     z = m(x)
@@ -985,32 +698,11 @@ def test_parts_are_removed_from_a_copy_alone(k, way):
 # -------------------------------------------------------------------------------------------------
 
 
-@kinds
-def test_features_and_head_are_the_forward(k):
-    m, x = make(noise=0.2, **KINDS[k]), images()
-    with torch.no_grad():
-        f = m.model.forward_features((x - 0.5) / 0.5)
-        assert torch.equal(m.model.forward_head(f), m(x))
-        for o in m.model.tora.heads:
-            with use_head(m, o):
-                assert torch.allclose(m.model.tora.heads[o](m.model.forward_head(f, pre_logits=True)), m(x), atol=1e-6)
-    assert m.model.get_classifier() is m.model.tora.heads
-
-
 def test_whose_features_must_be_said():
     m = make()
     f = m.model.forward_features(images())
     with pytest.raises(ValueError, match='use_head'):
         m.model.forward_head(f, pre_logits=True)
-
-
-@kinds
-def test_another_number_of_classes_is_refused(k):
-    m, x = make(noise=0.1, **KINDS[k]), images()
-    z = m(x)
-    with pytest.raises(ValueError, match='remove_tora'):
-        m.model.reset_classifier(5)
-    assert torch.equal(m(x), z)
 
 
 def block_half(n, dtype):
@@ -1020,9 +712,10 @@ def block_half(n, dtype):
     return keep if dtype == torch.bool else torch.zeros(n, n).masked_fill(~keep, -1e4)
 
 
-@pytest.mark.parametrize('fused', [False, True])
-@pytest.mark.parametrize('dtype', [torch.bool, torch.float32])
-@kinds
+@pytest.mark.parametrize(
+    'k,dtype,fused',
+    [*((k, torch.bool, True) for k in KINDS), ('tora', torch.float32, True), ('tora', torch.bool, False)],
+)
 def test_a_given_mask_holds(k, dtype, fused):
     "At the start the masked model is the pretrained one with that mask; and the user's mask always matters"
     plain, mask, x = tiny_vit(num_classes=4).model, block_half(17, dtype), images()
@@ -1076,7 +769,7 @@ class Awake(Callback):
         self.seen |= {n for n, o in self.model.named_modules() if self.training and o.training}
 
 
-@kinds
+@some
 def test_the_backbone_stands_still(k, tmp_path):
     "Weights, statistics and logits to the bit; its dropout is off; and the adapters know it again"
     x, plain = images(), hybrid()
@@ -1092,7 +785,7 @@ def test_the_backbone_stands_still(k, tmp_path):
     assert torch.equal(remove_tora(m)(x), z)
 
 
-@kinds
+@some
 def test_the_backbone_stands_still_in_anybodys_loop(k):
     m = make(model=hybrid(), **KINDS[k])
     bid = backbone_id(m)
@@ -1127,29 +820,9 @@ def frozen(m):
     return m.requires_grad_(False)
 
 
-STILL = dict(
-    head=(lambda: net(frozen(net(nn.Linear(2, 2), nn.Dropout())), nn.Dropout(), nn.Linear(2, 2)), {'', '1', '2'}),
-    all=(lambda: frozen(net(nn.Linear(2, 2), nn.BatchNorm1d(2))), set()),
-    none=(lambda: net(nn.Linear(2, 2), nn.Dropout()), {'', '0', '1'}),
-    norm=(lambda: net(frozen(nn.Linear(2, 2)), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2)), {'', '2'}),
-    own=(
-        lambda: net(frozen(nn.Linear(2, 2)), net(nn.BatchNorm1d(2, affine=False), nn.Linear(2, 2))),
-        {'', '1', '1.0', '1.1'},
-    ),
-    inner=(lambda: net(frozen(net(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))), nn.Linear(2, 2)), {'', '1'}),
-)
-
-
-@pytest.mark.parametrize('k', STILL)
-def test_still(k):
-    m = STILL[k][0]().train()
-    assert still(m) is m and {n for n, o in m.named_modules() if o.training} == STILL[k][1]
-
-
-@pytest.mark.parametrize('method', [AdvTrain, TRADES, MART])
-def test_a_frozen_body_stands_still_under_every_method(method):
+def test_a_frozen_body_stands_still():
     body = frozen(net(nn.Flatten(), nn.Linear(784, 8), nn.BatchNorm1d(8), nn.Dropout()))
-    l = synth_learner([method(PGD1)], net(body, nn.Linear(8, 4)))
+    l = synth_learner([TRADES(PGD1)], net(body, nn.Linear(8, 4)))
     before = state(l.model)
     l.fit(1, 0.1)
     assert all(o.startswith('1.') for o in changed(l.model, before)) and changed(l.model, before)
@@ -1168,41 +841,12 @@ def test_statistics_without_weights_stand_still_behind_a_frozen_layer():
 # -------------------------------------------------------------------------------------------------
 
 
-def test_four_fits_are_one_of_four_epochs():
-    "Sides and random starts; three batches, so that every epoch begins with the other side"
-
-    def run(fits, epochs):
-        dls = synth_dls(48)
-        dls.train = dls.train.new(shuffle=False)
-        got = []
-        l = learner(
-            make(),
-            [
-                Callback(
-                    after_pred=lambda self: (
-                        got.append((self.learn.tora.side, self.learn.tora.seed)) if self.training else None
-                    )
-                )
-            ],
-            dls=dls,
-        )
-        for _ in range(fits):
-            l.fit_tora(epochs, 0)
-        return got
-
-    a, b = run(4, 1), run(1, 4)
-    assert a == b and [o[0] for o in a] == ['rob', 'acc'] * 6 and len({o[1] for o in a}) == 4
-
-
 # --- the loss is the Learner's own
 # ------------------------------------------------------------------------------------------------------
 
 LOSSES = dict(
-    plain={},
     weights=dict(weight=torch.tensor([1.0, 2.0, 5.0, 0.1])),
-    tens=dict(weight=torch.full((4,), 10.0)),
     sum=dict(reduction='sum'),
-    ignore=dict(ignore_index=2),
     smooth=dict(label_smoothing=0.1),
 )
 
@@ -1244,26 +888,6 @@ def in_place(m):
     return InPlace(m.model)
 
 
-ASK = dict(
-    maps=lambda m, x: torch.cat([o.flatten() for o in gate_maps(m, x)]),
-    pictures=gate_pictures,
-    entropies=lambda m, x: WithGates(m)(x),
-    cost=lambda m, x: torch.tensor(list(tora_cost(m, x).values())),
-    show=lambda m, x: show_gates(m, x, blocks=[0]) or x,
-)
-
-
-@pytest.mark.parametrize('k', ASK)
-def test_nothing_changes_the_images(k):
-    m, x = make(noise=0.3), images()
-    keep = x.clone()
-    want = ASK[k](m, x)
-    assert torch.allclose(ASK[k](in_place(m), x), want, atol=1e-6) and torch.equal(x, keep)
-    import matplotlib.pyplot as plt
-
-    plt.close('all')
-
-
 def test_an_in_place_model_trains_the_same():
     ws = []
     for f in (lambda m: m, in_place):
@@ -1281,7 +905,6 @@ def test_an_in_place_model_trains_the_same():
 OTHERS = dict(
     weights=(dict(seed=3), 'another backbone'),
     heads=(dict(num_heads=4), 'attention heads'),
-    one_head=(dict(num_heads=1), 'attention heads'),
     activation=(dict(act_layer='quick_gelu'), 'activation'),
 )
 
@@ -1318,12 +941,9 @@ def test_older_files_are_taken_by_their_hash(tmp_path):
 # --------------------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
-@pytest.mark.parametrize(
-    'cbs', [lambda: [TORA(PGD1), TORA(PGD1)], lambda: [TORA(PGD1), AdvTrain(PGD1)], lambda: [TORA(PGD1), TRADES(PGD1)]]
-)
-def test_only_one_attacks_the_training_images(cbs):
+def test_only_one_attacks_the_training_images():
     with pytest.raises(ValueError, match='has two'):
-        synth_learner(model=make(), cbs=cbs()).fit_tora(1, 1)
+        synth_learner(model=make(), cbs=[TORA(PGD1), TRADES(PGD1)]).fit_tora(1, 1)
 
 
 def test_a_head_of_a_head_is_refused():
