@@ -12,7 +12,6 @@ __all__ = ['interval', 'Report', 'predict', 'self_check', 'Curve', 'eps_curve', 
 import base64, io, json, os, platform, re, time, warnings, zipfile
 import torch.distributed as dist
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from html import escape
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from .attacks import *
 from .autoattack import *
 from .datasets import ImageDatasets, class_notice
 from .identity import *
-from .identity import _NOT_CODE, _digest, _imported, _library, _uses, _version
+from .identity import _digest, _version
 from .eval_data import *
 from .eval_data import _at_positions, _batches, _images_of, _in_order, _loader, _names, _tensors
 from fastai.basics import *
@@ -109,7 +108,8 @@ class Report:
         self.meta, self.rows, self.warnings = meta, list(rows), list(warnings)
         self.verdicts, self.preds = verdicts or {}, preds or {}
         self.files, self.vocab = None, None  # [N] names of the images; names of the classes; None: not known
-        self.own, self.figures = [], {}  # names of columns of one's own; title -> picture (PNG) for the web page
+        self.extra = {}  # name of a column of one's own -> {attack: its value}
+        self.figures = {}  # title -> picture (PNG) for the web page
 
     columns = 'attack', 'norm', 'eps', 'accuracy', 'low', 'high', 'n', 'seed', 'attacked', 'passes', 'seconds'
 
@@ -117,8 +117,13 @@ class Report:
     def df(self):
         """One row per attack; accuracies between 0 and 1; `passes`: how often each of the `n` images went through the
         model, forwards and backwards, on average"""
-        res = pd.DataFrame(self.rows, columns=[*self.columns, *self.own])
+        res = self._frame(self.rows)
         return res.assign(passes=res.passes / res.n) if 'passes' in res else res
+
+    def _frame(self, rows):
+        "Rows as a table, with the columns of one's own"
+        d = pd.DataFrame(list(rows), columns=list(self.columns))
+        return d.assign(**{k: d.attack.map(v) for k, v in self.extra.items()})
 
     def _lines(self):
         "The rows, and below an ensemble how many images survived each member"
@@ -126,12 +131,12 @@ class Report:
             yield r
             for p in r.get('parts', []):
                 share = dict(accuracy=p['left'] / r['n'], low=None, passes=None, seconds=p['seconds'])
-                yield {**r, 'attack': f'- {p["attack"]}', **share, **dict.fromkeys(self.own)}
+                yield {**r, 'attack': f'- {p["attack"]}', **share}
 
     def _table(self):
-        d = pd.DataFrame(list(self._lines()), columns=[*self.columns, *self.own])
+        d = self._frame(self._lines())
         between = ['' if pd.isna(lo) else f'{_percent(lo)}-{_percent(hi)}' for lo, hi in zip(d.low, d.high)]
-        own = {k: ['' if pd.isna(v) else f'{v:.4g}' if isinstance(v, float) else v for v in d[k]] for k in self.own}
+        own = {k: ['' if pd.isna(v) else f'{v:.4g}' if isinstance(v, float) else v for v in d[k]] for k in self.extra}
         return pd.DataFrame(
             {
                 'attack': d.attack,
@@ -173,13 +178,15 @@ def add_column(
     value: Callable,  # `value(row, ok, pred)` of the row (a dict), right or wrong [N], and predicted classes [N]
 ) -> Report:  # The report itself
     "Add a column to the table: a value for each row, None for the worst cases, which have no predictions"
-    if name in (*self.columns, '%', '95%'):
+    if name in {'%', '95%', *self.columns}.union(*self.rows):
         raise ValueError(f'the report has a column {name!r} already')
+    values = {}
     for r in self.rows:
-        known = r['attack'] in self.preds
-        v = value(r, self.verdicts[r['attack']], self.preds[r['attack']]) if known else None
-        r[name] = v.item() if isinstance(v, (np.generic, Tensor)) else v
-    self.own += [] if name in self.own else [name]
+        k = r['attack']
+        if k in self.preds:
+            v = value(r, self.verdicts[k], self.preds[k])
+            values[k] = v.item() if isinstance(v, (np.generic, Tensor)) else v
+    self.extra[name] = values
     return self
 
 # %% ../nbs/01b_evaluate.ipynb #3a832bd6
@@ -190,7 +197,7 @@ def _for_paper(rep):
     eps = ['' if pd.isna(o) else eps_str(o) for o in d.eps]
     names = [f'&nbsp;&nbsp;{o}' if o.startswith('- ') else o for o in t.attack]
     numbers = {'accuracy %': t['%'], '95% interval': t['95%'], 'n': d.n.map(str), 'seed': d.seed.map(str)}
-    return pd.DataFrame({'attack': names, 'norm': t.norm, 'eps': eps, **numbers, **{k: t[k] for k in rep.own}})
+    return pd.DataFrame({'attack': names, 'norm': t.norm, 'eps': eps, **numbers, **{k: t[k] for k in rep.extra}})
 
 
 @patch
@@ -340,7 +347,10 @@ def save(
     _atomic(out / 'report.csv', lambda p: self.df.to_csv(p, index=False))
     if images:
         _atomic(out / 'images.csv', lambda p: self.per_image().to_csv(p, index=False))
-    about = dict(meta=self.meta, rows=self.rows, warnings=self.warnings) | (dict(own=self.own) if self.own else {})
+    about = dict(meta=self.meta, rows=self.rows, warnings=self.warnings)
+    if self.extra:
+        rows = [r | {k: v.get(r['attack']) for k, v in self.extra.items()} for r in self.rows]
+        about |= dict(rows=rows, own=list(self.extra))
     text = json.dumps(about, indent=1)
     _atomic(out / 'report.json', lambda p: p.write_text(text))
     if page:
@@ -357,9 +367,10 @@ def _write_page(rep, out):
     "report.png, and report.html with the picture in it"
     fig = plt.figure(figsize=(7, 0.6 + 0.35 * len(rep.rows)), layout='constrained')
     rep.plot(fig.subplots())
-    _atomic(out / 'report.png', lambda p: fig.savefig(p, format='png', dpi=110))
+    png = _png_of(fig)
     plt.close(fig)
-    html = _page(rep, (out / 'report.png').read_bytes())
+    html = _page(rep, png)
+    _atomic(out / 'report.png', lambda p: p.write_bytes(png))
     _atomic(out / 'report.html', lambda p: p.write_text(html))
 
 
@@ -380,7 +391,7 @@ def _classes_table(rep, most=30):
     if 'label' not in rep.preds:
         return ''
     t = rep.per_class()
-    t = t.sort_values(t.columns[-2] if t.columns[-1] == 'n' else t.columns[-1])
+    t = t.sort_values(t.columns[-1])
     shown = (100 * t.drop(columns='n')).round(1).assign(n=t.n.astype(int)).head(most)
     more = f'<p>the {most} worst of {len(t)}</p>' if len(t) > most else ''
     return f'<h2>Accuracy of each class, %</h2>{more}{shown.to_html(border=0)}'
@@ -420,7 +431,7 @@ def load(
         names = [verdicts.pop(k, None) for k in (_FILES, _CLASSES)]
         rep = cls(d['meta'], d['rows'], verdicts, d['warnings'], preds)
         rep.files, rep.vocab = [None if o is None else o.tolist() for o in names]
-        rep.own = d.get('own', [])
+        rep.extra = {k: {r['attack']: r.pop(k, None) for r in rep.rows} for k in d.get('own', [])}
         return rep
     except _damaged as e:
         why = f'{type(e).__name__}: {e}'
@@ -1104,8 +1115,8 @@ class _Progress:
 
     def __init__(
         self,
-        key: str,  # What is being measured
         left,  # [N] bool: images to attack; the others count as wrong
+        key: str = '',  # What is being measured
         path=None,  # File to save to while running; None: none
         look=None,  # What the model does on the first batch, see `sketch`; taken up only where it is `alike`
         held=None,  # What the model holds beside its weights; taken up only where that has not changed
@@ -1511,10 +1522,8 @@ def _distinct(attacks):
         if a is None:
             continue
         check_attack(a)
-        name, who = row_name(a), identity(a)
-        if name in res:
-            _check_twins(name, (res[name], (a, who)))
-        res.setdefault(name, (a, who))
+        name, one = row_name(a), (a, identity(a))
+        _check_twins(name, (res.setdefault(name, one), one))
     return list(res.values())
 
 
@@ -1635,6 +1644,8 @@ def _keep_row(self: Run, attack, who, left, above, res):
     counts = dict(attacked=int((left > 0).sum()), passes=res.passes, stand=_digest(left), identity=who)
     says = list(dict.fromkeys(s.removeprefix(f'{name}: ') for s in res.says + _wider(attack)))
     more = dict(threat=list(threat(attack)), parts=res.parts if len(res.parts) > 1 else [], warnings=says)
+    for values in self.old.extra.values():
+        values.pop(name, None)  # of the row before
     self.rows[name] = _row(name, _ball(attack), ok, self.seed, res.seconds, **counts, **more)
 
 # %% ../nbs/01b_evaluate.ipynb #754237bc
@@ -1647,7 +1658,7 @@ def attack(
     tell=noop,  # Called with the number of images done, now and then
 ) -> _Progress:  # With what was `found`
     "Run one attack on some of the images, without a row for it"
-    begun = begun or _Progress(row_name(attack), left)
+    begun = begun or _Progress(left)
     how = How(self.bs, self.seed, self.draws, self.fast, not self.looked.random)
     with checked('model'):
         return run_attack(self.model, attack, self.batches(), begun, how, tell)
@@ -1660,7 +1671,7 @@ def _progress_of(self: Run, k, attack, member, left):
     about = [self.meta[o] for o in (*_same_run, 'code')]
     key = _digest(*about, row_name(attack), row_name(member), *who, mine)
     look = [self.meta['look'][o] for o in ('outputs', 'grads')]
-    return _Progress(key, mine, self._running(k) if all(who) else None, look, self.meta['held'])
+    return _Progress(mine, key, self._running(k) if all(who) else None, look, self.meta['held'])
 
 
 @patch
@@ -1737,8 +1748,7 @@ def _probe(self: Run, attack):
 @patch
 def _survive(self: Run, attack, x, y):
     "How many of these images survive an attack in float32"
-    begun = _Progress(row_name(attack), np.ones(len(x), bool))
-    batches = [(torch.arange(len(x)), x, y)]
+    begun, batches = _Progress(np.ones(len(x), bool)), [(torch.arange(len(x)), x, y)]
     return int(run_attack(self.model, attack, batches, begun, How(len(x), self.seed)).found.share.sum())
 
 
@@ -1764,12 +1774,11 @@ def _short_steps(attack):
 def _precision(self: Run, attack, found):
     "A sentence where the same attack in float32 fools the model on images that survived the fast one"
     x, y, i = self.first
-    m = torch.from_numpy(found.share[i.cpu()] > 0)
+    m = torch.as_tensor(found.share[i.cpu()] > 0, device=x.device)
     k = int(m.sum())
     if not k:
         return []
-    x, y = x[m.to(x.device)], y[m.to(y.device)]
-    fooled = k - self._survive(attack, x, y)
+    fooled = k - self._survive(attack, x[m], y[m])
     if fooled <= max(1, 0.03 * k):
         return []
     return [
@@ -1871,7 +1880,8 @@ def _files_in(data):
 
 @patch
 def _with_names(self: Run, rep):
-    "The report, with the names of its images and classes where the data has them"
+    "The report, with the names of its images and classes where the data has them, and the columns of the folder's"
+    rep.extra = {k: dict(v) for k, v in self.old.extra.items()}
     files = _files_in(self.data) if _in_order(self.data) else None
     at = rep.positions
     rep.files = [files[i] for i in at] if files and len(at) and at.max() < len(files) else None

@@ -348,7 +348,7 @@ def test_confusion_is_in_the_order_of_the_classes():
 
 
 def right_under_attack(m, x, y, how):
-    t = run_attack(m, ADV, [(torch.arange(len(x)), x, y)], _Progress('', np.ones(len(x), bool)), how)
+    t = run_attack(m, ADV, [(torch.arange(len(x)), x, y)], _Progress(np.ones(len(x), bool)), how)
     return t.found.share.tolist()
 
 

@@ -100,7 +100,7 @@ APGDT_ = dict(Linf=APGDT(0.03, steps=4, targets=3), L2=APGDT(0.14, norm='L2', st
 
 def ran(m, a, batches, left, bs=64, seed=0):
     "`run_attack` on the images that are left"
-    return run_attack(m, a, batches, _Progress('', left), How(bs, seed))
+    return run_attack(m, a, batches, _Progress(left), How(bs, seed))
 
 
 def all_found(a, m, batches, n, judge, bs):
@@ -451,7 +451,7 @@ def test_only_what_is_missing_is_attacked(net, data, tmp_path):
     a = ROWS[0]
     st = (predict(net, x) == y).numpy()
     path = tmp_path / 'running.npz'
-    t = _Progress('k', st, path)
+    t = _Progress(st, 'k', path)
     with pytest.raises(KeyboardInterrupt):
         run_attack(Stop(net, 40), a, eval_batches(data, bs=4), t, How(4))
     done = t.done.copy()
@@ -463,7 +463,7 @@ def test_only_what_is_missing_is_attacked(net, data, tmp_path):
             seen.append(v.detach())
             return net(v)
 
-    t2 = _Progress('k', st, path)
+    t2 = _Progress(st, 'k', path)
     assert (t2.done == done).all()
     run_attack(See(), a, eval_batches(data, bs=4), t2, How(4))
     near = {i for v in seen for i in (v[:, None] - x[None]).flatten(2).abs().amax(2).argmin(1).tolist()}
@@ -478,16 +478,16 @@ def test_a_state_of_another_row_is_not_taken(net, data, tmp_path):
     path = tmp_path / 'running.npz'
     for key, stand, n in (('a', st, N), ('b', st, N)):
         if key == 'a':
-            t = _Progress('a', st, path)
+            t = _Progress(st, 'a', path)
             with pytest.raises(KeyboardInterrupt):
                 run_attack(Stop(net, 40), ROWS[0], eval_batches(data, bs=4), t, How(4))
             assert t.done.sum() > 10
-    assert _Progress('b', st, path).done.sum() == 5 and _Progress('a', st, path).done.sum() > 10
+    assert _Progress(st, 'b', path).done.sum() == 5 and _Progress(st, 'a', path).done.sum() > 10
     fewer = st.copy()
     fewer[20:] = False
-    t = _Progress('a', fewer, path)
+    t = _Progress(fewer, 'a', path)
     assert (t.done[20:]).all()
-    short = _Progress('a', st[:30], path)
+    short = _Progress(st[:30], 'a', path)
     assert len(short.done) == 30
 
 
