@@ -16,7 +16,7 @@ from .vit import multiply_adds
 from .vit import _unfused
 from .attacks import *
 from .evaluate import *
-from .evaluate import _as_html, _as_markdown, _as_text, _atomic, _distinct, _short, _tex
+from .evaluate import _as_html, _as_markdown, _as_text, _atomic, _device, _distinct, _short, _tex
 from .eval_data import _batches, _names
 from .corruptions import *
 
@@ -644,8 +644,7 @@ def _random(model, x):
 
 
 def _first_images(data, model):
-    dev = next((p.device for p in model.parameters()), None) if isinstance(model, nn.Module) else None
-    return check_images(next(iter(_batches(data, None, 8, dev)))[1][:8], model)
+    return check_images(next(iter(_batches(data, None, 8, _device(model))))[1][:8], model)
 
 
 def _check_random(entries, data):
@@ -691,50 +690,60 @@ def _forward(entry, x):
     return multiply_adds(entry.model, x[:1]) if isinstance(entry.model, nn.Module) else None
 
 
-def _measured(entry, data, attacks, corruptions, how):
-    "The two reports of a model; the second is None where no corruptions are asked for"
-    folder, severities = how.pop('folder'), how.pop('severities')
-    out, corrupted = [None if folder is None else folder / o for o in ('attacks', 'corruptions')], None
-    on = [_attack_on(a, entry) for a in attacks]
-    report = robust_report(entry.model, data, on, draws=entry.draws, out=out[0], **how)
-    if corruptions is not None:
-        src = dict(data=data, corruptions=corruptions, n=how['n'])
-        if hasattr(corruptions, 'pick'):
-            src = dict(data=corruptions, clean=data)
-        same = {k: how[k] for k in ('seed', 'bs', 'overwrite', 'progress')}
-        with warnings.catch_warnings():
-            warnings.filterwarnings('ignore', message='not all five severities')
-            corrupted = corruption_report(entry.model, severities=severities, out=out[1], **src, **same)
-    return report, corrupted
+@dataclass
+class _Comparing:
+    "What stays the same from one model of a comparison to the next"
 
+    data: object  # The images
+    attacks: list  # Of one threat model, weak to strong
+    corruptions: object  # Names or files; None: none
+    severities: object  # Of the corruptions
+    n: int  # Images; None: all
+    how: dict  # Options that both reports take
 
-def _side(name, entry, attacks, reports, costs):
-    "What the two reports say of a model"
-    report, corrupted = reports
-    verdicts = {row_name(a): report.verdicts[row_name(_attack_on(a, entry))] for a in attacks}
-    says = [*report.warnings, *(corrupted.warnings if corrupted else [])]
-    under = {k: v for k, v in corrupted.verdicts.items() if k != 'clean'} if corrupted else {}
-    verdicts = {'clean': report.verdicts['clean'], **verdicts}
-    return Side(name, verdicts, entry.threat, under, warnings=tuple(dict.fromkeys(says)), **costs)
+    def reports(self, entry, folder):
+        "The two reports of a model; the second is None where no corruptions are asked for"
+        out, corrupted = [folder and folder / o for o in ('attacks', 'corruptions')], None
+        on = [_attack_on(a, entry) for a in self.attacks]
+        report = robust_report(entry.model, self.data, on, n=self.n, draws=entry.draws, out=out[0], **self.how)
+        if self.corruptions is not None:
+            src = dict(data=self.data, corruptions=self.corruptions, n=self.n)
+            if hasattr(self.corruptions, 'pick'):
+                src = dict(data=self.corruptions, clean=self.data)
+            with warnings.catch_warnings():
+                warnings.filterwarnings('ignore', message='not all five severities')
+                corrupted = corruption_report(entry.model, severities=self.severities, out=out[1], **src, **self.how)
+        return report, corrupted
+
+    def side(self, name, entry, reports, costs):
+        "What the two reports say of a model"
+        report, corrupted = reports
+        verdicts = {row_name(a): report.verdicts[row_name(_attack_on(a, entry))] for a in self.attacks}
+        says = [*report.warnings, *(corrupted.warnings if corrupted else [])]
+        under = {k: v for k, v in corrupted.verdicts.items() if k != 'clean'} if corrupted else {}
+        verdicts = {'clean': report.verdicts['clean'], **verdicts}
+        return Side(name, verdicts, entry.threat, under, warnings=tuple(dict.fromkeys(says)), **costs)
+
+    def about(self, base, entries, reports):
+        "What was measured, in a line"
+        report, corrupted = reports
+        what = [f'n={report.meta["n"]}, seed={report.meta["seed"]}']
+        if self.attacks:
+            norms, names = (
+                ' and '.join(dict.fromkeys(str(threat(a)[0]) for a in self.attacks)),
+                map(row_name, self.attacks),
+            )
+            what.append(f'{norms}: {", ".join(names)}, each on the images that survived those before it')
+        what += [f'mean of {e.draws} draws for {k}, each attack alone' for k, e in entries.items() if e.draws > 1]
+        if corrupted:
+            kinds, levels = [
+                dict.fromkeys(r[k] for r in corrupted.rows if r['severity']) for k in ('corruption', 'severity')
+            ]
+            what.append(f'{len(kinds)} corruptions at severity {", ".join(map(str, levels))}')
+        name = getattr(self.data, 'about', None)
+        return f'{f"{name}; " if name else ""}{"; ".join(what)}; F is a forward of {base}; differences are to {base}'
 
 # %% ../nbs/01f_compare.ipynb #6d6db746
-def _said(base, entries, attacks, reports, data):
-    "What was measured, in a line"
-    report, corrupted = reports
-    what = [f'n={report.meta["n"]}, seed={report.meta["seed"]}']
-    if attacks:
-        norms = ' and '.join(dict.fromkeys(str(threat(a)[0]) for a in attacks))
-        what.append(f'{norms}: {", ".join(map(row_name, attacks))}, each on the images that survived those before it')
-    what += [f'mean of {e.draws} draws for {k}, each attack alone' for k, e in entries.items() if e.draws > 1]
-    if corrupted:
-        kinds, levels = [
-            dict.fromkeys(r[k] for r in corrupted.rows if r['severity']) for k in ('corruption', 'severity')
-        ]
-        what.append(f'{len(kinds)} corruptions at severity {", ".join(map(str, levels))}')
-    name = getattr(data, 'about', None)
-    return f'{f"{name}; " if name else ""}{"; ".join(what)}; F is a forward of {base}; differences are to {base}'
-
-
 def _attacks_of_one_ball(attacks):
     "The attacks, each once; raises ValueError where they are of several threat models"
     attacks = [a for a, _ in _distinct(attacks)]
@@ -777,13 +786,14 @@ def compare(  # noqa: PLR0913
     attacks, (entries, says) = _attacks_of_one_ball(attacks), _entries(models, data)
     folders, base, sides = _folders(entries, out), first(entries), []
     forward = _forward(entries[base], _first_images(data, entries[base].model))
+    how = dict(seed=seed, bs=bs, overwrite=overwrite, progress=progress)
+    same = _Comparing(data, attacks, corruptions, severities, n, how)
     for name, entry in entries.items():
         say(name)
-        how = dict(n=n, seed=seed, bs=bs, overwrite=overwrite, progress=progress, severities=severities)
-        reports = _measured(entry, data, attacks, corruptions, dict(how, folder=folders[name]))
-        sides.append(_side(name, entry, attacks, reports, _costs(entry, _first_images(data, entry.model), forward)))
+        reports = same.reports(entry, folders[name])
+        sides.append(same.side(name, entry, reports, _costs(entry, _first_images(data, entry.model), forward)))
         if len(sides) == 1:
-            about, data_id = _said(base, entries, attacks, reports, data), reports[0].meta['data']
+            about, data_id = same.about(base, entries, reports), reports[0].meta['data']
         if reports[0].meta['data'] != data_id:
             raise ValueError(f'{name} was measured on other images than {base}: the data changes from pass to pass')
         res = Comparison(sides, about, _alexnet(reports[1]), _short_names(attacks))

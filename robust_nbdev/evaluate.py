@@ -4,15 +4,14 @@
 
 # %% auto #0
 __all__ = ['interval', 'Report', 'predict', 'self_check', 'Curve', 'eps_curve', 'steps_curve', 'AdvValid', 'RobustAccuracy',
-           'show_adv', 'save_adv', 'lpips_dist', 'Verdicts', 'hunt', 'run_attack', 'Run', 'robust_report',
-           'fingerprint', 'identity', 'sketch', 'alike', 'hard_labels', 'unfair', 'fair', 'few_classes', 'eval_batches',
-           'Feed', 'packed']
+           'show_adv', 'save_adv', 'lpips_dist', 'Verdicts', 'hunt', 'Found', 'How', 'run_attack', 'Run',
+           'robust_report', 'fingerprint', 'identity', 'sketch', 'alike', 'hard_labels', 'unfair', 'fair',
+           'few_classes', 'eval_batches', 'Feed', 'packed']
 
 # %% ../nbs/01b_evaluate.ipynb #3a9f66eb
 import base64, io, json, os, platform, re, time, warnings, zipfile
 import torch.distributed as dist
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from html import escape
 from types import SimpleNamespace
@@ -23,7 +22,7 @@ from .attacks import *
 from .autoattack import *
 from .datasets import ImageDatasets, class_notice
 from .identity import *
-from .identity import _NOT_CODE, _digest, _imported, _library, _uses, _version
+from .identity import _digest, _version
 from .eval_data import *
 from .eval_data import _at_positions, _batches, _images_of, _in_order, _loader, _names, _tensors
 from fastai.basics import *
@@ -109,7 +108,8 @@ class Report:
         self.meta, self.rows, self.warnings = meta, list(rows), list(warnings)
         self.verdicts, self.preds = verdicts or {}, preds or {}
         self.files, self.vocab = None, None  # [N] names of the images; names of the classes; None: not known
-        self.own, self.figures = [], {}  # names of columns of one's own; title -> picture (PNG) for the web page
+        self.extra = {}  # name of a column of one's own -> {attack: its value}
+        self.figures = {}  # title -> picture (PNG) for the web page
 
     columns = 'attack', 'norm', 'eps', 'accuracy', 'low', 'high', 'n', 'seed', 'attacked', 'passes', 'seconds'
 
@@ -117,8 +117,13 @@ class Report:
     def df(self):
         """One row per attack; accuracies between 0 and 1; `passes`: how often each of the `n` images went through the
         model, forwards and backwards, on average"""
-        res = pd.DataFrame(self.rows, columns=[*self.columns, *self.own])
+        res = self._frame(self.rows)
         return res.assign(passes=res.passes / res.n) if 'passes' in res else res
+
+    def _frame(self, rows):
+        "Rows as a table, with the columns of one's own"
+        d = pd.DataFrame(list(rows), columns=list(self.columns))
+        return d.assign(**{k: d.attack.map(v) for k, v in self.extra.items()})
 
     def _lines(self):
         "The rows, and below an ensemble how many images survived each member"
@@ -126,12 +131,12 @@ class Report:
             yield r
             for p in r.get('parts', []):
                 share = dict(accuracy=p['left'] / r['n'], low=None, passes=None, seconds=p['seconds'])
-                yield {**r, 'attack': f'- {p["attack"]}', **share, **dict.fromkeys(self.own)}
+                yield {**r, 'attack': f'- {p["attack"]}', **share}
 
     def _table(self):
-        d = pd.DataFrame(list(self._lines()), columns=[*self.columns, *self.own])
+        d = self._frame(self._lines())
         between = ['' if pd.isna(lo) else f'{_percent(lo)}-{_percent(hi)}' for lo, hi in zip(d.low, d.high)]
-        own = {k: ['' if pd.isna(v) else f'{v:.4g}' if isinstance(v, float) else v for v in d[k]] for k in self.own}
+        own = {k: ['' if pd.isna(v) else f'{v:.4g}' if isinstance(v, float) else v for v in d[k]] for k in self.extra}
         return pd.DataFrame(
             {
                 'attack': d.attack,
@@ -173,13 +178,15 @@ def add_column(
     value: Callable,  # `value(row, ok, pred)` of the row (a dict), right or wrong [N], and predicted classes [N]
 ) -> Report:  # The report itself
     "Add a column to the table: a value for each row, None for the worst cases, which have no predictions"
-    if name in (*self.columns, '%', '95%'):
+    if name in {'%', '95%', *self.columns}.union(*self.rows):
         raise ValueError(f'the report has a column {name!r} already')
+    values = {}
     for r in self.rows:
-        known = r['attack'] in self.preds
-        v = value(r, self.verdicts[r['attack']], self.preds[r['attack']]) if known else None
-        r[name] = v.item() if isinstance(v, (np.generic, Tensor)) else v
-    self.own += [] if name in self.own else [name]
+        k = r['attack']
+        if k in self.preds:
+            v = value(r, self.verdicts[k], self.preds[k])
+            values[k] = v.item() if isinstance(v, (np.generic, Tensor)) else v
+    self.extra[name] = values
     return self
 
 # %% ../nbs/01b_evaluate.ipynb #3a832bd6
@@ -190,7 +197,7 @@ def _for_paper(rep):
     eps = ['' if pd.isna(o) else eps_str(o) for o in d.eps]
     names = [f'&nbsp;&nbsp;{o}' if o.startswith('- ') else o for o in t.attack]
     numbers = {'accuracy %': t['%'], '95% interval': t['95%'], 'n': d.n.map(str), 'seed': d.seed.map(str)}
-    return pd.DataFrame({'attack': names, 'norm': t.norm, 'eps': eps, **numbers, **{k: t[k] for k in rep.own}})
+    return pd.DataFrame({'attack': names, 'norm': t.norm, 'eps': eps, **numbers, **{k: t[k] for k in rep.extra}})
 
 
 @patch
@@ -340,7 +347,10 @@ def save(
     _atomic(out / 'report.csv', lambda p: self.df.to_csv(p, index=False))
     if images:
         _atomic(out / 'images.csv', lambda p: self.per_image().to_csv(p, index=False))
-    about = dict(meta=self.meta, rows=self.rows, warnings=self.warnings) | (dict(own=self.own) if self.own else {})
+    about = dict(meta=self.meta, rows=self.rows, warnings=self.warnings)
+    if self.extra:
+        rows = [r | {k: v.get(r['attack']) for k, v in self.extra.items()} for r in self.rows]
+        about |= dict(rows=rows, own=list(self.extra))
     text = json.dumps(about, indent=1)
     _atomic(out / 'report.json', lambda p: p.write_text(text))
     if page:
@@ -357,9 +367,10 @@ def _write_page(rep, out):
     "report.png, and report.html with the picture in it"
     fig = plt.figure(figsize=(7, 0.6 + 0.35 * len(rep.rows)), layout='constrained')
     rep.plot(fig.subplots())
-    _atomic(out / 'report.png', lambda p: fig.savefig(p, format='png', dpi=110))
+    png = _png_of(fig)
     plt.close(fig)
-    html = _page(rep, (out / 'report.png').read_bytes())
+    html = _page(rep, png)
+    _atomic(out / 'report.png', lambda p: p.write_bytes(png))
     _atomic(out / 'report.html', lambda p: p.write_text(html))
 
 
@@ -380,7 +391,7 @@ def _classes_table(rep, most=30):
     if 'label' not in rep.preds:
         return ''
     t = rep.per_class()
-    t = t.sort_values(t.columns[-2] if t.columns[-1] == 'n' else t.columns[-1])
+    t = t.sort_values(t.columns[-1])
     shown = (100 * t.drop(columns='n')).round(1).assign(n=t.n.astype(int)).head(most)
     more = f'<p>the {most} worst of {len(t)}</p>' if len(t) > most else ''
     return f'<h2>Accuracy of each class, %</h2>{more}{shown.to_html(border=0)}'
@@ -420,7 +431,7 @@ def load(
         names = [verdicts.pop(k, None) for k in (_FILES, _CLASSES)]
         rep = cls(d['meta'], d['rows'], verdicts, d['warnings'], preds)
         rep.files, rep.vocab = [None if o is None else o.tolist() for o in names]
-        rep.own = d.get('own', [])
+        rep.extra = {k: {r['attack']: r.pop(k, None) for r in rep.rows} for k in d.get('own', [])}
         return rep
     except _damaged as e:
         why = f'{type(e).__name__}: {e}'
@@ -577,7 +588,7 @@ def _radii(ax):
 def _points(run, name, attacks):
     "A row for each `(value, attack)`; at eps or steps 0 nothing is attacked"
     right = run.verdicts['clean']
-    oks = [run.attack(a, right).got['share'] > 0 if getattr(a, name) else right for _, a in attacks]
+    oks = [run.attack(a, right).found.share > 0 if getattr(a, name) else right for _, a in attacks]
     return pd.DataFrame([{name: v, **_accuracy(ok, run.seed)} for (v, _), ok in zip(attacks, oks)])
 
 
@@ -986,11 +997,9 @@ class Verdicts:
 
     def __init__(
         self,
-        judge: Callable,  # `judge(x_adv) -> predicted classes`
-        # Told `note(positions, bad, zero)`: whose gradients were not finite, whose were all zero
-        note: Callable = noop,
+        judge: Callable,  # `judge(x_adv, y)`: what the model predicts for adversarial images, as `Found`
     ):
-        self.judge, self.note = judge, note
+        self.judge = judge
 
     def seen(
         self,
@@ -1000,7 +1009,7 @@ class Verdicts:
         z: Tensor,  # The output there
     ) -> Tensor:  # Which of them leave [B] bool
         "A step was made: the judge looks at points that the attacked model misclassifies"
-        self.pred = rows.img.y.clone()
+        self.found = Found.empty(len(rows))
         return self._ask(rows, rows.obj.fooled(z), d)
 
     def ended(
@@ -1013,21 +1022,23 @@ class Verdicts:
         return wrong | over & (rows.img.r + 1 >= rows.rounds)
 
     def _ask(self, rows, which, d):
-        m, img = which.nonzero()[:, 0], rows.img
+        "Which of these images are misclassified [B] bool"
+        m, img, wrong = which.nonzero()[:, 0], rows.img, torch.zeros_like(which)
         if len(m):
             x_adv = check_result(land(img.x0[m], img.x[m] + d[m]), img.x0[m], rows.attack)
-            self.pred[m] = self.judge(x_adv)
-        return self.pred != img.y
+            found = self.judge(x_adv, img.y[m])
+            self.found.put(m.cpu(), found)
+            wrong[m] = torch.as_tensor(found.share == 0, device=m.device)
+        return wrong
 
     def result(
         self,
         rows: Rows,  # The images
         gone: Tensor,  # Which of them leave [B] bool
-    ) -> tuple:  # Their positions [B], right or wrong [B] bool, predicted classes [B]
+    ) -> tuple:  # Their positions [B], and what was found of them
         "Some images leave"
-        pos, pred, y = rows.img.pos[gone], self.pred[gone], rows.img.y[gone]
-        self.note(pos, rows.obj.bad[gone], rows.obj.zero[gone])
-        return pos.cpu(), (pred == y).cpu(), pred.cpu()
+        self.found.bad, self.found.zero = [o.cpu().numpy() for o in (rows.obj.bad, rows.obj.zero)]
+        return rows.img.pos[gone].cpu(), self.found.at(gone.cpu())
 
 # %% ../nbs/01b_evaluate.ipynb #15ae5a7e
 def _begun(attack, model, i, x, y, seed):
@@ -1041,22 +1052,21 @@ def _begun(attack, model, i, x, y, seed):
     return rows
 
 
-def hunt(  # noqa: PLR0913
+def hunt(
     attack: Attack,  # One that goes in steps
     model,  # Is attacked
     feed: Feed,  # Gives the images
-    judge,  # `judge(x_adv) -> predicted classes`
+    judge,  # `judge(x_adv, y)`: what the model predicts for adversarial images, as `Found`
     bs: int = 64,  # Batch size
     seed: int = 0,  # Of the attack
-    note=noop,  # Told `note(positions, bad, zero)`: whose gradients were not finite, whose were all zero
-) -> Iterator:  # Of (positions [B], right [B] bool, classes [B])
-    "Yield (positions, right or wrong, predicted classes under attack) of images as they are fooled or survive"
+) -> Iterator:  # Of (positions [B], `Found`)
+    "Yield the positions of images, and what was found of them, as they are fooled or survive"
 
     def more(n):
         b = feed(n)
         return b and _begun(attack, model, *b, seed)
 
-    yield from drive(more, Verdicts(judge, note), bs)
+    yield from drive(more, Verdicts(judge), bs)
 
 # %% ../nbs/01b_evaluate.ipynb #6a323091
 def _steps(attack):
@@ -1064,29 +1074,56 @@ def _steps(attack):
     return isinstance(attack, Attack) and attack.in_steps and attack.eps > 0 and attack.steps > 0
 
 # %% ../nbs/01b_evaluate.ipynb #8a7e22db
-def _nothing_yet(left):
-    "Per image: share of draws that were right, class, done?, gradient not finite, zero, seen; and passes and seconds"
-    n = len(left)
-    flags = {k: np.zeros(n, bool) for k in ('bad', 'zero', 'seen')}
-    results = dict(share=np.zeros(n, np.float32), pred=np.full(n, -2, np.int32), done=~np.asarray(left))
-    return {**results, **flags, 'cost': np.zeros(2)}
+@dataclass
+class Found:
+    "What is known of images under an attack, an entry per image; a field's default holds until the attack has ended"
+
+    share: np.ndarray = np.float32(0)  # Of the predictions under attack, how many are right, 0 to 1
+    pred: np.ndarray = np.int32(-2)  # The class predicted under attack; -1: no number, -2: not attacked
+    bad: np.ndarray = np.False_  # Was a gradient not finite?
+    zero: np.ndarray = np.False_  # Was every gradient zero?
+
+    @classmethod
+    def empty(
+        cls,
+        n: int,  # Images
+    ) -> 'Found':  # Of images that were not attacked
+        "Nothing known yet"
+        return cls(*[np.full(n, f.default) for f in fields(cls)])
+
+    def at(
+        self,
+        i,  # Which images: their positions, or [N] bool
+    ) -> 'Found':  # Of these
+        "Some of the images"
+        return type(self)(*[v[np.asarray(i)] for v in vars(self).values()])
+
+    def put(
+        self,
+        i,  # Which images: their positions, or [N] bool
+        some: 'Found',  # What is known of these
+    ):
+        "Note what is known of some of the images"
+        for k, v in vars(some).items():
+            getattr(self, k)[np.asarray(i)] = v
 
 
 class _Progress:
-    "How far one attack has come: results per image so far, which are saved and taken up again"
+    "How far one attack has come: what was found of each image so far, which is saved and taken up again"
 
     every = 15  # seconds between two saves
 
     def __init__(
         self,
-        key: str,  # What is being measured
         left,  # [N] bool: images to attack; the others count as wrong
+        key: str = '',  # What is being measured
         path=None,  # File to save to while running; None: none
         look=None,  # What the model does on the first batch, see `sketch`; taken up only where it is `alike`
         held=None,  # What the model holds beside its weights; taken up only where that has not changed
     ):
         store_attr()
-        self.t, self.got = time.time(), _nothing_yet(left)
+        self.found, self.done = Found.empty(len(left)), ~np.asarray(left)
+        self.passes, self.seconds, self.t = 0, 0.0, time.time()
         if path is None or not path.exists():
             return
         try:
@@ -1096,41 +1133,24 @@ class _Progress:
 
     def _take_up(self, old):
         "Results of an earlier run, if it measured the same"
-        look, held, key = old.pop('look', None), json.loads(str(old.pop('held', '{}'))), str(old.pop('key'))
+        look, held, key = old.get('look'), json.loads(str(old.get('held', '{}'))), str(old['key'])
         same_outputs = self.look is look is None or alike(self.look, look)
         if key != self.key or not same_outputs or changed(held, self.held or {}):
             return
         if (old['done'] | self.left).all():
-            self.got = old
+            self.found = Found(*[old[f.name] for f in fields(Found)])
+            self.done, (self.passes, self.seconds) = old['done'], old['cost']
 
 # %% ../nbs/01b_evaluate.ipynb #cd8cf2b9
-@patch
-def note(
-    self: _Progress,
-    i: Tensor,  # Positions of the images
-    bad: Tensor,  # [B] bool: gradient not finite
-    zero: Tensor,  # [B] bool: every gradient zero
-):
-    "Note whose gradients were not finite, and whose were all zero, in every call so far"
-    i, bad, zero = [o.cpu().numpy() for o in (i, bad, zero)]
-    g = self.got
-    g['bad'][i] |= bad
-    g['zero'][i] = zero & (g['zero'][i] | ~g['seen'][i])
-    g['seen'][i] = True
-
-
 @patch
 def add(
     self: _Progress,
     i: Tensor,  # Positions of the images
-    share: Tensor,  # Of the draws that were right, 0 to 1
-    pred: Tensor,  # Predicted classes
-    passes: int,  # Images that went through the model for them
+    found: Found,  # What is known of them
 ):
     "Add the results of some images; save when it is time"
-    g, i = self.got, np.asarray(i)
-    g['share'][i], g['pred'][i], g['done'][i] = share, pred, True
-    g['cost'][0] += passes
+    self.found.put(i, found)
+    self.done[np.asarray(i)] = True
     if time.time() - self.t > self.every:
         self.save()
 
@@ -1139,66 +1159,67 @@ def add(
 def save(self: _Progress):
     "Write what is known"
     now = time.time()
-    self.got['cost'][1] += now - self.t
-    self.t = now
+    self.seconds, self.t = self.seconds + now - self.t, now
     if self.path is None:
         return
     self.path.parent.mkdir(parents=True, exist_ok=True)
     look = {} if self.look is None else {'look': np.array(self.look)}
-    _npz(self.path, {**self.got, 'key': self.key, 'held': json.dumps(self.held or {}), **look})
+    about = dict(key=self.key, held=json.dumps(self.held or {}), **look)
+    _npz(self.path, dict(vars(self.found), done=self.done, cost=[self.passes, self.seconds], **about))
 
 # %% ../nbs/01b_evaluate.ipynb #e389e568
-def _judge(model, x, y, draws):
-    "Share of draws that are right [B], and the first draw's classes [B]"
+def _judge(model, x, y, draws=1):
+    "What a model predicts for images with labels: over several draws, the share that is right and the first class"
     ps = torch.stack([_predicted(model, x)[0] for _ in range(draws)])
-    return (ps == y).float().mean(0).cpu().numpy(), ps[0].cpu().numpy()
+    found = Found.empty(len(x))
+    found.share, found.pred = (ps == y).float().mean(0).cpu().numpy(), ps[0].cpu().numpy()
+    return found
 
 
-def _by_batch(make, judge, batches):
-    "Yield (positions, share of draws that are right, classes) of whole batches: `make(x, y)`, then `judge(x_adv, y)`"
-    for i, x, y in batches:
-        yield i, *judge(make(x, y), y)
+def _by_batch(attack, model, feed, judge, bs, seed):
+    "What `hunt` yields, of an attack that makes the images of whole batches"
+    for i, x, y in iter(partial(feed, bs), None):
+        yield i, judge(_adversarial(attack, model, x, y, seed), y)
 
 
-def run_attack(  # noqa: PLR0913
+@dataclass(frozen=True)
+class How:
+    "How attacks are run"
+
+    bs: int = 64  # Batch size
+    seed: int = 0  # Of the attack
+    draws: int = 1  # Predictions per image, for random models
+    fast: bool = False  # Attack in bfloat16, compiled; the verdicts stay in float32
+    # Stop on an image as soon as it is misclassified; not for random models, which would be asked until they err
+    hasty: bool = True
+
+    def __post_init__(self):
+        check_whole(self.bs, 'bs')
+        check_whole(self.draws, 'draws')
+
+
+def run_attack(
     model,  # Takes images [B,C,H,W] in [0,1]
     attack,  # Any attack without members
     batches,  # Of (positions, images, labels), see `eval_batches`
-    left,  # [N] bool array: images to attack; the others count as wrong
-    bs: int = 64,  # Batch size
-    seed: int = 0,  # Of the attack
-    draws: int = 1,  # Verdicts per image, for random models
-    fast: bool = False,  # Attack in bfloat16, compiled; the verdicts stay in float32
-    trial: _Progress = None,  # Results so far, which are not computed again
-    tell=noop,  # Called with the number of images done, now and then
-    # Stop on an image as soon as it is misclassified; not for random models, which would be asked until they err
-    hasty: bool = True,
-) -> _Progress:  # `got['share']` [N]: share of draws right under attack; `got['pred']`: classes
-    "The per-image verdicts of one attack"
-    check_whole(bs, 'bs')
-    check_whole(draws, 'draws')
-    t = trial or _Progress(row_name(attack), left)
+    begun: _Progress,  # Which images to attack, and what is known of them, which is not computed again
+    how: How = How(),  # Batch size, seed, ...
+    tell=noop,  # Called with the number of images done, and how many survive, now and then
+) -> _Progress:  # With what was `found`
+    "Attack one image after another, and keep what is found"
     judged = Counted(model)
-    victim = Counted(Fast(model)) if fast else judged
-    left = ~t.got['done']
-    seen = 0
+    victim = Counted(Fast(model)) if how.fast else judged
+    results = hunt if how.draws == 1 and how.hasty and _steps(attack) else _by_batch
+    judge, before = partial(_judge, judged, draws=how.draws), begun.passes
     try:
         with attack_mode(victim):
-            if draws == 1 and hasty and _steps(attack):
-                results = hunt(
-                    attack, victim, Feed(batches, left), lambda x: _predicted(judged, x)[0], bs, seed, t.note
-                )
-            else:
-                make = lambda x, y: _adversarial(attack, victim, x, y, seed)
-                results = _by_batch(make, lambda x, y: _judge(judged, x, y, draws), packed(batches, left, bs))
-            for i, share, p in results:
-                cost = victim.passes + (judged.passes if fast else 0)
-                t.add(i, share, p, cost - seen)
-                seen = cost
-                tell(int(t.got['done'].sum()), float(t.got['share'].sum()))
+            for i, found in results(attack, victim, Feed(batches, ~begun.done), judge, how.bs, how.seed):
+                begun.passes = before + sum(o.passes for o in {judged, victim})
+                begun.add(i, found)
+                tell(int(begun.done.sum()), float(begun.found.share.sum()))
     finally:
-        t.save()
-    return t
+        begun.save()
+    return begun
 
 # %% ../nbs/01b_evaluate.ipynb #9658619e
 @dataclass(repr=False)
@@ -1229,7 +1250,7 @@ class Run:
         self.folder = None if rank_distrib() else self.out  # one process writes the report
         self.device = _device(self.model)
         self.rows, self.verdicts, self.preds = {}, {}, {}
-        self.attacks, self.saved = {}, {}
+        self.attacks, self.saved, self.old = {}, {}, Report({})
         self.notes, self.left_out = [], []
         before = beside_weights(self.model)
         with checked('model'):
@@ -1289,14 +1310,15 @@ def _clean_pass(self: Run):
         if self.first is None:
             self.first = (x, y, i) if self.n else _spread(self.cut, (i, x, y), self.device)
             self.looked = _look(self.model, *self.first[:2])
-        share, p = _judge(self.model, x, y, self.draws)
-        got.append((torch.as_tensor(share), torch.as_tensor(p), y.cpu(), _keys(x, y)))
+        got.append((_judge(self.model, x, y, self.draws), y.cpu(), _keys(x, y)))
     if not got:
         raise ValueError('there are no images to evaluate: the data is empty')
-    share, pred, label, self.keys = [torch.cat(o) for o in zip(*got)]
-    ok = share.numpy() if self.draws > 1 else share.numpy() > 0
-    self.doubts = self.looked.doubts + self._class_doubts(label) + _constant(pred, share)
-    self._keep_clean(ok, pred.numpy(), label.numpy(), time.time() - t)
+    found, *rest = zip(*got)
+    label, self.keys = map(torch.cat, rest)
+    share, pred = [np.concatenate([getattr(o, k) for o in found]) for k in ('share', 'pred')]
+    ok = share if self.draws > 1 else share > 0
+    self.doubts = self.looked.doubts + self._class_doubts(label) + _constant(tensor(pred), tensor(share))
+    self._keep_clean(ok, pred, label.numpy(), time.time() - t)
 
 
 @patch
@@ -1436,7 +1458,7 @@ def _resume(self: Run):
     if rows and why:
         self._again(f'the {len(rows)} rows of {self.folder}', why)
     else:
-        self.saved = {r['attack']: (r, old.verdicts[r['attack']], old.preds[r['attack']]) for r in rows}
+        self.old, self.saved = old, {r['attack']: r for r in rows}
 
 
 def _other_model(old, new, other_answers):
@@ -1463,7 +1485,7 @@ def refuse_other_radius(
 ):
     "Raises ValueError where the folder has rows of a radius that nothing is asked for at: one report, one meaning"
     asked = {threat(a) for a in attacks}
-    found = {tuple(r['threat']) for r, *_ in self.saved.values() if r.get('threat')} - asked
+    found = {tuple(r['threat']) for r in self.saved.values() if r.get('threat')} - asked
     for norm, eps in sorted(found, key=str):
         ours = [e for k, e in asked if norm is not None and k == norm]
         if not ours:
@@ -1500,10 +1522,8 @@ def _distinct(attacks):
         if a is None:
             continue
         check_attack(a)
-        name, who = row_name(a), identity(a)
-        if name in res:
-            _check_twins(name, (res[name], (a, who)))
-        res.setdefault(name, (a, who))
+        name, one = row_name(a), (a, identity(a))
+        _check_twins(name, (res.setdefault(name, one), one))
     return list(res.values())
 
 
@@ -1526,7 +1546,7 @@ def measure(
     if self._take_saved(name, who, left):
         return self.rows[name]
     with checked('model'):
-        self._measure(attack, who, left, above)
+        self._keep_row(attack, who, left, above, self._results_of(attack, left))
     if self.folder is not None:
         self._so_far().save(self.folder, page=False)
         _tidy(self.folder)
@@ -1546,51 +1566,40 @@ def _take_saved(self: Run, name, who, left):
     "Take a row from the folder, if it is of this attack on these images; warns if one of that name is of another"
     if name not in self.saved:
         return False
-    row, ok, pred = self.saved.pop(name)
+    row = self.saved.pop(name)
     if not who or row.get('identity') != who:
         how = 'has changed' if who else 'cannot be read, so it may have changed'
         self._again(name, f'the code or the state of the attack {how}')
         return False
     if row['stand'] != _digest(left):
         return False
-    self.rows[name], self.verdicts[name], self.preds[name] = row, ok, pred
+    self.rows[name], self.verdicts[name], self.preds[name] = row, self.old.verdicts[name], self.old.preds[name]
     return True
 
 # %% ../nbs/01b_evaluate.ipynb #ed6d1d93
 @dataclass
-class _Found:
-    "Verdicts of one row, while the members of its attack run one after another"
+class _Members:
+    "What the members of an attack found, one after another"
 
-    left: np.ndarray  # [N]: images that no member has fooled the model on
+    left: np.ndarray  # [N] bool: images that no member has fooled the model on
     draws: int  # Predictions per image
 
     def __post_init__(self):
-        self.pred, self.cost = np.full(len(self.left), -2), np.zeros(2)
-        self.parts, self.says, self.best = [], [], None
+        self.found, self.passes, self.seconds = Found.empty(len(self.left)), 0, 0.0
+        self.parts, self.says = [], []
 
-    def add(self, member, got):
+    def add(self, member, t):
         "The results of a member. Over several draws no minimum: it would be below each of them"
-        attacked, share = self.left > 0, got['share']
-        self.pred[attacked] = got['pred'][attacked]
-        self.cost += got['cost']
+        new, attacked = t.found.at(self.left), int(self.left.sum())
+        survived = round(float(new.share.sum()), 2) if self.draws > 1 else int(new.share.sum())
+        if self.draws > 1 and self.parts:
+            new.share = min(self.found.share, new.share, key=np.mean)
+        self.found.put(self.left, new)
         if self.draws == 1:
-            self.left = np.minimum(self.left, share).astype(self.left.dtype)
-        elif self.best is None or share.mean() < self.best.mean():
-            self.best = share
-        survived = round(float(share.sum()), 2) if self.draws > 1 else int(self.left.sum())
-        self.parts.append(
-            dict(
-                attack=row_name(member),
-                attacked=int(attacked.sum()),
-                left=survived,
-                seconds=round(float(got['cost'][1]), 2),
-                blackbox=getattr(member, 'blackbox', False),
-            )
-        )
-
-    @property
-    def ok(self):
-        return self.left if self.best is None else self.best
+            self.left = self.found.share > 0
+        self.passes, self.seconds = self.passes + t.passes, self.seconds + t.seconds
+        of = dict(attack=row_name(member), attacked=attacked, left=survived, seconds=round(t.seconds, 2))
+        self.parts.append(dict(of, blackbox=getattr(member, 'blackbox', False)))
 
 
 def _wider(attack):
@@ -1609,29 +1618,35 @@ def _members(attack, model, x):
 
 
 @patch
-def _measure(self: Run, attack, who, left, above):
-    "Run an attack on the images that are left, and keep its row"
-    found = _Found(left.copy(), self.draws)
+def _results_of(self: Run, attack, left):
+    "Run an attack, its members one after another, on the images that are left"
+    res = _Members(left > 0, self.draws)
     tell = _bar(attack, left) if self.progress and self.many == 1 else noop
     for k, member in enumerate(_members(attack, self.model, self.first[0])):
-        attacked = found.left > 0
-        if not attacked.any():
+        if not res.left.any():
             break
-        got, says = self._share(member, self._progress_of(k, attack, member, attacked), tell)
-        found.add(member, got)
-        found.says += says + _stuck(got, attacked.sum()) + self._probe(member)
+        t, says = self._share(member, self._progress_of(k, attack, member, res.left), tell)
+        res.says += says + _stuck(t.found, res.left.sum()) + self._probe(member)
         if self.fast:
-            found.says += self._precision(member, got)
-    found.says += _wider(attack)
-    name, ok = row_name(attack), found.ok
+            res.says += self._precision(member, t.found)
+        res.add(member, t)
+    return res
+
+
+@patch
+def _keep_row(self: Run, attack, who, left, above, res):
+    "Keep what an attack found on the images that were left, as its row"
+    name, ok = row_name(attack), res.left
     if self.draws > 1:
-        ok = ok * (self.verdicts['clean'] > 0)  # what is never right cannot be right under attack
+        ok = res.found.share * (self.verdicts['clean'] > 0)  # what is never right cannot be right under attack
     before = self.preds[above[-1] if above else 'clean']
-    self.verdicts[name], self.preds[name] = ok, np.where(found.pred > -2, found.pred, before)
-    counts = dict(attacked=int((left > 0).sum()), passes=int(found.cost[0]), stand=_digest(left), identity=who)
-    says = list(dict.fromkeys(s.removeprefix(f'{name}: ') for s in found.says))
-    more = dict(threat=list(threat(attack)), parts=found.parts if len(found.parts) > 1 else [], warnings=says)
-    self.rows[name] = _row(name, _ball(attack), ok, self.seed, found.cost[1], **counts, **more)
+    self.verdicts[name], self.preds[name] = ok, np.where(res.found.pred > -2, res.found.pred, before)
+    counts = dict(attacked=int((left > 0).sum()), passes=res.passes, stand=_digest(left), identity=who)
+    says = list(dict.fromkeys(s.removeprefix(f'{name}: ') for s in res.says + _wider(attack)))
+    more = dict(threat=list(threat(attack)), parts=res.parts if len(res.parts) > 1 else [], warnings=says)
+    for values in self.old.extra.values():
+        values.pop(name, None)  # of the row before
+    self.rows[name] = _row(name, _ball(attack), ok, self.seed, res.seconds, **counts, **more)
 
 # %% ../nbs/01b_evaluate.ipynb #754237bc
 @patch
@@ -1641,12 +1656,12 @@ def attack(
     left,  # [N] bool: images to attack; the others count as wrong
     begun=None,  # Results so far; None: none
     tell=noop,  # Called with the number of images done, now and then
-) -> _Progress:  # `got['share']` [N]: share of draws that are right under attack; `got['pred']`: classes
+) -> _Progress:  # With what was `found`
     "Run one attack on some of the images, without a row for it"
-    begun = begun or _Progress(row_name(attack), left)
-    how = (self.bs, self.seed, self.draws, self.fast)
+    begun = begun or _Progress(left)
+    how = How(self.bs, self.seed, self.draws, self.fast, not self.looked.random)
     with checked('model'):
-        return run_attack(self.model, attack, self.batches(), begun.left, *how, begun, tell, not self.looked.random)
+        return run_attack(self.model, attack, self.batches(), begun, how, tell)
 
 
 @patch
@@ -1656,7 +1671,7 @@ def _progress_of(self: Run, k, attack, member, left):
     about = [self.meta[o] for o in (*_same_run, 'code')]
     key = _digest(*about, row_name(attack), row_name(member), *who, mine)
     look = [self.meta['look'][o] for o in ('outputs', 'grads')]
-    return _Progress(key, mine, self._running(k) if all(who) else None, look, self.meta['held'])
+    return _Progress(mine, key, self._running(k) if all(who) else None, look, self.meta['held'])
 
 
 @patch
@@ -1675,9 +1690,9 @@ def _share(self: Run, attack, begun, tell):
     "The results of one attack, of all processes, and the warnings that were heard"
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter('always')
-        got = self.attack(attack, begun.left, begun, tell).got
+        self.attack(attack, begun.left, begun, tell)
     says = [str(w.message) for w in heard if w.category is UserWarning]
-    return _joined(got, says, self.many)
+    return _joined(begun, says, self.many)
 
 # %% ../nbs/01b_evaluate.ipynb #0a3f3fb2
 def _bar(attack, left):
@@ -1695,9 +1710,9 @@ def _bar(attack, left):
     return tell
 
 # %% ../nbs/01b_evaluate.ipynb #dc18c20f
-def _stuck(got, n):
+def _stuck(found, n):
     "Sentences where gradients of the `n` attacked images were not finite, or never other than zero"
-    bad, zero = int(got['bad'].sum()), int((got['zero'] & (got['share'] > 0)).sum())
+    bad, zero = int(found.bad.sum()), int((found.zero & (found.share > 0)).sum())
     says = [f'gradients were not finite for {bad} images'] if bad else []
     if zero <= max(0.05 * n, 2):
         return says
@@ -1720,14 +1735,21 @@ def _probe(self: Run, attack):
     big = _huge(attack, x)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        got = run_attack(self.model, big, [(torch.arange(len(x)), x, y)], np.ones(len(x), bool), len(x), self.seed).got
-    survive, says = got['share'].mean(), _short_steps(attack)
+        survive = self._survive(big, x, y) / len(x)
+    says = _short_steps(attack)
     if survive <= 0.3:
         return says
     return says + [
         f'{survive:.0%} of {len(x)} images survive it even at eps={eps_str(big.eps)}, where any image can '
         'become grey: it is too weak (steps, alpha), or the model hides its gradients'
     ]
+
+
+@patch
+def _survive(self: Run, attack, x, y):
+    "How many of these images survive an attack in float32"
+    begun, batches = _Progress(np.ones(len(x), bool)), [(torch.arange(len(x)), x, y)]
+    return int(run_attack(self.model, attack, batches, begun, How(len(x), self.seed)).found.share.sum())
 
 
 def _huge(attack, x):
@@ -1749,18 +1771,14 @@ def _short_steps(attack):
 
 
 @patch
-def _precision(self: Run, attack, got):
+def _precision(self: Run, attack, found):
     "A sentence where the same attack in float32 fools the model on images that survived the fast one"
     x, y, i = self.first
-    m = torch.from_numpy(got['share'][i.cpu()] > 0)
+    m = torch.as_tensor(found.share[i.cpu()] > 0, device=x.device)
     k = int(m.sum())
     if not k:
         return []
-    x, y = x[m.to(x.device)], y[m.to(y.device)]
-    survive = (
-        run_attack(self.model, attack, [(torch.arange(k), x, y)], np.ones(k, bool), k, self.seed).got['share'].sum()
-    )
-    fooled = k - int(survive)
+    fooled = k - self._survive(attack, x[m], y[m])
     if fooled <= max(1, 0.03 * k):
         return []
     return [
@@ -1788,20 +1806,17 @@ def _mine(left, many, rank=None):
     return np.isin(np.arange(len(left)), mine) & left
 
 
-_any, _all = np.logical_or, np.logical_and
-_join = dict(share=np.add, pred=np.maximum, done=_all, bad=_any, zero=_any, seen=_any)
-
-
-def _joined(got, says, many):
-    "What all processes found: each attacked images of its own, so sums, maxima and ors put them together"
+def _joined(t, says, many):
+    "What all processes found, each on images of its own, and the warnings that they heard"
     if many == 1:
-        return got, says
+        return t, says
     every = [None] * many
-    dist.all_gather_object(every, (got, says))
-    gots = [g for g, _ in every]
-    res = {k: f.reduce([g[k] for g in gots]) for k, f in _join.items()}
-    passes, seconds = sum(g['cost'][0] for g in gots), max(g['cost'][1] for g in gots)
-    return {**res, 'cost': np.array([passes, seconds])}, [o for _, said in every for o in said]
+    dist.all_gather_object(every, (t.left, t.found, t.passes, t.seconds, says))
+    lefts, founds, passes, seconds, says = zip(*every)
+    for left, found in zip(lefts, founds):
+        t.found.put(left, found.at(left))
+    t.passes, t.seconds = sum(passes), max(seconds)
+    return t, [o for said in says for o in said]
 
 
 @patch
@@ -1814,7 +1829,7 @@ def _of_first_process(self: Run, value):
     return one[0]
 
 
-_begun_by_first = ('meta', 'rows', 'verdicts', 'preds', 'doubts', 'notes', 'saved')
+_begun_by_first = ('meta', 'rows', 'verdicts', 'preds', 'doubts', 'notes', 'saved', 'old')
 
 
 @patch
@@ -1842,10 +1857,10 @@ def _doubts(self: Run):
 @patch
 def _so_far(self: Run):
     "A report of all that is known, with rows of the folder that nobody has asked for yet"
-    rows, verdicts, preds = [*self.rows.values()], dict(self.verdicts), dict(self.preds)
-    for name, (row, ok, pred) in self.saved.items():
-        rows.append(row)
-        verdicts[name], preds[name] = ok, pred
+    verdicts, preds = dict(self.verdicts), dict(self.preds)
+    for k in self.saved:
+        verdicts[k], preds[k] = self.old.verdicts[k], self.old.preds[k]
+    rows = [*self.rows.values(), *self.saved.values()]
     return self._with_names(Report(self.meta, rows, verdicts, self._doubts(), preds))
 
 
@@ -1865,7 +1880,8 @@ def _files_in(data):
 
 @patch
 def _with_names(self: Run, rep):
-    "The report, with the names of its images and classes where the data has them"
+    "The report, with the names of its images and classes where the data has them, and the columns of the folder's"
+    rep.extra = {k: dict(v) for k, v in self.old.extra.items()}
     files = _files_in(self.data) if _in_order(self.data) else None
     at = rep.positions
     rep.files = [files[i] for i in at] if files and len(at) and at.max() < len(files) else None

@@ -445,7 +445,7 @@ def test_passes_per_image(k, awp):
         AdvTrain(NFGSM(0.1), eps=lambda pct: 0.0),
         AWP(switch(0.0, pct=0.5)),
     ],
-    ids=repr,
+    ids=['all clean', 'eps 0', 'apgd', 'nfgsm', 'awp'],
 )
 def test_nothing_to_do_is_plain_training_exactly(cb):
     ws = []

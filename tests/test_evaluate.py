@@ -11,6 +11,7 @@ from robust_nbdev.attacks import *
 from robust_nbdev.adv_train import *
 from robust_nbdev.eval_data import Feed, few_classes, unfair
 from robust_nbdev.evaluate import *
+from robust_nbdev.evaluate import _Progress
 from robust_nbdev.test_utils import *
 
 ADV = PGD(0.1, steps=3)
@@ -294,14 +295,17 @@ def test_confusion_is_in_the_order_of_the_classes():
 # --- labels that are no class numbers ---
 
 
+def right_under_attack(m, x, y, how):
+    t = run_attack(m, ADV, [(torch.arange(len(x)), x, y)], _Progress(np.ones(len(x), bool)), how)
+    return t.found.share.tolist()
+
+
 VERDICTS = dict(
     report=lambda m, x, y: robust_report(m, (x, y), [ADV]).df.accuracy.tolist(),
     eps=lambda m, x, y: eps_curve(m, (x, y), ADV, [EPS]).df.accuracy.tolist(),
     steps=lambda m, x, y: steps_curve(m, (x, y), ADV, [1]).df.accuracy.tolist(),
-    run=lambda m, x, y: run_attack(m, ADV, [(torch.arange(len(x)), x, y)], np.ones(len(x), bool)).got['share'].tolist(),
-    draws=lambda m, x, y: (
-        run_attack(m, ADV, [(torch.arange(len(x)), x, y)], np.ones(len(x), bool), draws=2).got['share'].tolist()
-    ),
+    run=lambda m, x, y: right_under_attack(m, x, y, How()),
+    draws=lambda m, x, y: right_under_attack(m, x, y, How(draws=2)),
     shown=lambda m, x, y: show_adv(m, x, y, ADV),
     checked=lambda m, x, y: self_check(m, x, y),
     target=lambda m, x, y: choose_target(m, x, y).tolist(),
@@ -348,9 +352,8 @@ def test_a_batch_size_of_nothing_is_refused(bs):
     for measure in (
         lambda: robust_report(m, synth_dls().valid, [ADV], bs=bs),
         lambda: eps_curve(m, (x, y), ADV, [EPS], bs=bs),
-        lambda: run_attack(m, ADV, batches, np.ones(len(x), bool), bs),
-        lambda: run_attack(m, lambda model, x, y, seed=0: x, batches, np.ones(len(x), bool), bs),
-        lambda: list(hunt(ADV, m, Feed(batches, np.ones(len(x), bool)), lambda o: predict(m, o), bs)),
+        lambda: How(bs),
+        lambda: list(hunt(ADV, m, Feed(batches, np.ones(len(x), bool)), None, bs)),
     ):
         with pytest.raises(ValueError, match='bs must be a whole number >= 1'):
             measure()

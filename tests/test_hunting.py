@@ -14,7 +14,7 @@ from robust_nbdev.autoattack import *
 from robust_nbdev.patch_attacks import *
 from robust_nbdev.evaluate import *
 from robust_nbdev.eval_data import Feed, eval_batches
-from robust_nbdev.evaluate import hunt, run_attack
+from robust_nbdev.evaluate import How, _judge, _Progress, hunt, run_attack, to_8bit
 from robust_nbdev.test_utils import *
 import test_verdicts
 
@@ -86,6 +86,19 @@ def make(kind, norm):
 APGDT_ = dict(Linf=APGDT(0.03, steps=4, targets=3), L2=APGDT(0.14, norm='L2', steps=4, targets=3, restarts=2))
 
 
+def ran(m, a, batches, left, bs=64, seed=0):
+    "`run_attack` on the images that are left"
+    return run_attack(m, a, batches, _Progress(left), How(bs, seed))
+
+
+def all_found(a, m, batches, n, judge, bs):
+    "What a hunt finds, image by image"
+    found = Found.empty(n)
+    for i, some in hunt(a, m, Feed(batches, np.ones(n, bool)), judge, bs):
+        found.put(i, some)
+    return found
+
+
 def hunted(m, x, y, a, bs=64, seed=0, parts=None):
     "[N] bool: right, by `hunt`"
     b = (
@@ -93,7 +106,7 @@ def hunted(m, x, y, a, bs=64, seed=0, parts=None):
         if parts is None
         else parts
     )
-    return torch.as_tensor(run_attack(m, a, b, np.ones(len(x), bool), bs, seed).got['share'] > 0)
+    return torch.as_tensor(ran(m, a, b, np.ones(len(x), bool), bs, seed).found.share > 0)
 
 
 def plain(m, x, y, a, seed=0):
@@ -175,24 +188,20 @@ def test_every_judged_image_is_inside_the_ball(net, data):
     for a in (make('apgd', 'Linf'), make('pgd_restarts', 'L2'), make('gama', 'Linf')):
         seen = {}
 
-        def judge(v):
-            p = predict(net, v)
+        def judge(v, y):
+            found = _judge(net, v, y)
             assert v.min() >= 0 and v.max() <= 1
             near = (v[:, None] - x[None]).flatten(2)
             near = near.abs().amax(2) if a.norm == 'Linf' else near.norm(dim=2)
             assert (near.amin(1) <= a.eps + 1e-9).all()
-            for k, o in zip(near.argmin(1).tolist(), p.tolist()):
+            for k, o in zip(near.argmin(1).tolist(), found.pred.tolist()):
                 seen[k] = o
-            return p
+            return found
 
         with attack_mode(net):
-            got = list(hunt(a, net, Feed(eval_batches((x, y), bs=9), np.ones(N, bool)), judge, 8))
-        pos, ok, p = [torch.cat(o) for o in zip(*got)]
-        assert (
-            sorted(pos.tolist()) == list(range(N))
-            and all(seen[i] == c for i, c in zip(pos.tolist(), p.tolist()))
-            and torch.equal(ok, p == y[pos])
-        )
+            found = all_found(a, net, eval_batches((x, y), bs=9), N, judge, 8)
+        assert all(seen[i] == c for i, c in enumerate(found.pred.tolist()))
+        assert ((found.share > 0) == (found.pred == y.numpy())).all()
 
 
 def test_cascades_have_the_same_worst_case(net, data):
@@ -243,8 +252,8 @@ class Never(nn.Module):
 def test_passes_of_a_model_that_never_falls(a, want, bs=3):
     x, y = images(16), torch.zeros(16).long()
     m = Stop(Never())
-    t = run_attack(m, a, eval_batches((x, y), bs=5), np.ones(16, bool), bs)
-    assert t.got['share'].all() and t.got['cost'][0] == 16 * want
+    t = ran(m, a, eval_batches((x, y), bs=5), np.ones(16, bool), bs)
+    assert t.found.share.all() and t.passes == 16 * want
     assert robust_report(Never(), (x, y), [a], bs=bs).rows[1]['passes'] == 16 * want
 
 
@@ -257,7 +266,7 @@ def test_wrong_images_are_never_attacked(net, data):
             seen.append(v.detach())
             return net(v)
 
-    run_attack(See(), PGD(0.03, steps=2), eval_batches(data), np.arange(N) >= 5, 8)
+    ran(See(), PGD(0.03, steps=2), eval_batches(data), np.arange(N) >= 5, 8)
     near = torch.cat([(v[:, None] - x[None]).flatten(2).abs().amax(2) for v in seen]).argmin(1)
     assert near.min() == 5 and set(near.tolist()) == set(range(5, N))
 
@@ -281,7 +290,7 @@ def test_the_hunt_holds_few_images_and_batches_stay_full():
 
     out = 0
     with attack_mode(m):
-        for i, _, _ in hunt(PGD(0.03, steps=6), See(), Feed(src(), np.ones(400, bool)), lambda v: predict(m, v), 16):
+        for i, _ in hunt(PGD(0.03, steps=6), See(), Feed(src(), np.ones(400, bool)), partial(_judge, m), 16):
             out += len(i)
             worst = max(worst, drawn - out)
     assert out == 400 and worst <= 3 * 16 and max(sizes) == 16 and np.mean(np.array(sizes) >= 10) > 0.85
@@ -692,12 +701,12 @@ def test_half_precision_hunts_stay_in_the_ball():
     y = predict(m, x)
     far = []
 
-    def judge(v):
+    def judge(v, y):
         far.append((v.double()[:, None] - x.double()[None]).flatten(2).abs().amax(2).amin(1).max().item())
-        return predict(m, v.bfloat16())
+        return _judge(m, v.bfloat16(), y)
 
     with attack_mode(m):
-        list(hunt(PGD(eps, steps=5, rand=False), m, Feed([(torch.arange(40), x, y)], np.ones(40, bool)), judge, 64))
+        all_found(PGD(eps, steps=5, rand=False), m, [(torch.arange(40), x, y)], 40, judge, 64)
     assert max(far) <= eps + 1e-9
 
 
@@ -727,10 +736,7 @@ def test_the_last_point_is_judged_even_where_the_attacked_copy_was_wrong_about_t
     copy_ = lambda x: torch.stack([0.53 - x.flatten(1).mean(1), x.flatten(1).mean(1) - 0.53], 1)  # a little off
     x, y, a = torch.full((4, 1, 4, 4), 0.5), torch.zeros(4).long(), PGD(0.06, steps=2, alpha=0.04, rand=False)
     assert (predict(m, a(copy_, x, y)) != y).all()
-    ok = torch.cat(
-        [o[1] for o in hunt(a, copy_, Feed([(torch.arange(4), x, y)], np.ones(4, bool)), lambda v: predict(m, v), 4)]
-    )
-    assert not ok.any()
+    assert not all_found(a, copy_, [(torch.arange(4), x, y)], 4, partial(_judge, m), 4).share.any()
 
 
 # --- R35: rectangles

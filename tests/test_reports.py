@@ -360,6 +360,17 @@ def test_killed_while_writing(model, data, report, tmp_path, monkeypatch, when):
     assert untimed(robust_report(model, data, THREE, out=tmp_path)) == untimed(report)
 
 
+def test_a_column_of_ones_own_stays_with_the_folder(model, data, tmp_path):
+    "For the rows that are not measured again; it cannot take the place of what a row holds"
+    rep = robust_report(model, data, [FGSM_], out=tmp_path)
+    with pytest.raises(ValueError, match='already'):
+        rep.add_column('threat', lambda *o: 0)
+    rep.add_column('wrong', lambda row, ok, pred: int((~ok).sum())).save(tmp_path)
+    assert 'wrong' not in rep.rows[1]
+    again = robust_report(model, data, [FGSM_, PGD_], out=tmp_path)
+    assert again.df.wrong[:2].tolist() == rep.df.wrong[:2].tolist() and again.df.wrong[2:].isna().all()
+
+
 def moved(model):
     m = copy.deepcopy(model)
     with torch.no_grad():
