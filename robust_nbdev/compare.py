@@ -248,7 +248,8 @@ class StepCost(AdvCallback):
 
     def __init__(
         self,
-        batches: int = 2,  # Count the first batches of each epoch; None: all
+        # Count so many in the middle of each epoch, since the first steps of a warm-up are cheaper; None: all
+        batches: int = 2,
     ):
         self.batches, self.counted = batches, []
 
@@ -275,13 +276,17 @@ class StepCost(AdvCallback):
     ):
         "Run a batch, with all that callbacks add to it, and count"
         learn.__dict__.pop('one_batch')
+        begin = 0 if self.batches is None else max(0, (len(learn.dl) - self.batches) // 2)
+        if i < begin:
+            learn.one_batch(i, b)
+            return self.before_train()
         x, count = b[0].as_subclass(Tensor), FlopCounterMode(display=False)
         with _unfused(learn.model), count:
             learn.one_batch(i, b)
         forward = multiply_adds(get_model(learn.model), x[:1])
         if forward:  # a model without products has no F
             self.counted.append(count.get_total_flops() / 2 / len(x) / forward)
-        if self.batches is None or i + 1 < self.batches:
+        if self.batches is None or i + 1 < begin + self.batches:
             self.before_train()
 
     @property
@@ -434,7 +439,10 @@ def difference(
     side, column = first(s for s in self.sides if s.name == name), ifnone(column, self.judged)
     if side is None or column not in self.columns:
         known = [s.name for s in self.sides], self.columns
-        raise ValueError(f'no model {name!r} or no column {column!r}, there are: {known[0]} and {known[1]}')
+        raise ValueError(
+            f'no model {name!r} or no column {column!r}, there are: {known[0]} and {known[1]}; '
+            f'differences are to the first, {self.first.name}'
+        )
     if not _can_pair(side, self.first, column):
         return None
     a, b = side.column(column), self.first.column(column)
@@ -498,13 +506,13 @@ def _grouped(self: Comparison, t):
 @patch
 def shown(
     self: Comparison,
-    few: bool = False,  # Only the columns of a paper: clean, the ranked one and its difference, corruptions
+    few: bool = False,  # Only the columns of a paper: accuracies, and the difference in the ranked one
     **kw,  # See `table`
 ) -> pd.DataFrame:  # Text
     "`table`, with short names of attacks and without columns of which nothing is known"
     t = self.table(**kw)
     if few:
-        keep = 'model attacker clean difference p corruptions mCE'.split() + [self.judged]
+        keep = 'model attacker difference p mCE'.split() + self.columns
         t = t[[k for k in t if k in keep and not (k == 'attacker' and t[k].nunique() == 1)]]
     t = t[[k for k in t if (t[k] != '').any()]]
     return t.rename(columns=self.short)
@@ -527,7 +535,7 @@ def to_markdown(
 ) -> str:  # Lines
     "The table for a README"
     t = self.shown(few, mark='**{}**'.format)
-    return '\n'.join([_as_markdown(t), '', self.about, ''])
+    return '\n'.join([_as_markdown(t), '', self.about, *self.warnings, ''])
 
 
 @patch
@@ -784,6 +792,8 @@ def compare(  # noqa: PLR0913
     """Models side by side on the same images, by `robust_report` and `corruption_report`;
     raises ValueError for what cannot be compared"""
     attacks, (entries, says) = _attacks_of_one_ball(attacks), _entries(models, data)
+    if corruptions is not None and not hasattr(corruptions, 'pick'):
+        check_corruptions(corruptions, severities, seed)  # before the first attack
     folders, base, sides = _folders(entries, out), first(entries), []
     forward = _forward(entries[base], _first_images(data, entries[base].model))
     how = dict(seed=seed, bs=bs, overwrite=overwrite, progress=progress)

@@ -1068,6 +1068,14 @@ def hunt(
 
     yield from drive(more, Verdicts(judge), bs)
 
+# %% ../nbs/01b_evaluate.ipynb #5d0c7c01
+def _judge(model, x, y, draws=1):
+    "What a model predicts for images with labels: over several draws, the share that is right and the first class"
+    ps = torch.stack([_predicted(model, x)[0] for _ in range(draws)])
+    found = Found.empty(len(x))
+    found.share, found.pred = (ps == y).float().mean(0).cpu().numpy(), ps[0].cpu().numpy()
+    return found
+
 # %% ../nbs/01b_evaluate.ipynb #6a323091
 def _steps(attack):
     "Can it be hunted with: does it go in steps by the rules of the library?"
@@ -1168,14 +1176,6 @@ def save(self: _Progress):
     _npz(self.path, dict(vars(self.found), done=self.done, cost=[self.passes, self.seconds], **about))
 
 # %% ../nbs/01b_evaluate.ipynb #e389e568
-def _judge(model, x, y, draws=1):
-    "What a model predicts for images with labels: over several draws, the share that is right and the first class"
-    ps = torch.stack([_predicted(model, x)[0] for _ in range(draws)])
-    found = Found.empty(len(x))
-    found.share, found.pred = (ps == y).float().mean(0).cpu().numpy(), ps[0].cpu().numpy()
-    return found
-
-
 def _by_batch(attack, model, feed, judge, bs, seed):
     "What `hunt` yields, of an attack that makes the images of whole batches"
     for i, x, y in iter(partial(feed, bs), None):
