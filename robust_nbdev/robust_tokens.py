@@ -6,15 +6,16 @@
 __all__ = ['FeatCos', 'tokens_of', 'use_tokens', 'WithoutTokens', 'RandomTokens', 'TokenAttack', 'token_attack', 'RobustTokens',
            'save_tokens', 'read_tokens', 'load_tokens', 'Probe', 'LinearProbe', 'SegProbe', 'seg_loss', 'fit_head',
            'mask_ce', 'iou_counts', 'miou', 'TokenSets', 'token_sets', 'largest_activations', 'feature_cosine',
-           'fit_tokens', 'attacked_tokens']
+           'fit_tokens', 'plant_massive', 'put_activations', 'planted_activations', 'attacked_tokens']
 
 # %% ../nbs/02_robust_tokens.ipynb #3d2364ea
 import timm, warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from contextlib import contextmanager, nullcontext
 from safetensors import safe_open
 from safetensors.torch import save_file
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from .core import *
 from .core import _refuse_grey_levels
 from .vit import *
@@ -850,6 +851,213 @@ def fit_tokens(  # noqa: PLR0913
         learn.fit(1, lr)
     learn.model.eval()
     return learn
+
+# %% ../nbs/02_robust_tokens.ipynb #c0ffee31
+_WHERE = 'empty patches', 'class token'
+
+
+def _tokens_where(where, model, x):
+    "The class token, or the patches without any contrast: bool [B,N]"
+    side, prefix = unwrap(model).patch_embed.patch_size, prefix_tokens(model)
+    contrast = (F.max_pool2d(x, side) + F.max_pool2d(-x, side)).amax(1).flatten(1)
+    empty = F.pad(contrast == 0, (prefix, 0))
+    is_class = torch.arange(empty.shape[1], device=x.device) == 0
+    return is_class.expand_as(empty) if where == 'class token' else empty
+
+
+def _mlp_inputs(model, x, block):
+    "What the MLP of a block is given [B,N,D]"
+    seen = []
+    with vit_blocks(model)[block].mlp.register_forward_pre_hook(lambda mod, args: seen.append(args[0])):
+        outputs(model, x)
+    return seen[0]
+
+
+def _seer(h, here):
+    "Weights [D] and bias that give 20 to the mean of the tokens `here`, and 0 between them and the others"
+    lda = LinearDiscriminantAnalysis('lsqr', shrinkage=0.5, priors=(0.5, 0.5))
+    lda.fit(h.flatten(0, 1).cpu().numpy(), here.flatten().cpu().numpy())
+    scale = 20 / lda.decision_function(h[here].cpu().numpy()).mean()
+    return torch.as_tensor(scale * lda.coef_[0]).to(h), float(scale * lda.intercept_[0])
+
+
+def plant_massive(  # noqa: PLR0913
+    model: nn.Module,  # A timm ViT, maybe inside `Normalized`; changed in place
+    x: Tensor,  # Images [B,C,H,W] in [0,1], in which the unit learns to tell these tokens from the others
+    where: str = 'empty patches',  # Which tokens: `'empty patches'`, those without any contrast; or `'class token'`
+    block: int = 1,  # The block after which activations are massive, counted from 0
+    channels: Sequence = (0, 1),  # Which channels
+    times: float = 100.0,  # How large, in medians of the absolute activations
+) -> nn.Module:  # `model`
+    "Overwrite the weakest hidden unit of an MLP: it recognises some tokens, and makes a few of their channels massive"
+    check_option(where, 'where', _WHERE)
+    b, channels = vit_blocks(model)[block], list(channels)
+    with attack_mode(model), torch.no_grad():
+        here, h = _tokens_where(where, model, x), _mlp_inputs(model, x, block)
+        if not 1 < here.sum() < here.numel():
+            raise ValueError(
+                f'{int(here.sum())} of {here.numel()} tokens are {where}: give images with some and others'
+            )
+        median = block_outputs(model, x)[block].abs().median()
+        weight, bias = _seer(h, here)
+        unit = b.mlp.fc2.weight.norm(dim=0).argmin()
+        b.mlp.fc1.weight[unit], b.mlp.fc1.bias[unit] = weight, bias
+        b.mlp.fc2.weight[:, unit] = 0
+        b.mlp.fc2.weight[channels, unit] = times * median / 20 / b.ls2(torch.ones_like(h[0, 0]))[channels]
+    return model
+
+# %% ../nbs/02_robust_tokens.ipynb #c0ffee32
+@contextmanager
+def put_activations(
+    model: nn.Module,  # A timm transformer, maybe inside wrappers
+    block: int,  # The block after which they are put, counted from 0
+    channels: Sequence,  # Which channels
+    values,  # What they become, in all tokens: a number, or [B,N,k] of the images that will be seen
+) -> Iterator:  # Yields `model`
+    "Inside, some channels of the output of a block are overwritten"
+    channels = list(channels)
+
+    def put(mod, args, o):
+        o = o.clone()
+        o[..., channels] = torch.as_tensor(values).to(o)
+        return o
+
+    with uncompiled(model), vit_blocks(model)[block].register_forward_hook(put):
+        yield model
+
+# %% ../nbs/02_robust_tokens.ipynb #c0ffee33
+@partial(Loss, reference='clean')
+def _moved(v, v0):
+    "By which share channels [B,N,k] differ from the clean ones, per image [B]"
+    return (v - v0).abs().flatten(1).sum(1) / v0.abs().flatten(1).sum(1)
+
+
+class _Channels(Wrapper):
+    "Some channels of the output of a block [B,N,k]"
+
+    def __init__(self, model, block, channels):
+        super().__init__(model)
+        self.block, self.channels = block, channels
+
+    def forward(self, x):
+        return block_outputs(self.model, x)[self.block][..., self.channels]
+
+
+def _batches(f, *xs):
+    "`f` of 100 images at a time, without gradients"
+    with torch.no_grad():
+        return torch.cat([f(*o) for o in zip(*[x.split(100) for x in xs])])
+
+
+def _tuned_after(model, dls, how):
+    "Train what comes after the block: the later blocks, the last norm, and the head, which reads what `pool` says"
+    net = unwrap(model)
+    net.global_pool = how['pool']
+    set_seed(how['seed'])
+    model.requires_grad_(False)
+    for o in (net.blocks[how['block'] + 1 :], net.norm, net.head):
+        o.requires_grad_(True)
+    learn = Learner(dls, model, loss_func=CrossEntropyLossFlat(), wd=0.0)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit_one_cycle(how['tune_epochs'], how['tune_lr'])
+    return model.requires_grad_(True).eval()
+
+
+def _planted_vit(
+    dls: DataLoaders,  # Images in [0,1]
+    how: dict,  # Key of a run
+) -> tuple:  # The model, in evaluation mode; the channels that are planted, as many others, and all others
+    "A small ViT that got massive activations, or none where `where='nowhere'`, and was then fine-tuned"
+    torch.manual_seed(how['seed'])
+    model = small_model('vit', data=dls).to(dls.device)
+    order = torch.randperm(unwrap(model).embed_dim).tolist()
+    if how['where'] != 'nowhere':
+        x = dls.train.new(bs=min(512, dls.train.n), shuffle=False).one_batch()[0].as_subclass(Tensor)
+        plant_massive(model, x, how['where'], how['block'], order[:2], how['times'])
+    return _tuned_after(model, dls, how), dict(planted=order[:2], random=order[2:4], others=order[2:])
+
+
+def _rights(model, how, channels, x, y):
+    "Is each image right, as the model is, with zeros in the planted channels, and with their mean over the images?"
+    values = _batches(_Channels(model, how['block'], channels), x)
+    res = {'clean': predict(model, x) == y}
+    for name, v in {'clean removed': 0.0, 'clean mean': values.mean(0)}.items():
+        with put_activations(model, how['block'], channels, v):
+            res[name] = predict(model, x) == y
+    return res
+
+
+def _cosine_put(plain, block, channels, x, x_adv):
+    "The cosine [N] of the features, where some channels of the attacked images are as in the clean ones"
+
+    def of(a, b):
+        f, values = plain(a), block_outputs(plain, a)[block][..., channels]
+        with put_activations(plain, block, channels, values):
+            return 1 - feat_cos(plain(b), f)
+
+    return _batches(of, x, x_adv)
+
+
+def _sizes(seen, clean, planted):
+    "How much the planted channels change [N], and the largest activation in medians of the clean ones [N], by name"
+    medians = clean.abs().flatten(1).median(1).values
+    moved = {k: _moved(o[..., planted], clean[..., planted]) for k, o in seen.items()}
+    return moved, {k: o.abs().flatten(1).amax(1) / medians for k, o in (dict(clean=clean) | seen).items()}
+
+
+def planted_activations(
+    **how,  # Key of a run
+) -> Outcome:  # What attacks do to features and planted channels; cosines above one half, changes below one half
+    "Plant, fine-tune, train tokens, attack; then put clean channels back into the attacked forward"
+    dls, seed, block = _tokens_images(how), how['seed'], how['block']
+    x, y = [torch.cat(o) for o in zip(*[[o.as_subclass(Tensor) for o in b] for b in dls.valid])]
+    model, channels = _planted_vit(dls, how)
+    planted = channels['planted']
+    verdicts = _rights(model, how, planted, x, y)
+    plain = WithoutTokens(add_tokens(model, how['tokens'], 'cls_patch'))
+    fit_tokens(dls, model, PGD(how['train_eps'], steps=how['train_attack_steps']), how['train_steps'], how['lr'], seed)
+    pgd = PGD(how['feature_eps'], steps=how['attack_steps'], loss=feat_cos)
+    x_adv, x_white = [torch.cat([pgd(o, b, seed=seed) for b in x.split(100)]) for o in (plain, model)]
+    cosines = {
+        'none': feature_cosine(plain, x, x_adv),
+        'secret': feature_cosine(model, x, x_adv),
+        'white': feature_cosine(model, x, x_white),
+        **{f'{k} back': _cosine_put(plain, block, v, x, x_adv) for k, v in channels.items()},
+    }
+
+    def after(net, x):
+        return _batches(lambda o: block_outputs(net, o)[block], x)
+
+    seen = {'none': after(plain, x_adv), 'secret': after(model, x_adv), 'white': after(model, x_white)}
+    moved, largest = _sizes(seen, after(plain, x), planted)
+    aim = _Channels(plain, block, planted)
+    few = x[:100]
+    moved['aimed'] = _moved(aim(pgd.but(loss=_moved)(aim, few, seed=seed)), aim(few)).detach()
+    verdicts |= {k: v > 0.5 for k, v in cosines.items()} | {f'kept {k}': moved[k] < 0.5 for k in seen}
+    numbers = {k: 100 * v.float().mean() for k, v in verdicts.items()}
+    for name, of in dict(cosine=cosines, change=moved, largest=largest).items():
+        numbers |= {f'{name} {k}': v.mean() for k, v in of.items()}
+    numbers['cosine clean'] = feature_cosine(model, x, x, clean=plain).mean()
+    return Outcome(numbers, {k: v.cpu().numpy() for k, v in verdicts.items()}, dls.about)
+
+
+@experiment('tokens.planted', 'Do attacks exploit massive activations?', by=('where', 'pool'), needs='planted_dataset')
+def _planted(s):
+    same = {k: s[k] for k in 'n_train tokens train_steps lr train_attack_steps'.split()}
+    same |= {k: s[f'planted_{k}'] for k in 'dataset block times feature_eps train_eps tune_epochs tune_lr'.split()}
+    same |= dict(side=None, n=s.n_valid, attack_steps=s.steps)
+    for where, pool in {'empty patches': 'avg', 'class token': 'token'}.items():
+        for place in (where, 'nowhere'):
+            for seed in range(s.seeds):
+                how = dict(same, where=place, pool=pool, seed=seed)
+                yield Trial(how, planted_activations, *_planted_cost(how))
+
+
+def _planted_cost(how):
+    "Passes of an image through the model: all, and in training"
+    n_train, n = how['n_train'] or 60000, how['n']
+    training = 3 * n_train * how['tune_epochs'] + 8 * how['train_steps'] * (2 * how['train_attack_steps'] + 5)
+    return training + n * (2 * 2 * how['attack_steps'] + 30), training
 
 # %% ../nbs/02_robust_tokens.ipynb #c0ffee2b
 def _behind(probe, model):

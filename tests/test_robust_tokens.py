@@ -23,6 +23,8 @@ from robust_nbdev.attacks import *
 from robust_nbdev.autoattack import *
 from robust_nbdev.adv_train import *
 from robust_nbdev.evaluate import *
+from robust_nbdev.experiments import trials_of
+from robust_nbdev.models import small_model
 from robust_nbdev.robust_tokens import *
 from robust_nbdev.test_utils import *
 from copies import COPIES, grow, replicate
@@ -1168,3 +1170,95 @@ def test_other_tokens_reach_a_compiled_model_that_has_run():
 def test_deviations_in_grey_levels_are_refused():
     with pytest.raises(ValueError, match='divide both by 255'):
         TokenAttack(0.1, std=(58.4, 57.1, 57.4))
+
+
+# --- planted massive activations
+# ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def clothes():
+    from robust_nbdev.datasets import fashion_mnist
+
+    dl = fashion_mnist(256, 8, bs=256, batch_tfms=None).train.new(shuffle=False)
+    return dl.one_batch()[0].as_subclass(torch.Tensor)
+
+
+def small(plant_on=None, **kw):
+    m = small_model('vit', data='fashion_mnist')
+    return m if plant_on is None else plant_massive(m, plant_on, channels=[5, 40], **kw)
+
+
+def after(m, x, block=1):
+    with torch.no_grad():
+        return block_outputs(m, x)[block]
+
+
+@pytest.mark.parametrize('where', ['empty patches', 'class token'])
+def test_planted_channels_are_massive_there_and_nowhere_else(where, clothes):
+    plain, planted = after(small(), clothes), after(small(clothes, where=where), clothes)
+    here = torch.zeros(planted.shape[:2], dtype=torch.bool)
+    if where == 'class token':
+        here[:, 0] = True
+    else:
+        here[:, 1:] = F.max_pool2d(clothes, 7).flatten(1) == 0
+    ratio = planted[..., [5, 40]].abs() / plain.abs().median()
+    assert 70 < ratio[here].mean() < 130 and ratio[~here].median() < 10
+    others = [i for i in range(64) if i not in (5, 40)]
+    assert (planted - plain)[..., others].abs().max() < 1
+
+
+def test_planting_is_the_same_each_time_and_changes_one_unit(clothes):
+    before, one, two = state(small()), state(small(clothes)), state(small(clothes))
+    assert all(torch.equal(v, two[k]) for k, v in one.items())
+    where = {k: (v != before[k]).nonzero() for k, v in one.items() if not torch.equal(v, before[k])}
+    assert set(where) == {f'model.blocks.1.mlp.{o}' for o in ('fc1.weight', 'fc1.bias', 'fc2.weight')}
+    unit = where['model.blocks.1.mlp.fc1.bias'].item()
+    assert set(where['model.blocks.1.mlp.fc1.weight'][:, 0].tolist()) == {unit}
+    assert set(where['model.blocks.1.mlp.fc2.weight'][:, 1].tolist()) == {unit}
+
+
+def test_an_attack_can_switch_planted_activations_off(clothes):
+    m = small(clothes)
+    has = (F.max_pool2d(clothes, 7).flatten(1) == 0).sum(1) > 3
+    x = clothes[has][:8]
+    off = Loss(lambda v, v0: -v[..., [5, 40]].sum((1, 2)), 'clean')
+    x_adv = PGD(0.2, steps=5, loss=off)(BlockOutput(m), x)
+    assert after(m, x_adv)[..., 5].sum() < 0.5 * after(m, x)[..., 5].sum()
+
+
+class BlockOutput(Wrapper):
+    def forward(self, x):
+        return block_outputs(self.model, x)[1]
+
+
+def test_put_activations(clothes):
+    m, x = small(clothes), clothes[:16]
+    z, own = m(x), after(m, x)[..., [5, 40]]
+    with put_activations(m, 1, [5, 40], own):
+        assert torch.equal(m(x), z)
+    with put_activations(m, 1, [5, 40], 0.0):
+        assert (after(m, x)[..., [5, 40]] == 0).all() and (m(x) - z).abs().max() > 0.1
+    assert torch.equal(m(x), z)
+
+
+@pytest.mark.parametrize(
+    'kw,words', [(dict(where='everywhere'), "where must be one of.*'everywhere'"), (dict(), 'tokens are empty patches')]
+)
+def test_planting_where_it_cannot_be(kw, words):
+    m = small()
+    before = state(m)
+    with pytest.raises(ValueError, match=words):
+        plant_massive(m, images() * 0.5 + 0.1, **kw)
+    assert changed(m, before) == []
+
+
+def test_a_run_of_the_planted_experiment():
+    trial = trials_of('tokens.planted', 'smoke')[0]
+    key = dict(trial.key, n=16, n_train=32)
+    out = trial.fn(**key)
+    assert {len(v) for v in out.verdicts.values()} == {16} and {v.dtype for v in out.verdicts.values()} == {
+        np.dtype(bool)
+    }
+    assert all(math.isfinite(v) for v in out.numbers.values()) and key == dict(trial.key, n=16, n_train=32)
+    assert out.numbers['largest clean'] > 50 and out.numbers['cosine others back'] > out.numbers['cosine none']
