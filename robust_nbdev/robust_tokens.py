@@ -25,6 +25,7 @@ from .autoattack import *
 from .adv_train import *
 from .adv_train import _weight
 from .evaluate import *
+from .eval_data import fair
 from .evaluate import to_8bit
 from .datasets import *
 from .models import small_model
@@ -835,7 +836,8 @@ def fit_tokens(  # noqa: PLR0913
             'give fewer steps, a smaller bs, or more images'
         )
     set_seed(seed)
-    small = DataLoaders(dls.train.new(bs=bs, n=steps * bs), dls.valid.new(bs=bs, n=min(bs, dls.valid.n)))
+    train = fair(dls.train, steps * bs)[0]
+    small = DataLoaders(train.new(bs=bs, n=steps * bs), dls.valid.new(bs=bs, n=min(bs, dls.valid.n)))
     learn = Learner(
         small,
         model,

@@ -45,6 +45,7 @@ VIEWS = {
     'outputs': lambda m, x: core.outputs(m, x),
     'patch_effects': lambda m, x: lib.patch_effects(m, x, lib.patch_cover(x, 0, 'noise', m), lib.patch_size(m, x)),
     'patch_attention': lambda m, x: lib.patch_attention(m, x),
+    'plant_massive': lambda m, x: lib.plant_massive(m, x, 'class token'),
     'predict': lambda m, x: lib.predict(m, x),
     'restart_losses': lambda m, x: lib.restart_losses(PGD1, m, x, Y, restarts=1),
     'save_adv': saved,

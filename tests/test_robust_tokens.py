@@ -6,15 +6,18 @@ from torch import nn
 from fastai.vision.all import (
     AvgMetric,
     Callback,
+    Categorize,
     CancelFitException,
     CrossEntropyLossFlat,
     CutMix,
     DataLoader,
     DataLoaders,
+    Datasets,
     GradientAccumulation,
     Learner,
     MixUp,
     TensorImageBW,
+    defaults,
     set_seed,
 )
 from robust_nbdev.core import *
@@ -1262,3 +1265,15 @@ def test_a_run_of_the_planted_experiment():
     }
     assert all(math.isfinite(v) for v in out.numbers.values()) and key == dict(trial.key, n=16, n_train=32)
     assert out.numbers['largest clean'] > 50 and out.numbers['cosine others back'] > out.numbers['cosine none']
+
+
+def test_tokens_are_fitted_on_all_classes_of_a_folder_that_is_sorted(monkeypatch):
+    "The first 20 images are all of one class"
+    x, seen = torch.rand(120, 1, 28, 28), []
+    tfms = [[lambda i: TensorImageBW(x[i])], [lambda i: i // 30, Categorize()]]
+    ds = Datasets(list(range(120)), tfms=tfms, splits=[list(range(120)), list(range(12))])
+    see = Callback(before_batch=lambda self: seen.extend(self.y.tolist()) if self.training else None)
+    monkeypatch.setattr(defaults, 'callbacks', [*defaults.callbacks, see])
+    model = add_tokens(tiny_vit(num_classes=4), 2, 'cls_patch')
+    fit_tokens(ds.dataloaders(bs=8, after_batch=[]), model, PGD(0.1, steps=1, loss=feat_cos), steps=5, bs=4)
+    assert sorted(seen) == [i // 5 for i in range(20)]
