@@ -506,13 +506,13 @@ def _grouped(self: Comparison, t):
 @patch
 def shown(
     self: Comparison,
-    few: bool = False,  # Only the columns of a paper: accuracies, and the difference in the ranked one
+    few: bool = False,  # Only the columns of a paper: clean, the ranked one and its difference, corruptions
     **kw,  # See `table`
 ) -> pd.DataFrame:  # Text
     "`table`, with short names of attacks and without columns of which nothing is known"
     t = self.table(**kw)
     if few:
-        keep = 'model attacker difference p mCE'.split() + self.columns
+        keep = 'model attacker clean difference p corruptions mCE'.split() + [self.judged]
         t = t[[k for k in t if k in keep and not (k == 'attacker' and t[k].nunique() == 1)]]
     t = t[[k for k in t if (t[k] != '').any()]]
     return t.rename(columns=self.short)
@@ -535,7 +535,7 @@ def to_markdown(
 ) -> str:  # Lines
     "The table for a README"
     t = self.shown(few, mark='**{}**'.format)
-    return '\n'.join([_as_markdown(t), '', self.about, *self.warnings, ''])
+    return '\n'.join([_as_markdown(t), '', self.about, ''])
 
 
 @patch
@@ -586,7 +586,8 @@ def save(
     "Write compare.csv, compare.md, compare.tex, compare.png and differences.csv, each in one move"
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    texts = {'compare.md': self.to_markdown(), 'compare.tex': self.to_latex(), 'compare.csv': self.df.to_csv()}
+    lines = '\n'.join([self.to_markdown(few=False), *[f'- {o}' for o in self.warnings], ''])
+    texts = {'compare.md': lines, 'compare.tex': self.to_latex(few=False), 'compare.csv': self.df.to_csv()}
     texts['differences.csv'] = self.differences.to_csv(index=False)
     for name, text in texts.items():
         _atomic(out / name, lambda p: p.write_text(text))
