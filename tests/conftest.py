@@ -7,6 +7,7 @@ os.environ.setdefault('ROBUST_PROFILE', 'smoke')
 os.environ.setdefault('MPLBACKEND', 'agg')
 # read when torch is imported, by workers and by the processes that tests start
 os.environ.setdefault('OMP_NUM_THREADS', '1')
+from pathlib import Path
 import pytest
 
 
@@ -30,6 +31,24 @@ def pytest_xdist_auto_num_workers(config):
     return min(4, len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1)
 
 
+HERE = Path(__file__).parent
+# files whose fixtures of module scope are made once, by one worker
+TOGETHER = {p.name for p in HERE.glob('test_*.py') if "scope='module'" in p.read_text()}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    "Tests of a file in TOGETHER go to one worker; xdist's own groups are not seen by pytest 9.2"
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition('::')[0]
+            return file if Path(file).name in TOGETHER else nodeid
+
+    return ByFile(config, log)
+
+
 # the longest: no worker begins one when the others are done
 FIRST = 'test_notebooks test_cli test_packaging test_distributed test_hunting test_verdicts'.split()
 
@@ -42,21 +61,16 @@ def seeded():
     set_seed(0)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config, items):
     from fastai.torch_core import defaults
 
     # no DataLoader workers by default: a fork of a process with threads can abort, and costs more than it brings here
     defaults.cpus = 0
     for o in items:
-        defs = o._fixtureinfo.name2fixturedefs.values()
-        # made once, by one worker
-        if any(d.scope == 'module' for ds in defs for d in ds):
-            o.add_marker(pytest.mark.xdist_group(o.module.__name__))
         if 'slow' in o.keywords and not config.getoption('--slow'):
             o.add_marker(pytest.mark.skip(reason='slow: run with --slow'))
 
     def rank(o):
-        return (*[o.module.__name__ != m for m in FIRST], o.get_closest_marker('xdist_group') is None)
+        return (*[o.module.__name__ != m for m in FIRST], o.path.name not in TOGETHER)
 
     items.sort(key=rank)
