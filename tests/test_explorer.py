@@ -747,15 +747,15 @@ SEE = (
 
 @browser
 def test_moving_eps_changes_picture_and_numbers_in_the_browser(nets, data, tmp_path):
-    e = explore_attack(nets, data[0][:2], data[1][:2], attacks=(FGSM(), PGD()), eps=[0, 0.1], steps=[1, 2])
+    e = explore_attack(nets, data[0][:2], data[1][:2], attacks=(FGSM(), PGD()), eps=[0, 0.05, 0.1], steps=[1, 2])
     got = in_browser(
         tmp_path,
         e.twin(),
         SEE
         + '''
         const root = document.querySelector("[data-twin]"), c = [...root.querySelectorAll("[data-control]")], eps = c[2], before = see(root);
-        set(eps, 1); const after = see(root), said = [eps.getAttribute("aria-valuetext"), eps.nextElementSibling.textContent], all = [];
-        for (let i = 0; i < 2; i++) for (let a = 0; a < 2; a++) for (let s = 0; s < 2; s++) for (let k = 0; k < 2; k++) { set(c[0], i); set(c[1], a); set(c[2], s); set(c[3], k); all.push(see(root)); }
+        set(eps, 2); const after = see(root), said = [eps.getAttribute("aria-valuetext"), eps.nextElementSibling.textContent], all = [];
+        for (let i = 0; i < 2; i++) for (let a = 0; a < 2; a++) for (let s = 0; s < 3; s++) for (let k = 0; k < 2; k++) { set(c[0], i); set(c[1], a); set(c[2], s); set(c[3], k); all.push(see(root)); }
         return {type: eps.type, label: eps.closest("label").innerText, before, after, said, all};''',  # noqa: E501
     )
     want = lambda **st: [p[1] for p in e(**st).slots]
@@ -766,7 +766,11 @@ def test_moving_eps_changes_picture_and_numbers_in_the_browser(nets, data, tmp_p
         assert any(a != b for k, a, b in zip(kinds, got['before'], got['after']) if k == kind), kind
     attacks = list(e.controls['attack'].values())
     assert got['all'] == [
-        want(image=i, attack=a, eps=o, steps=k) for i in range(2) for a in attacks for o in (0, 0.1) for k in (1, 2)
+        want(image=i, attack=a, eps=o, steps=k)
+        for i in range(2)
+        for a in attacks
+        for o in (0, 0.05, 0.1)
+        for k in (1, 2)
     ]
 
 
