@@ -491,7 +491,7 @@ def test_refuses_what_cannot_be():
 @pytest.mark.parametrize(
     'kw,words',
     [
-        (dict(occlude=2), 'occlude must be'),
+        (dict(occlude=2), 'occlude is a share'),
         (dict(lam=-1), 'lam must be'),
         (dict(select='best'), 'select must be one of'),
         (dict(fill='black'), 'fill must be one of'),
