@@ -1,7 +1,7 @@
 "Robustness Tokens: only the tokens train, the fastai contract, files, heads, and the attack by hand."
 
 import copy, math, warnings
-import pytest, timm, torch, torch.nn.functional as F
+import numpy as np, pytest, timm, torch, torch.nn.functional as F
 from torch import nn
 from fastai.vision.all import (
     AvgMetric,
