@@ -1223,7 +1223,7 @@ _TABLE3 = [
 def _table3(s):
     for seed in range(s.seeds):
         for method in ('adv', 'clean'):
-            for augs in ('', STRONG):
+            for augs in ('', 'randaug', STRONG):
                 yield run_of(_plan(s), seed, augs=augs, method=method)
     for method in ('adv', 'clean'):
         for augs, *_ in _TABLE3:
@@ -1397,6 +1397,8 @@ def _tuning(
     pre = run_of(_plan(s, dataset=s.dataset, nets=s.nets), seed, **before).key
     step = dict(trades=27, adv=6, clean=3)[key['method']]
     training = step * (tune['n_train'] or 50000) * epochs
+    if key['generated']:
+        training *= 2  # `Blend`: an epoch is one pass over the real half of its batches
     cost = training + _evaluation(dict(pre, n=tune['n']))
     pre.pop('net')
     return Trial({**key, 'pre': pre, 'tune': tune, 'seed': seed}, tune_and_attack, cost, training)
