@@ -705,6 +705,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'robust_nbdev.cli._cfg_of': ('cli.html#_cfg_of', 'robust_nbdev/cli.py'),
                                   'robust_nbdev.cli._channels': ('cli.html#_channels', 'robust_nbdev/cli.py'),
                                   'robust_nbdev.cli._check_choice': ('cli.html#_check_choice', 'robust_nbdev/cli.py'),
+                                  'robust_nbdev.cli._check_fraction': ('cli.html#_check_fraction', 'robust_nbdev/cli.py'),
                                   'robust_nbdev.cli._class': ('cli.html#_class', 'robust_nbdev/cli.py'),
                                   'robust_nbdev.cli._command': ('cli.html#_command', 'robust_nbdev/cli.py'),
                                   'robust_nbdev.cli._compared': ('cli.html#_compared', 'robust_nbdev/cli.py'),

@@ -377,6 +377,16 @@ def _class(o):
     return cls
 
 
+def _check_fraction(o, below):
+    "Raises ValueError for a division by zero, and for a fraction of a fraction"
+    if not isinstance(o.op, ast.Div):
+        return
+    if not below:
+        raise ValueError(f'{ast.unparse(o)} divides by zero')
+    if isinstance(o.left, ast.BinOp) and isinstance(o.left.op, ast.Div):
+        raise ValueError(f'a number or a fraction such as 8/255 is expected, got {ast.unparse(o)}')
+
+
 def _expr(o, eps, norm):
     """The value of a syntax tree made of numbers, strings, lists, losses, attacks and names in modules; raises
     ValueError for anything else"""
@@ -393,10 +403,7 @@ def _expr(o, eps, norm):
         and isinstance(a := val(o.left), (int, float))
         and isinstance(b := val(o.right), (int, float))
     ):
-        if isinstance(o.op, ast.Div) and not b:
-            raise ValueError(f'{ast.unparse(o)} divides by zero')
-        if isinstance(o.op, ast.Div) and isinstance(o.left, ast.BinOp) and isinstance(o.left.op, ast.Div):
-            raise ValueError(f'a number or a fraction such as 8/255 is expected, got {ast.unparse(o)}')
+        _check_fraction(o, b)
         return _OPS[type(o.op)](a, b)
     if isinstance(o, ast.Name):
         return attack_losses()[o.id] if o.id in attack_losses() else _short(o.id, eps, norm)
