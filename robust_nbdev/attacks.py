@@ -345,7 +345,7 @@ class Counted(Wrapper):
         return self.model(_Count.apply(x, self) if x.requires_grad and torch.is_grad_enabled() else x)
 
 # %% ../nbs/01_attacks.ipynb #7105899d
-class Value(Declared):
+class Value(AttackDefaults):
     "What all attacks share: a frozen dataclass that prints like the call that made it"
 
     def _set(self, **kw):

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['eps_str', 'number', 'check_whole', 'check_range', 'check_share', 'check_option', 'mix64', 'image_seed', 'uniform',
            'per_image', 'Ball', 'Linf', 'L2', 'threat_model', 'Wrapper', 'unwrap', 'in_chans', 'Normalized', 'Logits',
-           'attack_mode', 'checked', 'outputs', 'own', 'check_images', 'row_name', 'Declared', 'declared',
+           'attack_mode', 'checked', 'outputs', 'own', 'check_images', 'row_name', 'AttackDefaults', 'declared',
            'check_result', 'check_labels', 'check_logits', 'n_classes', 'weights_hash', 'check_dls', 'Epochs',
            'refuse_second', 'AdvCallback']
 
@@ -615,7 +615,7 @@ def row_name(
     return re.sub(' at 0x[0-9a-fA-F]+', '', repr(attack))
 
 
-class Declared:
+class AttackDefaults:
     "What code asks an attack for, with what holds where a class declares nothing else"
 
     ball = norm = eps = None  # a `Ball` that the change stays in; or its norm, `'Linf'` or `'L2'`, and its radius
@@ -628,10 +628,10 @@ class Declared:
 
 def declared(
     attack,  # Any attack, a plain function too
-    what: str,  # An attribute of `Declared`
+    what: str,  # An attribute of `AttackDefaults`
 ) -> Any:  # Its own, or the default
     "What an attack declares"
-    return getattr(attack, what, getattr(Declared, what))
+    return getattr(attack, what, getattr(AttackDefaults, what))
 
 
 def check_result(
