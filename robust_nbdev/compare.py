@@ -279,7 +279,8 @@ class StepCost(AdvCallback):
         begin = 0 if self.batches is None else max(0, (len(learn.dl) - self.batches) // 2)
         if i < begin:
             learn.one_batch(i, b)
-            return self.before_train()
+            self.before_train()
+            return
         x, count = b[0].as_subclass(Tensor), FlopCounterMode(display=False)
         with _unfused(learn.model), count:
             learn.one_batch(i, b)
