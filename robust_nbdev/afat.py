@@ -430,13 +430,6 @@ class AFAT(AdvCallback):
         unusual = ''.join(f', {k}={getattr(self, k)!r}' for k, v in usual.items() if getattr(self, k) != v)
         return f'AFAT(occlude={self.occlude!r}, lam={self.lam!r}, select={self.select!r}{unusual})'
 
-    def at(
-        self,
-        v,  # A number, or a schedule `pct -> value`
-    ) -> float:  # The number
-        "The number that holds at this point of the training"
-        return v(self.pct_train) if callable(v) else v
-
 
 def _check_choices(**choices):
     for name, (v, ok) in choices.items():

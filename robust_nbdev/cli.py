@@ -1442,7 +1442,8 @@ def reproduce_all(
             continue
         if check or confirm:
             again, n = (check_rows, check) if check else (confirm_rows, confirm)
-            print(again(e.name, n, profile, out).to_string(index=False))
+            lines = again(e.name, n, profile, out)
+            print(lines.to_string(index=False) if len(lines) else 'no rows to make again')
         else:
             reproduce(e.name, profile, out, _told)
             print(published_table(e.name, profile, out).reset_index().fillna('').to_string(index=False))

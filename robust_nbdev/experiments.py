@@ -443,6 +443,10 @@ def difference(
     return paired(right_a, right_b)
 
 # %% ../nbs/01g_experiments.ipynb #2905fc1b
+def _text(key):
+    return json.dumps(key, sort_keys=True)
+
+
 def _mean(found, of):
     return sum(of(r) for r in found) / len(found)
 
@@ -469,8 +473,8 @@ def judge_rows(  # noqa: PLR0913
     if attack != 'clean':
         needs.append(above_chance(_mean(base, lambda r: r['numbers'][attack]) / 100, classes, base[0]['verdicts']['n']))
     if cost is None:
-        paid = {str(o.key): o.training or o.cost for o in trials_of(name, profile)}
-        for_a, for_b = [_mean(o, lambda r: paid[str(r['key'])]) for o in found]
+        paid = {_text(o.key): o.training or o.cost for o in trials_of(name, profile)}
+        for_a, for_b = [_mean(o, lambda r: paid[_text(r['key'])]) for o in found]
         cost = for_a / for_b if for_b else 1.0
     return judge(claim, effect, needs, cost)
 
@@ -505,26 +509,28 @@ def check_rows(
     seed: int = 0,  # Decides which
 ) -> pd.DataFrame:  # A line per number: on disk, made now, and images on which the verdicts differ
     "Make some finished rows again, and compare; nothing is written"
-    return pd.concat(map(_again, _sample(_in_state(name, 'done', profile, out), n, seed)))
+    return _lines(_sample(_in_state(name, 'done', profile, out), n, seed))
 
 
 def _in_state(name, state, profile, out):
     "The runs of an experiment in one state, each with its row"
     (e,) = _named(name)
     known = [(o, _row(_path(e, o, out))) for o in trials_of(name, profile)]
-    found = [(o, r) for o, r in known if _state(o, r) == state]
-    if not found:
-        raise ValueError(f'{name} has no row that is {state}, see robust-reproduce {name} --list')
-    return found
+    return [(o, r) for o, r in known if _state(o, r) == state]
 
 
 def _sample(found, n, seed):
     return random.Random(seed).sample(found, min(n, len(found)))
 
 
-def _again(found):
+def _lines(found):
+    "Make rows again: a line per number"
+    empty = pd.DataFrame(columns=['id', 'number', 'saved', 'now', 'images'])
+    return pd.concat([_again(*o) for o in found]) if found else empty
+
+
+def _again(trial, row):
     "Make a row again: a line per number"
-    trial, row = found
     new, n = trial.fn(**trial.key), row['verdicts']['n']
     moved = {k: int((np.asarray(v) != _unpack(row['verdicts'][k], n)).sum()) for k, v in new.verdicts.items()}
     return pd.DataFrame(
@@ -546,7 +552,7 @@ def confirm_rows(
     (e,) = _named(name)
     old = groupby(_in_state(name, 'old', profile, out), lambda o: (_code_of(o[0].fn), o[1]['made']['code']))
     chosen = {k: _sample(o, n, seed) for k, o in old.items()}
-    lines = pd.concat(_again(o) for found in chosen.values() for o in found)
+    lines = _lines([o for found in chosen.values() for o in found])
     differs = lines[(lines.saved != lines.now) | (lines.images.fillna(0) > 0)]
     if len(differs):
         raise ValueError(

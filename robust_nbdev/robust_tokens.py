@@ -1007,6 +1007,16 @@ def _sizes(seen, clean, planted):
     return moved, {k: o.abs().flatten(1).amax(1) / medians for k, o in (dict(clean=clean) | seen).items()}
 
 
+def _after(model, block, x):
+    "The output of a block"
+    return _batches(lambda o: block_outputs(model, o)[block], x)
+
+
+def _moved_by(attack, aim, x, seed):
+    "By which share an attack on channels moves them [N]"
+    return _moved(aim(attack(aim, x, seed=seed)), aim(x)).detach()
+
+
 def planted_activations(
     **how,  # Key of a run
 ) -> Outcome:  # What attacks do to features and planted channels; cosines above one half, changes below one half
@@ -1020,21 +1030,12 @@ def planted_activations(
     fit_tokens(dls, model, PGD(how['train_eps'], steps=how['train_attack_steps']), how['train_steps'], how['lr'], seed)
     pgd = PGD(how['feature_eps'], steps=how['attack_steps'], loss=feat_cos)
     x_adv, x_white = [torch.cat([pgd(o, b, seed=seed) for b in x.split(100)]) for o in (plain, model)]
-    cosines = {
-        'none': feature_cosine(plain, x, x_adv),
-        'secret': feature_cosine(model, x, x_adv),
-        'white': feature_cosine(model, x, x_white),
-        **{f'{k} back': _cosine_put(plain, block, v, x, x_adv) for k, v in channels.items()},
-    }
-
-    def after(net, x):
-        return _batches(lambda o: block_outputs(net, o)[block], x)
-
-    seen = {'none': after(plain, x_adv), 'secret': after(model, x_adv), 'white': after(model, x_white)}
-    moved, largest = _sizes(seen, after(plain, x), planted)
-    aim = _Channels(plain, block, planted)
-    few = x[:100]
-    moved['aimed'] = _moved(aim(pgd.but(loss=_moved)(aim, few, seed=seed)), aim(few)).detach()
+    attacked = {'none': (plain, x_adv), 'secret': (model, x_adv), 'white': (model, x_white)}
+    cosines = {k: feature_cosine(net, x, o) for k, (net, o) in attacked.items()}
+    cosines |= {f'{k} back': _cosine_put(plain, block, v, x, x_adv) for k, v in channels.items()}
+    seen = {k: _after(net, block, o) for k, (net, o) in attacked.items()}
+    moved, largest = _sizes(seen, _after(plain, block, x), planted)
+    moved['aimed'] = _moved_by(pgd.but(loss=_moved), _Channels(plain, block, planted), x[:100], seed)
     verdicts |= {k: v > 0.5 for k, v in cosines.items()} | {f'kept {k}': moved[k] < 0.5 for k in seen}
     numbers = {k: 100 * v.float().mean() for k, v in verdicts.items()}
     for name, of in dict(cosine=cosines, change=moved, largest=largest).items():
