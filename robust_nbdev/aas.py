@@ -842,7 +842,7 @@ class AASTrain(AdvCallback):
         self.hold = hold
         self.reset = reset
         self.floor = floor
-        self.rows = []
+        self.rows, self.seen = [], []
 
     def after_create(self):
         "Give the model its scales at once, so that the optimiser knows them"
@@ -862,6 +862,7 @@ class AASTrain(AdvCallback):
         else:
             self.left = math.inf if self.batches is None else self.batches
         self.held = self.trained = 0
+        self.seen = []
 
     def __repr__(self):
         shown = [f'{k}=True' for k in ('hold', 'reset') if getattr(self, k)]
@@ -883,6 +884,7 @@ def before_batch(self: AASTrain):
     before = scales_of(self.victim)
     changes = self.aas.scope(before)
     own = torch.where(changes, torch.ones_like(before), before) if self.reset else None
+    self.see(y)
     found = self.aas.scales(self.victim, self.x, y, seed=self.epoch_seed, own=own)
     add_scales(self.victim, torch.where(changes, found.clamp(min=self.floor), found))
     scales = {f's{i}': v for i, v in enumerate(scales_of(self.victim).tolist())}
@@ -890,6 +892,22 @@ def before_batch(self: AASTrain):
     self.rows.append(dict(epoch=self.epochs.now + 1, **scales))
     if self.hold:
         self.keep_out()
+
+
+@patch
+def see(
+    self: AASTrain,
+    y,  # Labels [B] or [B,C] of a batch that changes the scales; None: there are none
+):
+    "Warn, after the last such batch of an epoch, where all were of a few classes"
+    if y is not None and y.ndim <= 2:
+        self.seen.append(y.argmax(1) if y.ndim == 2 else y)
+    if self.left or not self.seen:
+        return
+    says = few_classes(torch.cat(self.seen).cpu(), n_classes(self.victim, self.x))
+    self.seen = []
+    if says and not rank_distrib():
+        warnings.warn(f'AASTrain: {says}')
 
 
 @patch

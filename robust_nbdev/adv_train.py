@@ -18,6 +18,7 @@ from .vit import *
 from .attacks import *
 from .attacks import _step
 from .eval_data import few_classes, hard_labels
+from .identity import identity
 from fastai.basics import *
 from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import *
@@ -1190,6 +1191,13 @@ def _written(learn):
     return sorted(re.sub(' at 0x[0-9a-f]+', '', repr(c)) for c in learn.cbs if isinstance(c, AdvCallback))
 
 
+def _code(learn):
+    "A hash of the code of the Learner's loss and of all that its library callbacks hold, such as attacks"
+    ours = [vars(c).items() for c in learn.cbs if isinstance(c, AdvCallback)]
+    held = [v for o in ours for k, v in o if k != 'learn' and (callable(v) or isinstance(v, AttackBase))]
+    return identity(learn.loss_func, *held, data=False)
+
+
 class SaveRun(SaveModelCallback):
     """After every few epochs and after the last, save what an interrupted fit needs to continue: weights, optimiser,
     random numbers, the epochs lived, and the state of each callback that has a `state_dict`, such as the average of
@@ -1227,6 +1235,7 @@ class SaveRun(SaveModelCallback):
             saved=time.time_ns(),
             epochs=self.n_epoch,
             cbs=_written(self.learn),
+            code=_code(self.learn),
             numbers=_numbers(),
             order=order and order.getstate(),
             lived=vars(lived) if lived else None,
@@ -1273,6 +1282,11 @@ def resume(
     if state is None:
         return 0
     was, now = state.get('cbs'), _written(self)
+    if not about and was == now and state.get('code') != _code(self):
+        warnings.warn(
+            'the state was saved by a training whose attacks or losses had the same names and other code: is it the '
+            'same training? If not, give SaveRun and resume an about='
+        )
     if not about and was != now:
         warnings.warn(
             f'the state was saved by a training with {was}, this Learner has {now}: is it the same training? '

@@ -1303,12 +1303,10 @@ def images_for_afat(
     how: dict,  # Key of a run
 ) -> DataLoaders:  # In [0,1], not augmented
     "The images that a run trains and is measured on"
-    name = how['dataset']
-    kw = dict(n_train=how['n_train'], n_valid=how['n'], bs=how['bs'], path=settings().get(name))
-    if name == 'fashion_mnist':
-        return fashion_mnist(full=(how['n_train'] or 60000) > 6000, **kw)
+    if how['dataset'] == 'fashion_mnist':
+        return images_of(how)
     cut = None if how['recipe'] == 'short' else [RandomResizedCrop(how['side'], min_scale=0.08), FlipItem()]
-    return dataset(name, size=how['side'], item_tfms=cut, batch_tfms=None, **kw)
+    return images_of(how, item_tfms=cut, batch_tfms=None)
 
 
 def trained_afat(

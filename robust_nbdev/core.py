@@ -531,6 +531,16 @@ def _read(*numbers):
         return None
 
 
+def _notice_dark(lo, hi):
+    "Warn of images that were divided by 255 twice"
+    if 0 < hi <= 1.001 / 255:
+        warnings.warn(
+            f'all pixels lie between {lo:.2g} and {hi:.2g}, below one grey level: were the images '
+            'divided by 255 twice? (ToTensor and IntToFloatTensor have done it already)',
+            stacklevel=4,
+        )
+
+
 def _look_at(model, x):
     "Refuse images that count to 255; warn of images that this model was not made for"
     span = _read(*x.detach().aminmax())
@@ -540,6 +550,7 @@ def _look_at(model, x):
     if hi > 10 and lo >= 0:
         raise ValueError(f'images must lie in [0,1], got values from {lo:g} to {hi:g}: divide by 255')
     if lo >= -1e-3 and hi <= 1 + 1e-3:
+        _notice_dark(lo, hi)
         _notice(model)
     elif _normalises(model):
         warnings.warn(
@@ -592,12 +603,8 @@ def check_images(
     c = in_chans(model) if isinstance(model, nn.Module) else None
     if x.ndim == 4 and c not in (None, x.shape[1]):
         raise ValueError(f'the model takes {c} channel(s), the images have {x.shape[1]}: shape {list(x.shape)}')
-    if 0 < hi <= 1.001 / 255 and 'images' not in _known.get():
-        warnings.warn(
-            f'all pixels lie between {lo:.2g} and {hi:.2g}, below one grey level: were the images '
-            'divided by 255 twice? (ToTensor and IntToFloatTensor have done it already)',
-            stacklevel=2,
-        )
+    if 'images' not in _known.get():
+        _notice_dark(lo, hi)
     return x.clamp(0, 1)
 
 # %% ../nbs/00_core.ipynb #502c08f8

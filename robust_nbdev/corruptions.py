@@ -1553,6 +1553,11 @@ def _key(batches, n, bs, dev):
     return _hex(torch.cat(keys))
 
 
+def _code(src, name):
+    "A hash of the code that makes the images of a corruption; '' for files"
+    return identity(_KINDS[name], data=False) if isinstance(src, Corrupted) else ''
+
+
 def _as_saved(rep, name, sev, src, bs, dev):
     """Is the row in the report, and made of the images that it would be made of now? Clean images are known already,
     files are not"""
@@ -1560,7 +1565,7 @@ def _as_saved(rep, name, sev, src, bs, dev):
         return False
     row = first(r for r in rep.rows if (r['corruption'], r['severity']) == (name, sev))
     which, n = ('first', 16) if isinstance(src, Corrupted) else ('images', None)
-    if row.get(which) == _key(src.pick(name, sev), n, bs, dev):
+    if row.get(which) == _key(src.pick(name, sev), n, bs, dev) and row.get('code', '') == _code(src, name):
         return True
     warnings.warn(f'{name} {sev} is measured again: its images are not those of the saved row')
     rep.rows.remove(row)
@@ -1647,6 +1652,8 @@ def corruption_report(  # noqa: PLR0913
             continue
         t = time.time()
         _add(rep, name, sev, _judge_all(model, src.pick(name, sev), bs, dev), t)
+        if code := _code(src, name):
+            rep.rows[-1]['code'] = code
         if out is not None:
             rep.save(out, page=False)
     rep.warnings = _doubts(rep, model)

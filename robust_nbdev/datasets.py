@@ -21,6 +21,7 @@ from urllib.request import Request, urlopen
 from fastai.vision.all import *
 from PIL import ImageOps
 from timm.data import resolve_model_data_config
+from timm.models import get_pretrained_cfg
 from timm.data.transforms_factory import transforms_imagenet_eval
 from timm.utils.misc import natural_key
 from .core import *
@@ -559,12 +560,15 @@ class CenterFit(DisplayedTransform):
 
 # %% ../nbs/00b_data.ipynb #1a14c382
 def timm_fit(
-    model,  # A timm model, or anything that wraps one
+    model,  # A timm model, or anything that wraps one; or its name in timm
     size: int = None,  # Pixels that it will be tested at; default: those of its configuration
 ) -> dict:  # `pct`, `interp`, `crop_mode`, as far as its configuration names them; empty for a model without one
     "How timm cuts a model's test images to size, for `image_dls`; your own options override it"
-    net = unwrap(model)
-    cfg = getattr(net, 'pretrained_cfg', None) or getattr(net, 'default_cfg', None) or {}
+    net = None if isinstance(model, str) else unwrap(model)
+    if net is None:
+        cfg = get_pretrained_cfg(model).to_dict()
+    else:
+        cfg = getattr(net, 'pretrained_cfg', None) or getattr(net, 'default_cfg', None)
     if not cfg:
         return {}
     is_test_size = bool(cfg.get('test_input_size')) and size in (None, cfg['test_input_size'][-1])

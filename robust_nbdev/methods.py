@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['METHODS', 'fit_usual', 'Method', 'fit_by_recipe', 'fit_adapters', 'with_tokens', 'fit_secret', 'without_tokens',
-           'images_for_methods', 'backbone_of', 'fit_method', 'predict_cost', 'step_cost', 'plan_of', 'trained_method',
-           'compared', 'method_run', 'side_of', 'methods_table']
+           'backbone_of', 'fit_method', 'predict_cost', 'step_cost', 'plan_of', 'trained_method', 'compared',
+           'method_run', 'side_of', 'methods_table']
 
 # %% ../nbs/09_methods.ipynb #531efc59
 import hashlib, json, warnings
@@ -151,26 +151,12 @@ METHODS.update(
 )
 
 # %% ../nbs/09_methods.ipynb #fd97aa7c
-def images_for_methods(
-    how: dict,  # Key of a run
-) -> DataLoaders:  # In [0,1]
-    "The images that all methods train on, and are measured on"
-    name = how['dataset']
-    kw = dict(n_train=how['n_train'], n_valid=how['n'], bs=how['bs'], path=settings().get(name))
-    if name == 'fashion_mnist':
-        return fashion_mnist(full=(how['n_train'] or 60000) > 6000, **kw)
-    return dataset(name, size=how['side'], **kw)
-
-
 def backbone_of(
     how: dict,  # Key of a run
     classes: int,  # Number of classes
 ) -> Normalized:  # What all methods start from
     "A plainly trained small model of this package, or `timm NAME` with its pretrained weights and a new head"
-    name = how['backbone']
-    if not name.startswith('timm '):
-        return small_model(name, data=how['dataset'])
-    return Normalized(timm.create_model(name.removeprefix('timm '), pretrained=True, num_classes=classes))
+    return backbone_named(how['backbone'], how['dataset'], num_classes=classes)
 
 
 def _in_turns(total, n, seed):
@@ -188,7 +174,7 @@ def _in_turns(total, n, seed):
 
 
 def _epochs_of(
-    dls,  # Of `images_for_methods`
+    dls,  # Of `images_of`
     n,  # Images of an epoch
     seed,  # Of their order
 ):
@@ -261,7 +247,7 @@ def _file_of(how):
 
 def trained_method(
     how: dict,  # Key of a run
-    dls: DataLoaders,  # Of `images_for_methods`
+    dls: DataLoaders,  # Of `images_of`
 ) -> tuple:  # (model in evaluation mode, what its training cost: step in F, F for each training image, epochs)
     "The model of a run; trained only if its weights are not in the folder `out` of settings.ini yet"
     folder = _file_of(how)
@@ -288,7 +274,7 @@ def compared(
     kinds = CORRUPTIONS if how['corruptions'] == 'all' else how['corruptions'].split()
     levels = [int(o) for o in str(how['severities']).split()]
     check_corruptions(kinds, levels, how['seed'])  # before the training
-    dls = images_for_methods(how)
+    dls = images_of(how)
     model, cost = trained_method(how, dls)
     attacks = parse_attacks(how['attacks'], how['eps'])
     name, entry = how['method'], METHODS[how['method']].entry(model)

@@ -818,6 +818,14 @@ def feature_cosine(
         return torch.cat([1 - feat_cos(a.float(), b.float(), axis) for a, b in pairs])
 
 # %% ../nbs/02_robust_tokens.ipynb #c0ffee21
+def _choice(dl, n, fits):
+    "A DataLoader whose first `n` images show all classes; a new choice for each of the fits before"
+    if not fits:
+        return fair(dl, n)[0]
+    i = np.random.default_rng(fits).permutation(dl.n)[:n]
+    return dl.new(get_idxs=i.tolist().copy, shuffle=False)
+
+
 def fit_tokens(  # noqa: PLR0913
     dls: DataLoaders,  # Images in [0,1]; labels are not used
     model: nn.Module,  # A model after `add_tokens`
@@ -829,14 +837,16 @@ def fit_tokens(  # noqa: PLR0913
     bs: int = 8,  # Images per step
     **kwargs,  # For `RobustTokens`
 ) -> Learner:  # Its model is in evaluation mode
-    "Train the tokens of `model` as the authors do: Adam, no weight decay, no schedule"
+    """Train the tokens of `model` as the authors do: Adam, no weight decay, no schedule; a second call goes on with
+    other images and other random numbers"""
     if steps * bs > dls.train.n:
         raise ValueError(
             f'{steps} steps of {bs} images take {steps * bs} images for training, and there are {dls.train.n}: '
             'give fewer steps, a smaller bs, or more images'
         )
-    set_seed(seed)
-    train = fair(dls.train, steps * bs)[0]
+    tokens = tokens_of(model)
+    set_seed(seed + tokens.fits)
+    train = _choice(dls.train, steps * bs, tokens.fits)
     small = DataLoaders(train.new(bs=bs, n=steps * bs), dls.valid.new(bs=bs, n=min(bs, dls.valid.n)))
     learn = Learner(
         small,
@@ -851,6 +861,7 @@ def fit_tokens(  # noqa: PLR0913
     learn.freeze()
     with learn.no_bar(), learn.no_logging():
         learn.fit(1, lr)
+    tokens.fits += 1
     learn.model.eval()
     return learn
 
@@ -1021,7 +1032,7 @@ def planted_activations(
     **how,  # Key of a run
 ) -> Outcome:  # What attacks do to features and planted channels; cosines above one half, changes below one half
     "Plant, fine-tune, train tokens, attack; then put clean channels back into the attacked forward"
-    dls, seed, block = _tokens_images(how), how['seed'], how['block']
+    dls, seed, block = images_of({**how, 'bs': 64}, batch_tfms=None), how['seed'], how['block']
     x, y = [torch.cat(o) for o in zip(*[[o.as_subclass(Tensor) for o in b] for b in dls.valid])]
     model, channels = _planted_vit(dls, how)
     planted = channels['planted']
@@ -1070,28 +1081,10 @@ def _behind(probe, model):
     return p.eval()
 
 # %% ../nbs/02_robust_tokens.ipynb #c0ffee22
-def _tokens_images(how):
-    "The images that a run of the experiment trains and is measured on"
-    name = how['dataset']
-    kw = dict(n_train=how['n_train'], n_valid=how['n'], bs=64, batch_tfms=None, path=settings().get(name))
-    if how['side']:
-        kw['size'] = how['side']
-    if name == 'fashion_mnist':
-        return fashion_mnist(full=(how['n_train'] or 60000) > 6000, **kw)
-    return dataset(name, **kw)
-
-
-def _backbone(name, dls, side):
-    "A small model of this package, or `timm NAME` with its pretrained weights"
-    if not name.startswith('timm '):
-        return small_model(name, data=dls)
-    return Normalized(timm.create_model(name.removeprefix('timm '), pretrained=True, img_size=side))
-
-
 def _with_tokens(how, dls, seed):
     "A backbone and new tokens, trained with this seed"
     torch.manual_seed(seed)
-    model = add_tokens(_backbone(how['backbone'], dls, how['side']), how['tokens'], 'cls_patch')
+    model = add_tokens(backbone_named(how['backbone'], dls, img_size=how['side']), how['tokens'], 'cls_patch')
     attack = PGD(how['train_eps'], steps=how['train_attack_steps'])
     return fit_tokens(dls, model, attack, how['train_steps'], how['lr'], seed).model
 
@@ -1100,7 +1093,7 @@ def attacked_tokens(
     **how,  # Key of a run
 ) -> Outcome:  # Verdicts under four attackers, and whether the features keep a cosine above one half
     "Tokens and heads are trained, then attacked by those who know more and more"
-    dls, seed = _tokens_images(how), how['seed']
+    dls, seed = images_of({**how, 'bs': 64}, batch_tfms=None), how['seed']
     x, y = [torch.cat(o) for o in zip(*[[o.as_subclass(Tensor) for o in b] for b in dls.valid])]
     model, thief = [_with_tokens(how, dls, o) for o in (seed, seed + 100)]
     plain = WithoutTokens(model)

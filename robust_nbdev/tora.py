@@ -1185,23 +1185,13 @@ def decompose(
 
 # %% ../nbs/03_tora.ipynb #d0ca0012
 def _tora_images(how):
-    "The images that a run trains and is measured on"
-    name = how['dataset']
-    kw = dict(n_train=how['n_train'], n_valid=how['n'], bs=how['bs'], batch_tfms=None, path=settings().get(name))
-    if how['side']:
-        kw['size'] = how['side']
-    if name == 'fashion_mnist':
-        return fashion_mnist(full=(how['n_train'] or 60000) > 6000, **kw)
-    return dataset(name, **kw)
+    "The images that a run trains and is measured on, not augmented"
+    return images_of(how, batch_tfms=None)
 
 
 def _tora_backbone(how, dls):
-    "A small model of this package, or `timm NAME` with its pretrained weights"
-    name = how['backbone']
-    if name.startswith('timm '):
-        model = Normalized(timm.create_model(name.removeprefix('timm '), pretrained=True, img_size=how['side']))
-    else:
-        model = small_model(name, data=dls)
+    "The pretrained backbone of a run, maybe of fewer blocks"
+    model = backbone_named(how['backbone'], dls, img_size=how['side'])
     if how['blocks']:
         unwrap(model).blocks = unwrap(model).blocks[: how['blocks']]
     return model.to(dls.device)

@@ -654,6 +654,7 @@ class ExtraTokens(nn.Module):
         self.weight = nn.Parameter(torch.randn(1, n, dim, dtype=like.dtype, device=like.device) * std)
         self.out = out
         self.on = True  # `no_tokens` switches them off
+        self.fits = 0  # how often they were trained, see `fit_tokens`
         self.all = False  # while the model is asked for all tokens, see `finish`
 
     @property

@@ -1002,15 +1002,14 @@ def images_for(
     name, side = how['dataset'], how['side']
     if name == 'digits':
         return _digits(side, how['n_train'], how['n'], how['bs'])
-    kw = dict(n_train=how['n_train'], n_valid=how['n'], bs=how['bs'], batch_tfms=None)
-    path = settings().get(name)
     if name == 'fashion_mnist':
-        return fashion_mnist(full=(how['n_train'] or 60000) > 6000, path=path, **kw)
+        return images_of(how, batch_tfms=None)
     crop = RandomResizedCrop(side, min_scale=0.08) if side > 64 else None
-    kw.update(size=side, item_tfms=crop, mode='L' if how['nets'] == 'toy' else 'RGB')
+    kw = dict(batch_tfms=None, item_tfms=crop, mode='L' if how['nets'] == 'toy' else 'RGB')
     if name in _FOLDERS:
-        return image_dls(Path(path).expanduser(), name=name, **kw)
-    return dataset(name, path=path, **kw)
+        kw.update(n_train=how['n_train'], n_valid=how['n'], bs=how['bs'], size=side)
+        return image_dls(Path(settings()[name]).expanduser(), name=name, **kw)
+    return images_of(how, **kw)
 
 
 _NOT_TRAINING = ('n', 'attack', 'attack_steps')  # parts of a key that the weights do not depend on
@@ -1472,8 +1471,7 @@ def read_deltas(  # noqa: PLR0913
     seed: int,  # Of the attack
 ) -> Outcome:  # `delta`, `negative`: share of images whose class the reader finds in the perturbation, in its negative
     "How often a classifier finds the true class in the perturbation alone"
-    path = settings().get(images['dataset'])
-    dls = dataset(images['dataset'], n_train=8, n_valid=images['n'], bs=images['bs'], batch_tfms=None, path=path)
+    dls = images_of(images | dict(n_train=8), batch_tfms=None)
     model, looks = _maker(maker, dls), _maker(reader, dls)
     attack = PGD(eps, steps=steps, alpha=1.5 * eps / steps)
     found = {'delta': [], 'negative': []}

@@ -961,7 +961,14 @@ def test_another_radius_scales_the_step_inside(wrap):
 
 
 # --- data sorted by class
-# ------------------------------------------------------------------------------------------------------------------------------------  # noqa: E501
+
+
+def test_scales_chosen_on_one_class_are_noticed():
+    dls = synth_dls(64)
+    dls.train = dls.train.new(shuffle=False, get_idxs=lambda: sorted(range(64), key=lambda i: int(dls.train_ds[i][1])))
+    learn = synth_learner(dls=dls, cbs=[AdvTrain(PGD2), AASTrain(period=1)])
+    with pytest.warns(UserWarning, match='AASTrain: .*class'):
+        learn.fit(1)
 
 
 # --- experiments

@@ -544,6 +544,23 @@ def test_a_resumed_run_draws_on(tmp_path):
     assert first + trained(tmp_path / 'b') == whole and len(set(whole)) == len(whole)
 
 
+def test_a_run_resumed_with_a_loss_of_another_body_is_noticed(tmp_path):
+    def one(z, y, z0=None):
+        return F.cross_entropy(z, y, reduction='none')
+
+    def other(z, y, z0=None):
+        return -z.gather(1, y[:, None])[:, 0]
+
+    one.__qualname__ = other.__qualname__ = one.__name__ = other.__name__ = 'loss'
+    synth_learner(path=tmp_path, cbs=AdvTrain(PGD(0.1, steps=1, loss=one))).fit(1, cbs=SaveRun())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        synth_learner(path=tmp_path, cbs=AdvTrain(PGD(0.1, steps=1, loss=one))).resume()
+    assert not [o for o in said if 'same training' in str(o.message)]
+    with pytest.warns(UserWarning, match='other code'):
+        synth_learner(path=tmp_path, cbs=AdvTrain(PGD(0.1, steps=1, loss=other))).resume()
+
+
 def test_a_resumed_run_goes_on_with_what_catch_overfit_put_in_place(tmp_path):
     eps = warmup(0.1, pct=0.3)
 

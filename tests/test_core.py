@@ -323,6 +323,8 @@ def test_statistics_in_grey_levels_are_refused(kw):
 def test_images_divided_twice_are_noticed_and_black_ones_are_not():
     with pytest.warns(UserWarning, match='divided by 255 twice'):
         check_images(torch.rand(2, 3, 4, 4) / 255)
+    with pytest.warns(UserWarning, match='divided by 255 twice'):
+        outputs(nn.Flatten(), torch.rand(2, 3, 4, 4) / 255)
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         check_images(torch.zeros(2, 3, 4, 4))

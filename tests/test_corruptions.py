@@ -1025,6 +1025,20 @@ def test_a_corruption_with_another_body_is_measured_again(data, tmp_path, monkey
     assert len(r.df) == 11
 
 
+def test_a_corruption_that_differs_after_the_first_images_is_measured_again(tmp_path, monkeypatch):
+    data, net = (images(24, 1, 28, 28), torch.arange(24) % 4), Head(tiny_vit(num_classes=4))
+    fog = C._KINDS['fog'].f
+    corruption_report(net, data, ['fog'], [1], bs=24, out=tmp_path / 'r')
+
+    def late(x, c, seed):
+        return torch.cat([fog(x[:16], c, seed[:16]), x[16:] * 0.5])
+
+    monkeypatch.setattr(C._KINDS['fog'], 'f', late)
+    with pytest.warns(UserWarning, match='fog 1 is measured again'):
+        r = corruption_report(net, data, ['fog'], [1], bs=24, out=tmp_path / 'r')
+    assert r.verdicts['fog 1'].tolist() == (predict(net, corrupt(data[0], 'fog', 1)) == data[1]).tolist()
+
+
 def test_files_that_were_replaced_are_measured_again(cifar_c, tmp_path):
     m = tiny_vit(size=32, patch=8, in_chans=3, num_classes=3)
     out = tmp_path / 'r'

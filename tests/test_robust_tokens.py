@@ -1277,3 +1277,15 @@ def test_tokens_are_fitted_on_all_classes_of_a_folder_that_is_sorted(monkeypatch
     model = add_tokens(tiny_vit(num_classes=4), 2, 'cls_patch')
     fit_tokens(ds.dataloaders(bs=8, after_batch=[]), model, PGD(0.1, steps=1, loss=feat_cos), steps=5, bs=4)
     assert sorted(seen) == [i // 5 for i in range(20)]
+
+
+def test_a_second_training_of_the_tokens_goes_on_with_other_images(monkeypatch):
+    seen, dls = [], synth_dls(64)
+    see = Callback(before_batch=lambda self: seen.append(self.xb[0].clone()) if self.training else None)
+    see.order = -9  # ahead of the attack
+    monkeypatch.setattr(defaults, 'callbacks', [*defaults.callbacks, see])
+    model = add_tokens(tiny_vit(num_classes=4), 2, 'cls_patch')
+    for _ in range(2):
+        fit_tokens(dls, model, PGD(0.1, steps=1), steps=2, bs=4)
+    first, second = [torch.cat([x.flatten(1) for x in seen[i : i + 2]]) for i in (0, 2)]
+    assert len(seen) == 4 and torch.cdist(first, second).min(1).values.max() > 0.1
