@@ -8,7 +8,7 @@ __all__ = ['warmup', 'switch', 'AdvTrain', 'is_summed', 'ALP', 'TRADES', 'NearPG
            'images_per_step', 'recipe_callbacks']
 
 # %% ../nbs/01a_adv_train.ipynb #4344899b
-import random, re, time, warnings
+import inspect, random, re, time, warnings
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -1192,10 +1192,10 @@ def _written(learn):
 
 
 def _code(learn):
-    "A hash of the code of the Learner's loss and of all that its library callbacks hold, such as attacks"
-    ours = [vars(c).items() for c in learn.cbs if isinstance(c, AdvCallback)]
-    held = [v for o in ours for k, v in o if k != 'learn' and (callable(v) or isinstance(v, AttackBase))]
-    return identity(learn.loss_func, *held, data=False)
+    "A hash of the code of the Learner's loss, and of the attacks and schedules of the library's callbacks"
+    held = [v for c in learn.cbs if isinstance(c, AdvCallback) for v in vars(c).values()]
+    given = [v for v in held if isinstance(v, AttackBase) or inspect.isfunction(v)]
+    return identity(learn.loss_func, *given, data=False)
 
 
 class SaveRun(SaveModelCallback):

@@ -936,6 +936,14 @@ def _why(claim, effect):
     return 'zero lies inside the interval'
 
 
+def _unfair(word, cost):
+    "Why unequal cost keeps a result from counting; '' where both paid alike, or where the better one paid less"
+    is_stronger = word == 'holds' and cost < 1 or word == 'contradicted' and cost > 1
+    if is_stronger or 1 / 1.1 <= cost <= 1.1:
+        return ''
+    return f'the method paid {cost:.2g} times what the other did'
+
+
 def judge(
     claim: Claim,  # What is claimed
     effect,  # A `Difference`; or several, `{reading: Difference}`, where the paper leaves a choice open
@@ -951,11 +959,9 @@ def judge(
         return Verdict(claim, 'not testable here', f'{unmet[0]}', effect, needs)
     if claim.trained and any(o.seeds < 2 for o in readings.values()):
         return Verdict(claim, 'not testable here', 'one seed of a training says nothing of the next', effect, needs)
-    if cost > 1.1:
-        return Verdict(
-            claim, 'not testable here', f'the method paid {cost:.2g} times what the other did', effect, needs
-        )
     words = {k: _word(o) for k, o in readings.items()}
+    if unfair := first(filter(None, (_unfair(o, cost) for o in words.values()))):
+        return Verdict(claim, 'not testable here', unfair, effect, needs)
     if len(set(words.values())) == 1:
         return Verdict(claim, first(words.values()), _why(claim, first(readings.values())), effect, needs)
     return Verdict(
