@@ -384,6 +384,7 @@ SHRUNK = dict(
     n_train=8,
     n_valid=8,
     n=8,
+    n_corrupt=2,
     aa_valid=8,
     bs=4,
     epochs=1,
