@@ -684,6 +684,8 @@ def choose_scales(  # noqa: PLR0913
 ) -> tuple:  # Scales, the most useful first; fewer than `k` only if the grid is shorter
     "Scales that together fool the model on most of the images that `attack` alone leaves; each costs one run to try"
 
+    y = hard_labels(y, x)
+
     def left(a):
         return predict(model, _adversarial(a, model, x, y, seed)) == y
 

@@ -531,7 +531,8 @@ class GAT(AdvTrain):
         z0: Tensor,  # Logits of the clean images [B,C]
     ) -> Tensor:  # [B], or one number
         "What the attack maximises: the loss, and the distance from the clean prediction"
-        return self.learn_loss(z) + self.far(z, z0)
+        loss, far = self.learn_loss(z), self.far(z, z0)
+        return loss + (far if loss.ndim else self.reduced(far, z))
 
     @property
     def inner(self):
@@ -1008,6 +1009,11 @@ class EMA(AdvCallback):
 
     def start(self):
         "Begin an average with the current weights"
+        if any('forward' in vars(m) for m in self.victim.modules()):
+            warnings.warn(
+                'a module of the model has a forward of its own, set on the object: the copy that learn.ema keeps '
+                'would answer with the weights of the model. Write a subclass, or use learn.ema.averaged() alone'
+            )
         self.avg = ModelEmaV3(self.victim, self.decay, **self.kwargs).requires_grad_(False)
         self.n = 0
 
@@ -1192,10 +1198,10 @@ def _written(learn):
 
 
 def _code(learn):
-    "A hash of the code of the Learner's loss, and of the attacks and schedules of the library's callbacks"
+    "A hash of the Learner's loss, and of the attacks and schedules of the library's callbacks: their code and fields"
     held = [v for c in learn.cbs if isinstance(c, AdvCallback) for v in vars(c).values()]
     given = [v for v in held if isinstance(v, AttackBase) or inspect.isfunction(v)]
-    return identity(learn.loss_func, *given, data=False)
+    return identity(learn.loss_func, *given)
 
 
 class SaveRun(SaveModelCallback):
@@ -1284,8 +1290,8 @@ def resume(
     was, now = state.get('cbs'), _written(self)
     if not about and was == now and state.get('code') != _code(self):
         warnings.warn(
-            'the state was saved by a training whose attacks or losses had the same names and other code: is it the '
-            'same training? If not, give SaveRun and resume an about='
+            'the state was saved by a training whose attacks or losses had the same names and other code or values: '
+            'is it the same training? If not, give SaveRun and resume an about='
         )
     if not about and was != now:
         warnings.warn(

@@ -394,6 +394,8 @@ class Value(AttackDefaults):
         with it"""
         if self.eps is None:
             raise TypeError(f'{self!r} has no radius that could be changed')
+        if self.eps and self.takes('alpha') and self.alpha is not None:
+            return self.but(eps=eps, alpha=self.alpha * threat_model(eps).eps / self.eps)
         return self.but(eps=eps)
 
     @property

@@ -678,6 +678,28 @@ def _named(names):
     return None if not names or all(o == f'LABEL_{i}' for i, o in enumerate(names)) else names
 
 
+def _by_number(names):
+    "The values of a dict whose keys are numbers, in their order"
+    return [names[k] for k in by_value(names)]
+
+
+def _cut_of_processor(cfg):
+    "How an image processor of transformers cuts images, in timm's words"
+    size, crop = cfg['size'], cfg.get('crop_size', cfg['size'])
+    size, crop = [dict(height=o, width=o) if isinstance(o, int) else o for o in (size, crop)]
+    edge = size.get('shortest_edge')
+    interpolation = {0: 'nearest', 1: 'lanczos', 2: 'bilinear', 3: 'bicubic'}[cfg.get('resample', 2)]
+    final = crop if cfg.get('do_center_crop') and 'height' in crop else size
+    side = final.get('height', edge)
+    pct = side / (edge or size.get('height', side))
+    return dict(
+        input_size=(3, side, final.get('width', side)),
+        interpolation=interpolation,
+        crop_pct=pct,
+        crop_mode='center' if edge else 'squash',
+    )
+
+
 def folder_model(
     path,  # Holds config.json and weights, as `save_pretrained` and the Hugging Face Hub have them
 ) -> tuple:  # (model for images in [0,1], class names or None)
@@ -689,7 +711,8 @@ def folder_model(
     try:
         if 'architecture' in cfg:
             net = timm.create_model(f'local-dir:{path.absolute()}', pretrained=True)
-            return Normalized(net), _named(cfg.get('label_names') or cfg.get('pretrained_cfg', {}).get('label_names'))
+            names = cfg.get('label_names') or cfg.get('pretrained_cfg', {}).get('label_names') or ()
+            return Normalized(net), _named(_by_number(names) if isinstance(names, dict) else names)
         return _of_transformers(path, cfg)
     except (OSError, RuntimeError, ValueError, KeyError) as e:
         raise ValueError(f'the model in {name} cannot be read: {str(e).splitlines()[0]}') from None
@@ -707,8 +730,9 @@ def _of_transformers(path, cfg):
     cut = json.loads(f.read_text()) if f.is_file() else {}
     if cut.get('do_normalize', True):
         net = Normalized(net, cut.get('image_mean', [0.5] * 3), cut.get('image_std', [0.5] * 3))
-    names = cfg.get('id2label') or {}
-    return net, _named([names[k] for k in by_value(names)])
+    if cut.get('do_resize', True) and cut.get('size'):
+        unwrap(net).pretrained_cfg = _cut_of_processor(cut)
+    return net, _named(_by_number(cfg.get('id2label') or {}))
 
 
 def learner_model(
@@ -766,6 +790,11 @@ def _fit_of(learn):
 def _fit_of_items(learn):
     "How images are cut one by one, by fastai's `Resize` too; a warning where it pads them"
     fs = getattr(learn.dls.valid.after_item, 'fs', [])
+    if crop := first(fs, risinstance(RandomResizedCrop)):  # in validation it squashes the whole image to a larger size
+        side, margin = max(crop.size), math.ceil(max(crop.size) * crop.val_xtra / 8) * 8
+        return CenterFit(crop.size[::-1], side / (side + margin + 1e-6), crop_mode='squash')
+    if other := first(fs, risinstance((RandomCrop, CropPad))):
+        warnings.warn(f'the Learner cuts its images with {type(other).__name__}, which is not repeated here')
     fit, resize = first(fs, risinstance(CenterFit)), first(fs, risinstance(Resize))
     if fit is not None or resize is None:
         return fit

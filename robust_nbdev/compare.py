@@ -649,7 +649,7 @@ def _in_order(o, names):
 def _random(model, x):
     "Do two calls differ?"
     with attack_mode(model), torch.no_grad():
-        a, b = [outputs(model, x) for _ in range(2)]
+        a, b = [own(outputs(model, x)) for _ in range(2)]
     return not torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
@@ -937,9 +937,9 @@ def _why(claim, effect):
 
 
 def _unfair(word, cost):
-    "Why unequal cost keeps a result from counting; '' where both paid alike, or where the better one paid less"
-    is_stronger = word == 'holds' and cost < 1 or word == 'contradicted' and cost > 1
-    if is_stronger or 1 / 1.1 <= cost <= 1.1:
+    "Why unequal cost keeps a result from counting; '' where it cannot explain the result"
+    is_against = cost > 1 if word == 'contradicted' else cost < 1  # the result came in spite of the cost
+    if is_against or 1 / 1.1 <= cost <= 1.1:
         return ''
     return f'the method paid {cost:.2g} times what the other did'
 

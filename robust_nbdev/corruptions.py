@@ -1729,7 +1729,10 @@ def _flip_doubts(model, x, data, n, ys):
 def _frame_classes(model, frames, bs, dev):
     "Predicted classes [B,T] of sequences [B,T,C,H,W]"
     batches = frames.flatten(0, 1).split(bs)
-    return torch.cat([predict(model, check_images(o.to(dev), model)).cpu() for o in batches]).view(frames.shape[:2])
+    p = torch.cat([predict(model, check_images(o.to(dev), model)).cpu() for o in batches])
+    if bad := int((p == -1).sum()):
+        warnings.warn(f'{bad} of {len(p)} answers were not a number: they count as one class, which never flips')
+    return p.view(frames.shape[:2])
 
 
 def flip_report(  # noqa: PLR0913

@@ -152,7 +152,10 @@ def settings(
             for k, v in sections.get(name, {}).items():
                 res.setdefault(k, _typed(f, name, k, v))
     order = dict.fromkeys(k for _, s in reversed(inis) for name in (profile, 'DEFAULT') for k in s.get(name, {}))
-    return RunSettings(profile=profile, **{k: res[k] for k in order if k != 'profile'})
+    s = RunSettings(profile=profile, **{k: res[k] for k in order if k != 'profile'})
+    if out := os.environ.get('ROBUST_OUT'):
+        s['out'] = Path(out)
+    return s
 
 
 def _typed(f, section, k, v):

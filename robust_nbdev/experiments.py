@@ -8,7 +8,8 @@ __all__ = ['EXPERIMENTS', 'Outcome', 'Trial', 'experiment', 'profile_for', 'tria
            'published_table', 'check_rows', 'confirm_rows']
 
 # %% ../nbs/01g_experiments.ipynb #a2e920e0
-import ast, base64, hashlib, inspect, json, platform, sys, textwrap, time
+import ast, base64, hashlib, inspect, json, os, platform, sys, tempfile, textwrap, time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import version
@@ -162,11 +163,19 @@ def _bare(node):
     return ast.unparse(node)
 
 
+_ONE_TARGET = ast.AnnAssign, ast.AugAssign
+
+
 def _defined(o):
     "The names that a statement of a module defines"
-    if isinstance(o, (ast.FunctionDef, ast.ClassDef)):
+    if isinstance(o, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return [o.name]
-    targets = o.targets if isinstance(o, ast.Assign) else []
+    if isinstance(o, (ast.If, ast.Try, ast.With, ast.For, ast.While)):
+        inside = [p for p in ast.iter_child_nodes(o) if isinstance(p, (ast.stmt, ast.ExceptHandler))]
+        return [n for p in inside for n in _defined(p)]
+    if isinstance(o, ast.ExceptHandler):
+        return [n for p in o.body for n in _defined(p)]
+    targets = o.targets if isinstance(o, ast.Assign) else [o.target] if isinstance(o, _ONE_TARGET) else []
     return [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
 
 
@@ -215,7 +224,9 @@ def results_folder() -> Path:  # Where rows are kept
 def _pack(
     right: np.ndarray,  # bool [N]
 ) -> str:  # Base64
-    "Verdicts of eight images in a byte"
+    "Verdicts of eight images in a byte; raises ValueError for shares"
+    if not np.isin(right, (0, 1)).all():
+        raise ValueError('a verdict is right or wrong: for a random model give the verdicts of one draw')
     return base64.b64encode(np.packbits(np.asarray(right, bool))).decode()
 
 
@@ -558,9 +569,23 @@ def _lines(found):
     return pd.concat([_again(*o) for o in found]) if found else empty
 
 
+@contextmanager
+def _out_at(folder):
+    "Inside the context `settings().out` is this folder"
+    was = os.environ.get('ROBUST_OUT')
+    os.environ['ROBUST_OUT'] = str(folder)
+    try:
+        yield
+    finally:
+        os.environ.pop('ROBUST_OUT')
+        if was is not None:
+            os.environ['ROBUST_OUT'] = was
+
+
 def _again(trial, row):
-    "Make a row again: a line per number"
-    new, n = trial.fn(**trial.key), row['verdicts']['n']
+    "Make a row again, without the weights that earlier runs have left in the folder `out`: a line per number"
+    with tempfile.TemporaryDirectory() as fresh, _out_at(fresh):
+        new, n = trial.fn(**trial.key), row['verdicts']['n']
     moved = {k: int((np.asarray(v) != _unpack(row['verdicts'][k], n)).sum()) for k, v in new.verdicts.items()}
     return pd.DataFrame(
         dict(id=trial.id, number=k, saved=row['numbers'][k], now=round(float(v), 6), images=moved.get(k))

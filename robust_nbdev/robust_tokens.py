@@ -443,7 +443,7 @@ def save_tokens(
     if not t.weight.numel():
         raise ValueError('the model has 0 tokens, so there is nothing to save')
     made = dict(timm=timm.__version__, torch=torch.__version__)
-    about = dict(version=1, out=t.out, **backbone_about(model, head=False), **made)
+    about = dict(version=1, out=t.out, fits=t.fits, **backbone_about(model, head=False), **made)
     save_file({'tokens': t.weight.detach().cpu().contiguous()}, str(fname), {k: str(v) for k, v in about.items()})
 
 
@@ -539,6 +539,7 @@ def load_tokens(
         t.out = out
     with torch.no_grad():
         t.weight.copy_(w)
+    t.fits = int(about.get('fits', 0))
     return model
 
 # %% ../nbs/02_robust_tokens.ipynb #ed112509

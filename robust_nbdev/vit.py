@@ -159,7 +159,7 @@ def block_outputs(
         outs = {}
 
         def note(i, block, args, o):
-            o = keep(o)
+            o = own(keep(o))  # a block may write where its last output is
             outs[i] = o.flatten(1, 2) if o.ndim == 4 else o
 
         with uncompiled(model), ExitStack() as hooks:

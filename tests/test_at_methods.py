@@ -1304,3 +1304,23 @@ def test_what_is_a_sum():
     assert not is_summed(DiceLoss(), pixels, (mask,)) and not is_summed(CrossEntropyLossFlat(axis=1), pixels, (mask,))
     was = z.clone()
     assert is_summed(lambda z, y: F.cross_entropy(z.mul_(2), y, reduction='sum'), z, (y,)) and z.equal(was)
+
+
+def test_a_guided_attack_weighs_a_sum_without_reduction_as_one_with(monkeypatch):
+    seen = []
+    step = PGD(0.1, steps=2)
+    for loss in (CrossEntropyLossFlat(reduction='sum'), partial(F.cross_entropy, reduction='sum')):
+        learn = synth_learner(cbs=GAT(step), loss_func=loss)
+        see = Callback(after_pred=lambda self: found.append(self.xb[0].clone()) if self.training else None)
+        found, see.order = [], 99
+        learn.fit(1, 1e-4, cbs=see)
+        seen.append(torch.cat(found))
+    assert (seen[0] - seen[1]).abs().max() < 1e-4
+
+
+def test_an_average_of_a_model_with_a_forward_of_its_own_is_noticed():
+    model = tiny_vit(num_classes=4)
+    forward = model.forward
+    model.forward = lambda x: 2 * forward(x)
+    with pytest.warns(UserWarning, match='forward of its own'):
+        synth_learner(model=model, cbs=EMA(0.9)).fit(1)

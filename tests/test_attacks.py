@@ -2,7 +2,7 @@
 (R05, R07, R11-R16, R22)."""
 
 import copy, gc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from fastai.callback.schedule import *
@@ -734,3 +734,13 @@ class Erases(UpperHalf):
 def test_a_projection_in_place_hides_no_move():
     with pytest.raises(ValueError, match='out of its ball Erases'):
         moved_by(Erases, 1, eps=0.1)
+
+
+def test_an_attack_of_ones_own_takes_its_step_to_another_radius():
+    @dataclass(frozen=True, repr=False)
+    class Mine(AttackBase):
+        eps: float = 0.1
+        norm: str = field(default='Linf', kw_only=True)
+        alpha: float = field(default=0.02, kw_only=True)
+
+    assert Mine(0.1, alpha=0.04).at_eps(0.2).alpha == pytest.approx(0.08)

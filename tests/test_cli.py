@@ -1074,3 +1074,15 @@ def test_an_export_with_a_class_of_a_module_that_is_missing_names_the_module(tmp
     (tmp_path / 'own_module.py').unlink()
     with pytest.raises(ValueError, match="No module named 'own_module'"):
         cli._opened('own.pkl')
+
+
+def test_a_learner_with_random_crops_is_shown_what_fastai_shows_it(tmp_path):
+    from fastai.vision.all import PILImage, RandomResizedCrop, get_image_files
+    from robust_nbdev.cli import _fit_of_items
+
+    d = photos(tmp_path / 'd', ('bag', 'coat'), size=80)
+    learn = by_fastai(d, tmp_path, item_tfms=RandomResizedCrop(28), batch_tfms=[])
+    fit, f = _fit_of_items(learn), get_image_files(d).sorted()[0]
+    shown = learn.dls.test_dl([f]).one_batch()[0][0]
+    ours = np.asarray(fit(PILImage.create(f))) / 255
+    assert np.abs(shown.permute(1, 2, 0).numpy() - ours).max() < 0.02

@@ -1223,3 +1223,8 @@ def test_frost_without_photographs_is_refused_before_anything_is_measured(monkey
             lambda x: calls.append(x), (torch.rand(4, 1, 28, 28), torch.zeros(4).long()), ['fog', 'frost']
         )
     assert not calls
+
+
+def test_flips_of_answers_that_are_no_numbers_are_noticed():
+    with pytest.warns(UserWarning, match='not a number'):
+        flip_report(lambda x: x.flatten(1)[:, :3] * float('nan'), (images(2), torch.zeros(2).long()), ['brightness'])

@@ -1,6 +1,6 @@
 "Experiments: runs that write a row each, killed, continued, shared, read and compared"
 
-import json, multiprocessing, os, re, signal, time
+import importlib, json, multiprocessing, os, re, signal, sys, time
 from pathlib import Path
 import numpy as np, pytest, timm
 import robust_nbdev.all  # registers the experiments of all papers
@@ -8,7 +8,7 @@ from robust_nbdev import experiments as ex
 from robust_nbdev.autoattack import AutoAttack, Square
 from robust_nbdev.compare import Claim
 from robust_nbdev.cli import robust_reproduce
-from robust_nbdev.datasets import RunSettings
+from robust_nbdev.datasets import RunSettings, settings
 from robust_nbdev.experiments import (
     EXPERIMENTS,
     Outcome,
@@ -357,6 +357,39 @@ def test_an_unknown_name_is_refused_in_words():
 
 # ---------------------------------------------------------------- the rows in the repository
 SAVED = sorted((ROOT / 'results').rglob('*.json'))
+
+
+def test_constants_of_every_form_decide_the_code(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    text = 'A: int = 1\nif True:\n    B = 1\nC = 1\nC += 1\n\n\ndef run():\n    return A + B + C\n'
+    edits = [('', ''), ('A: int = 1', 'A: int = 2'), ('    B = 1', '    B = 2'), ('C += 1', 'C += 2')]
+    codes = []
+    for i, (old, new) in enumerate(edits):
+        (tmp_path / f'forms{i}.py').write_text(text.replace(old, new) if old else text)
+        codes.append(ex._code_of(importlib.import_module(f'forms{i}').run))
+    assert len(set(codes)) == len(edits)
+
+
+def keeps(share, n, seed, **key):
+    "A run that keeps what it has trained in the folder `out`"
+    f = settings().out / 'kept.json'
+    if f.exists():
+        return luck(json.loads(f.read_text()), n, seed)
+    f.parent.mkdir(exist_ok=True)
+    f.write_text(json.dumps(TRAINED[0]))
+    return luck(TRAINED[0], n, seed)
+
+
+TRAINED = [0.25]
+
+
+def test_a_row_is_made_again_without_the_weights_that_were_kept(register, tmp_path, monkeypatch):
+    monkeypatch.setenv('ROBUST_OUT', str(tmp_path / 'out'))
+    register('toy.kept', lambda s: [Trial(dict(share=0.2, n=s.n, seed=0), keeps)], by='share')
+    reproduce('toy.kept', toy, tmp_path / 'rows')
+    assert check_rows('toy.kept', 1, toy, tmp_path / 'rows').images.sum() == 0
+    monkeypatch.setattr(sys.modules[__name__], 'TRAINED', [0.75])
+    assert check_rows('toy.kept', 1, toy, tmp_path / 'rows').images.sum() > 0
 
 
 @pytest.mark.skipif(not SAVED, reason='no rows yet')

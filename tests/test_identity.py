@@ -276,3 +276,9 @@ def test_a_case_that_a_user_registers_is_part_of_the_code():
         '@functools.singledispatch\ndef how(x): return 0\n@how.register(int)\ndef _(x): return {}\nA = lambda x: how(x)'
     )
     assert identity(made(src.format(1))) != identity(made(src.format(2)))
+
+
+def test_data_that_an_attack_holds_is_part_of_it():
+    one, two = [torch.utils.data.TensorDataset(torch.full((1, 4), o)) for o in (0.1, 0.2)]
+    assert identity(one) != identity(two) and identity(one, data=False) == identity(two, data=False)
+    assert identity(torch.utils.data.DataLoader(one)) != identity(torch.utils.data.DataLoader(two))

@@ -1289,3 +1289,10 @@ def test_a_second_training_of_the_tokens_goes_on_with_other_images(monkeypatch):
         fit_tokens(dls, model, PGD(0.1, steps=1), steps=2, bs=4)
     first, second = [torch.cat([x.flatten(1) for x in seen[i : i + 2]]) for i in (0, 2)]
     assert len(seen) == 4 and torch.cdist(first, second).min(1).values.max() > 0.1
+
+
+def test_a_file_of_tokens_knows_how_often_they_were_trained(tmp_path):
+    model = add_tokens(tiny_vit(num_classes=4), 2, 'cls_patch')
+    fit_tokens(synth_dls(64), model, PGD(0.1, steps=1), steps=2, bs=4)
+    save_tokens(model, tmp_path / 't.safetensors')
+    assert tokens_of(load_tokens(tiny_vit(num_classes=4), tmp_path / 't.safetensors')).fits == 1
