@@ -17,6 +17,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch.func import functional_call
 from .core import *
 from .core import _adversarial
+from .core import own as copy_of
 from .vit import *
 from .attacks import *
 from .attacks import _of_images
@@ -512,7 +513,7 @@ def gain(
         return f + [z[:, None]] if self.temperature else f, z
 
     with torch.no_grad():
-        f0, z0 = see(own)
+        f0, z0 = copy_of(see(own))
     climb, logits = as_loss(self.climb), lambda s: check_logits(see(s)[1], x)
     if climb.reference == 'features':
         return lambda s: climb(see(s)[0], f0), z0

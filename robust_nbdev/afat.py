@@ -298,7 +298,7 @@ def patch_effects(
     last = len(patch_blocks(model))
     with attack_mode(model):
         with torch.no_grad():
-            clean = block_outputs(model, x)[:last]
+            clean = own(block_outputs(model, x)[:last])
         if how == 'single':
             with torch.no_grad():
                 return torch.stack([moved(1 - one.expand(len(x), -1)) for one in torch.eye(n).to(x)], 1)
