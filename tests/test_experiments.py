@@ -420,6 +420,7 @@ SHRUNK = dict(
     n_corrupt=2,
     corruptions='fog frost',
     severities='1 5',
+    budget=20,
     aa_valid=8,
     bs=4,
     epochs=1,
