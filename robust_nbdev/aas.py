@@ -853,6 +853,7 @@ class AASTrain(AdvCallback):
 
     def before_fit(self):
         "Give the model its scales, if it has none"
+        self.is_said = False
         if not hasattr(unwrap(self.victim), 'attn_scales'):
             add_scales(self.victim)
 
@@ -887,7 +888,8 @@ def before_batch(self: AASTrain):
     before = scales_of(self.victim)
     changes = self.aas.scope(before)
     own = torch.where(changes, torch.ones_like(before), before) if self.reset else None
-    self.see(y)
+    if y is not None and y.ndim == 1:
+        self.seen.append(y.detach())
     found = self.aas.scales(self.victim, self.x, y, seed=self.epoch_seed, own=own)
     add_scales(self.victim, torch.where(changes, found.clamp(min=self.floor), found))
     scales = {f's{i}': v for i, v in enumerate(scales_of(self.victim).tolist())}
@@ -898,19 +900,18 @@ def before_batch(self: AASTrain):
 
 
 @patch
-def see(
-    self: AASTrain,
-    y,  # Labels [B] or [B,C] of a batch that changes the scales; None: there are none
-):
-    "Warn, after the last such batch of an epoch, where all were of a few classes"
-    if y is not None and y.ndim <= 2:
-        self.seen.append(y.argmax(1) if y.ndim == 2 else y)
-    if self.left or not self.seen:
+def after_train(self: AASTrain):
+    "Warn, once in a fit, where the batches that have changed the scales were of few classes"
+    y, self.seen = self.seen, []
+    if self.is_said or not y or rank_distrib():
         return
-    says = few_classes(torch.cat(self.seen).cpu(), n_classes(self.victim, self.x))
-    self.seen = []
-    if says and not rank_distrib():
-        warnings.warn(f'AASTrain: {says}')
+    y, c = torch.cat(y).cpu(), n_classes(self.victim, self.x)
+    if few_classes(y, c):
+        self.is_said = True
+        warnings.warn(
+            f'AASTrain: the batches that change the scales were of {len(y.unique())} of {c} classes, as if the data '
+            'came class by class: shuffle it'
+        )
 
 
 @patch

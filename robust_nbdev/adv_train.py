@@ -8,7 +8,7 @@ __all__ = ['warmup', 'switch', 'AdvTrain', 'is_summed', 'ALP', 'TRADES', 'NearPG
            'images_per_step', 'recipe_callbacks']
 
 # %% ../nbs/01a_adv_train.ipynb #4344899b
-import inspect, random, re, time, warnings
+import random, re, time, warnings
 from contextlib import contextmanager, ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -1009,7 +1009,7 @@ class EMA(AdvCallback):
 
     def start(self):
         "Begin an average with the current weights"
-        if any('forward' in vars(m) for m in self.victim.modules()):
+        if any('forward' in vars(m) and '_orig_mod' not in m._modules for m in self.victim.modules()):  # not compiled
             warnings.warn(
                 'a module of the model has a forward of its own, set on the object: the copy that learn.ema keeps '
                 'would answer with the weights of the model. Write a subclass, or use learn.ema.averaged() alone'
@@ -1198,10 +1198,9 @@ def _written(learn):
 
 
 def _code(learn):
-    "A hash of the Learner's loss, and of the attacks and schedules of the library's callbacks: their code and fields"
-    held = [v for c in learn.cbs if isinstance(c, AdvCallback) for v in vars(c).values()]
-    given = [v for v in held if isinstance(v, AttackBase) or inspect.isfunction(v)]
-    return identity(learn.loss_func, *given)
+    "A hash of the code of the Learner's loss, and of the attacks and schedules that its training methods were given"
+    given = [o for c in learn.cbs if isinstance(c, AdvTrain) for o in (c.attack, c.fields)]
+    return identity(learn.loss_func, *given, data=False)
 
 
 class SaveRun(SaveModelCallback):
@@ -1288,10 +1287,11 @@ def resume(
     if state is None:
         return 0
     was, now = state.get('cbs'), _written(self)
-    if not about and was == now and state.get('code') != _code(self):
+    codes = state.get('code'), _code(self)
+    if not about and was == now and all(codes) and codes[0] != codes[1]:
         warnings.warn(
-            'the state was saved by a training whose attacks or losses had the same names and other code or values: '
-            'is it the same training? If not, give SaveRun and resume an about='
+            'the state was saved by a training whose attacks or losses had the same names and other code: is it the '
+            'same training? If not, give SaveRun and resume an about='
         )
     if not about and was != now:
         warnings.warn(

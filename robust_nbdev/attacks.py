@@ -394,8 +394,6 @@ class Value(AttackDefaults):
         with it"""
         if self.eps is None:
             raise TypeError(f'{self!r} has no radius that could be changed')
-        if self.eps and self.takes('alpha') and self.alpha is not None:
-            return self.but(eps=eps, alpha=self.alpha * threat_model(eps).eps / self.eps)
         return self.but(eps=eps)
 
     @property
@@ -949,16 +947,30 @@ def _step(attack, g, i):
     return (per_image(length, g) if isinstance(length, Tensor) else length) * attack.ball.step(g)
 
 # %% ../nbs/01_attacks.ipynb #02b6b6ed
+def _step_for(attack, ball):
+    "The field `alpha` of an attack for another ball, if it has one that was given"
+    if not attack.takes('alpha') or attack.alpha is None:
+        return {}
+    if type(ball).__name__ != attack.norm:
+        raise ValueError(f'{attack} has a step in {attack.norm}, which says nothing about {ball}: leave alpha out')
+    if attack.eps == 0:
+        raise ValueError(
+            f'{attack} has a step for a ball of radius 0, which cannot be scaled to {ball}: leave alpha out'
+        )
+    return dict(alpha=min(attack.alpha * (ball.eps / attack.eps), attack.ball.largest))
+
+
+@patch
+def at_eps(self: AttackBase, eps):
+    if self.eps is None or self.norm is None:
+        return Value.at_eps(self, eps)
+    return self.but(eps=eps, **_step_for(self, threat_model(eps, self.norm)))
+
+
 @patch
 def at_eps(self: Attack, eps):
     ball = threat_model(eps, self.norm)
-    if not self.takes('alpha') or self.alpha is None:
-        return self.but(eps=ball)
-    if type(ball).__name__ != self.norm:
-        raise ValueError(f'{self} has a step in {self.norm}, which says nothing about {ball}: leave alpha out')
-    if self.eps == 0:
-        raise ValueError(f'{self} has a step for a ball of radius 0, which cannot be scaled to {ball}: leave alpha out')
-    return self.but(eps=ball, alpha=min(self.alpha * (ball.eps / self.eps), self.ball.largest))
+    return self.but(eps=ball, **_step_for(self, ball))
 
 
 def _at(attack, eps):

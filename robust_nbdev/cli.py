@@ -683,21 +683,35 @@ def _by_number(names):
     return [names[k] for k in by_value(names)]
 
 
+_PILS = {0: 'nearest', 1: 'lanczos', 2: 'bilinear', 3: 'bicubic'}  # resampling filters of PIL by their number
+
+
+def _both_sides(cfg, key):
+    "A size in the words of newer processors; one number is the shortest edge where images are cropped afterwards"
+    o = cfg.get(key) or {}
+    if not isinstance(o, int):
+        return o
+    is_edge = key == 'size' and cfg.get('do_center_crop')
+    return dict(shortest_edge=o) if is_edge else dict(height=o, width=o)
+
+
 def _cut_of_processor(cfg):
-    "How an image processor of transformers cuts images, in timm's words"
-    size, crop = cfg['size'], cfg.get('crop_size', cfg['size'])
-    size, crop = [dict(height=o, width=o) if isinstance(o, int) else o for o in (size, crop)]
-    edge = size.get('shortest_edge')
-    interpolation = {0: 'nearest', 1: 'lanczos', 2: 'bilinear', 3: 'bicubic'}[cfg.get('resample', 2)]
-    final = crop if cfg.get('do_center_crop') and 'height' in crop else size
-    side = final.get('height', edge)
-    pct = side / (edge or size.get('height', side))
-    return dict(
-        input_size=(3, side, final.get('width', side)),
-        interpolation=interpolation,
-        crop_pct=pct,
-        crop_mode='center' if edge else 'squash',
-    )
+    "How an image processor of transformers cuts images, in timm's words; {} and a warning for what is not understood"
+    size, crop = [_both_sides(cfg, k) for k in ('size', 'crop_size')]
+    interpolation = _PILS.get(cfg.get('resample', 2))
+    edge, final = size.get('shortest_edge'), crop if cfg.get('do_center_crop', False) else size
+    if edge and cfg.get('crop_pct'):  # ConvNeXt: larger images are squashed, others resized by crop_pct
+        final, mode, pct = (
+            dict(height=edge, width=edge),
+            *(('squash', 1.0) if edge >= 384 else ('center', cfg['crop_pct'])),
+        )
+    else:
+        mode, pct = 'center' if edge else 'squash', final.get('height', 0) / (edge or size.get('height', 1))
+    if interpolation is None or not final.get('height') or not 0 < pct <= 1:
+        warnings.warn(f'how this model cuts its images is not understood, so timm\'s default is taken: {cfg}')
+        return {}
+    cut = dict(interpolation=interpolation, crop_pct=pct, crop_mode=mode)
+    return dict(input_size=(3, final['height'], final['width']), **cut)
 
 
 def folder_model(

@@ -937,11 +937,9 @@ def _why(claim, effect):
 
 
 def _unfair(word, cost):
-    "Why unequal cost keeps a result from counting; '' where it cannot explain the result"
-    is_against = cost > 1 if word == 'contradicted' else cost < 1  # the result came in spite of the cost
-    if is_against or 1 / 1.1 <= cost <= 1.1:
-        return ''
-    return f'the method paid {cost:.2g} times what the other did'
+    "Why unequal cost keeps a result from counting; '' where it could not bring the result about"
+    could_be_the_cost = cost < 1 / 1.1 if word == 'contradicted' else cost > 1.1
+    return f'the method paid {cost:.2g} times what the other did' if could_be_the_cost else ''
 
 
 def judge(

@@ -531,13 +531,13 @@ def _read(*numbers):
         return None
 
 
-def _notice_dark(lo, hi):
+def _notice_dark(hi, stacklevel):
     "Warn of images that were divided by 255 twice"
     if 0 < hi <= 1.001 / 255:
         warnings.warn(
-            f'all pixels lie between {lo:.2g} and {hi:.2g}, below one grey level: were the images '
-            'divided by 255 twice? (ToTensor and IntToFloatTensor have done it already)',
-            stacklevel=4,
+            'all pixels lie below one grey level, 1/255: were the images divided by 255 twice? '
+            '(ToTensor and IntToFloatTensor have done it already)',
+            stacklevel=stacklevel,
         )
 
 
@@ -550,7 +550,7 @@ def _look_at(model, x):
     if hi > 10 and lo >= 0:
         raise ValueError(f'images must lie in [0,1], got values from {lo:g} to {hi:g}: divide by 255')
     if lo >= -1e-3 and hi <= 1 + 1e-3:
-        _notice_dark(lo, hi)
+        _notice_dark(hi, 4)
         _notice(model)
     elif _normalises(model):
         warnings.warn(
@@ -604,7 +604,7 @@ def check_images(
     if x.ndim == 4 and c not in (None, x.shape[1]):
         raise ValueError(f'the model takes {c} channel(s), the images have {x.shape[1]}: shape {list(x.shape)}')
     if 'images' not in _known.get():
-        _notice_dark(lo, hi)
+        _notice_dark(hi, 3)
     return x.clamp(0, 1)
 
 # %% ../nbs/00_core.ipynb #502c08f8

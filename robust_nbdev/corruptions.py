@@ -1565,9 +1565,14 @@ def _as_saved(rep, name, sev, src, bs, dev):
         return False
     row = first(r for r in rep.rows if (r['corruption'], r['severity']) == (name, sev))
     which, n = ('first', 16) if isinstance(src, Corrupted) else ('images', None)
-    if row.get(which) == _key(src.pick(name, sev), n, bs, dev) and row.get('code', '') == _code(src, name):
+    differs = []
+    if row.get(which) != _key(src.pick(name, sev), n, bs, dev):
+        differs.append('its images are')
+    if 'code' in row and (not row['code'] or row['code'] != _code(src, name)):
+        differs.append('the code that makes them is')
+    if not differs:
         return True
-    warnings.warn(f'{name} {sev} is measured again: its images are not those of the saved row')
+    warnings.warn(f'{name} {sev} is measured again: {" and ".join(differs)} not that of the saved row')
     rep.rows.remove(row)
     rep.verdicts.pop(f'{name} {sev}')
     rep.preds.pop(f'{name} {sev}')
@@ -1652,8 +1657,8 @@ def corruption_report(  # noqa: PLR0913
             continue
         t = time.time()
         _add(rep, name, sev, _judge_all(model, src.pick(name, sev), bs, dev), t)
-        if code := _code(src, name):
-            rep.rows[-1]['code'] = code
+        if isinstance(src, Corrupted):
+            rep.rows[-1]['code'] = _code(src, name)
         if out is not None:
             rep.save(out, page=False)
     rep.warnings = _doubts(rep, model)

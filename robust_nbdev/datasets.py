@@ -21,7 +21,7 @@ from urllib.request import Request, urlopen
 from fastai.vision.all import *
 from PIL import ImageOps
 from timm.data import resolve_model_data_config
-from timm.models import get_pretrained_cfg
+from timm.models import get_pretrained_cfg, is_model
 from timm.data.transforms_factory import transforms_imagenet_eval
 from timm.utils.misc import natural_key
 from .core import *
@@ -569,7 +569,8 @@ def timm_fit(
     "How timm cuts a model's test images to size, for `image_dls`; your own options override it"
     net = None if isinstance(model, str) else unwrap(model)
     if net is None:
-        cfg = get_pretrained_cfg(model).to_dict()
+        known = is_model(model)
+        cfg = get_pretrained_cfg(model).to_dict() if known else {}
     else:
         cfg = getattr(net, 'pretrained_cfg', None) or getattr(net, 'default_cfg', None)
     if not cfg:

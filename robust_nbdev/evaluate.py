@@ -741,7 +741,8 @@ class RobustAccuracy(Metric):
             return
         if not self.count:
             _warn_of_twins(learn)
-        learn.pred = own(learn.pred)  # the attack calls the model, which may write where its last output is
+        if isinstance(learn, Learner):
+            learn.pred = own(learn.pred)  # the attack calls the model, which may write where its last output is
         adv, model = next((c for c in learn.cbs if isinstance(c, AdvValid)), None), get_model(learn.model)
         x = learn.x if adv is None else adv.clean_x
         y = hard_labels(learn.y, x)

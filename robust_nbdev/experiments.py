@@ -134,13 +134,13 @@ def images_of(
 ) -> DataLoaders:  # In [0,1]
     """The images that a run trains and is measured on, from where settings.ini says that they are; cut to size as timm
     does for the backbone, if that is `timm NAME`"""
-    name, size = how['dataset'], how.get('side') or None
-    kw = dict(n_train=how['n_train'], n_valid=how['n'], bs=how['bs'], path=settings().get(name))
+    name, size, backbone = how['dataset'], how.get('side') or None, how.get('backbone') or ''
+    kw = dict(n_train=how['n_train'], n_valid=how['n'], bs=how['bs'], path=settings().get(name), size=size)
+    if backbone.startswith('timm '):
+        kw.update(timm_fit(backbone.removeprefix('timm '), size))
     if name == 'fashion_mnist':
-        return fashion_mnist(full=(how['n_train'] or 60000) > 6000, **merge(kw, kwargs))
-    backbone = how.get('backbone', '')
-    cut = timm_fit(backbone.removeprefix('timm '), size) if backbone.startswith('timm ') else {}
-    return dataset(name, **merge(kw, cut, dict(size=size), kwargs))
+        kw['full'] = (how['n_train'] or 60000) > 6000
+    return dataset(name, **merge(kw, kwargs))
 
 
 def backbone_named(

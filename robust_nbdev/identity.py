@@ -327,25 +327,18 @@ def _(o, walk):
     return walk(o.model), walk(o.loss_func)
 
 
+@_parts.register(DataLoaders)
 @_parts.register(DataLoader)
 @_parts.register(torch.utils.data.DataLoader)
-def _(o, walk):
-    return type(o).__name__, walk(o.dataset) if walk.data else ''
-
-
-@_parts.register(DataLoaders)
-def _(o, walk):
-    return [walk(dl) for dl in o.loaders]
-
-
 @_parts.register(torch.utils.data.Dataset)
-def _(o, walk):
-    return type(o).__name__, walk(vars(o)) if walk.data else ''
-
-
 @_parts.register(torch.utils.hooks.RemovableHandle)
 def _(o, walk):
     return type(o).__name__
+
+
+@_parts.register(torch.utils.data.TensorDataset)
+def _(o, walk):
+    return walk(o.tensors) if walk.data else ''
 
 
 @_parts.register(types.ModuleType)

@@ -25,7 +25,7 @@ from .autoattack import *
 from .adv_train import *
 from .adv_train import _weight
 from .evaluate import *
-from .eval_data import fair
+from .eval_data import _at_positions, fair
 from .evaluate import to_8bit
 from .datasets import *
 from .models import small_model
@@ -819,12 +819,11 @@ def feature_cosine(
         return torch.cat([1 - feat_cos(a.float(), b.float(), axis) for a, b in pairs])
 
 # %% ../nbs/02_robust_tokens.ipynb #c0ffee21
-def _choice(dl, n, fits):
-    "A DataLoader whose first `n` images show all classes; a new choice for each of the fits before"
+def _choice(dl, n, seed, fits):
+    "A DataLoader whose first `n` images show all classes; after other fits, `n` images at random"
     if not fits:
         return fair(dl, n)[0]
-    i = np.random.default_rng(fits).permutation(dl.n)[:n]
-    return dl.new(get_idxs=i.tolist().copy, shuffle=False)
+    return _at_positions(dl, np.random.default_rng((seed, fits)).permutation(dl.n)[:n])
 
 
 def fit_tokens(  # noqa: PLR0913
@@ -839,15 +838,15 @@ def fit_tokens(  # noqa: PLR0913
     **kwargs,  # For `RobustTokens`
 ) -> Learner:  # Its model is in evaluation mode
     """Train the tokens of `model` as the authors do: Adam, no weight decay, no schedule; a second call goes on with
-    other images and other random numbers"""
+    a random choice of images and other random numbers"""
     if steps * bs > dls.train.n:
         raise ValueError(
             f'{steps} steps of {bs} images take {steps * bs} images for training, and there are {dls.train.n}: '
             'give fewer steps, a smaller bs, or more images'
         )
     tokens = tokens_of(model)
-    set_seed(seed + tokens.fits)
-    train = _choice(dls.train, steps * bs, tokens.fits)
+    set_seed(int(np.random.SeedSequence((seed, tokens.fits)).generate_state(1)[0]) if tokens.fits else seed)
+    train = _choice(dls.train, steps * bs, seed, tokens.fits)
     small = DataLoaders(train.new(bs=bs, n=steps * bs), dls.valid.new(bs=bs, n=min(bs, dls.valid.n)))
     learn = Learner(
         small,

@@ -155,11 +155,11 @@ def block_outputs(
     "What each block of the model computes for `x`, in one forward"
     blocks, x = vit_blocks(model), x.as_subclass(Tensor)
 
-    def run(keep, copies=False):
+    def run(keep):
         outs = {}
 
         def note(i, block, args, o):
-            o = own(keep(o)) if copies else keep(o)
+            o = keep(o)
             outs[i] = o.flatten(1, 2) if o.ndim == 4 else o
 
         with uncompiled(model), ExitStack() as hooks:
@@ -168,8 +168,6 @@ def block_outputs(
             return outs, outputs(model, x)
 
     outs, z = _kept(run)
-    if len({o.data_ptr() for o in outs.values()}) < len(outs):  # blocks that write where another has written
-        outs, z = _kept(partial(run, copies=True))
     if len(outs) < len(blocks):
         raise RuntimeError(
             f'only {len(outs)} of {len(blocks)} blocks ran through their own __call__: '
@@ -644,6 +642,8 @@ def _drop(model, name, what):
 class ExtraTokens(nn.Module):
     "Learnable tokens `weight` [1,n,D], and the hooks that carry them from block to block"
 
+    fits = 0  # how often they were trained, see `fit_tokens`
+
     def __init__(
         self,
         n: int,  # Number of tokens
@@ -656,7 +656,6 @@ class ExtraTokens(nn.Module):
         self.weight = nn.Parameter(torch.randn(1, n, dim, dtype=like.dtype, device=like.device) * std)
         self.out = out
         self.on = True  # `no_tokens` switches them off
-        self.fits = 0  # how often they were trained, see `fit_tokens`
         self.all = False  # while the model is asked for all tokens, see `finish`
 
     @property

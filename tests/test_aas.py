@@ -963,12 +963,16 @@ def test_another_radius_scales_the_step_inside(wrap):
 # --- data sorted by class
 
 
-def test_scales_chosen_on_one_class_are_noticed():
+@pytest.mark.parametrize('batches', [1, None])
+def test_scales_chosen_on_one_class_are_noticed(batches):
     dls = synth_dls(64)
     dls.train = dls.train.new(shuffle=False, get_idxs=lambda: sorted(range(64), key=lambda i: int(dls.train_ds[i][1])))
-    learn = synth_learner(dls=dls, cbs=[AdvTrain(PGD2), AASTrain(period=1)])
-    with pytest.warns(UserWarning, match='AASTrain: .*class'):
-        learn.fit(1)
+    if batches is None:
+        dls.train = dls.train.new(get_idxs=lambda: [i for i in range(64) if int(dls.train_ds[i][1]) == 0])
+    learn = synth_learner(dls=dls, cbs=[AdvTrain(PGD2), AASTrain(period=1, batches=batches)])
+    with pytest.warns(UserWarning, match='AASTrain: .* 1 of 4 classes') as said:
+        learn.fit(2)
+    assert len([o for o in said if 'AASTrain:' in str(o.message)]) == 1
 
 
 # --- experiments

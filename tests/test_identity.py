@@ -281,4 +281,3 @@ def test_a_case_that_a_user_registers_is_part_of_the_code():
 def test_data_that_an_attack_holds_is_part_of_it():
     one, two = [torch.utils.data.TensorDataset(torch.full((1, 4), o)) for o in (0.1, 0.2)]
     assert identity(one) != identity(two) and identity(one, data=False) == identity(two, data=False)
-    assert identity(torch.utils.data.DataLoader(one)) != identity(torch.utils.data.DataLoader(two))

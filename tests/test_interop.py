@@ -4,6 +4,7 @@ import sys, types
 from importlib.util import find_spec
 import pytest, timm, torch
 from torch import nn
+from robust_nbdev import cli
 from robust_nbdev.core import *
 from robust_nbdev.attacks import *
 from robust_nbdev.autoattack import *
@@ -283,3 +284,32 @@ def test_without_statistics_the_format_keeps_those_of_the_architecture(tmp_path)
     m = own_vit()
     save(m, tmp_path / 'm', stats=False)
     assert not torch.equal(Normalized(timm.create_model(f'local-dir:{tmp_path / "m"}', pretrained=True)).mean, m.mean)
+
+
+PROCESSORS = {
+    'squashed': (dict(size=dict(height=72, width=72), resample=3), (72, 1.0, 'bicubic', 'squash')),
+    'cropped': (
+        dict(size=dict(height=256, width=256), do_center_crop=True, crop_size=dict(height=224, width=224)),
+        (224, 0.875, 'bilinear', 'squash'),
+    ),
+    'shortest edge': (
+        dict(size=dict(shortest_edge=256), do_center_crop=True, crop_size=dict(height=224, width=224), resample=3),
+        (224, 0.875, 'bicubic', 'center'),
+    ),
+    'older CLIP': (dict(size=224, crop_size=224, do_center_crop=True, resample=3), (224, 1.0, 'bicubic', 'center')),
+    'older ViT': (dict(size=224, resample=2), (224, 1.0, 'bilinear', 'squash')),
+    'ConvNeXt': (dict(size=dict(shortest_edge=224), crop_pct=0.875, resample=3), (224, 0.875, 'bicubic', 'center')),
+    'large ConvNeXt': (dict(size=dict(shortest_edge=384), crop_pct=0.875, resample=3), (384, 1.0, 'bicubic', 'squash')),
+}
+
+
+@pytest.mark.parametrize('name', PROCESSORS)
+def test_images_are_cut_as_the_processor_of_a_model_cuts_them(name):
+    cfg, (side, pct, interpolation, mode) = PROCESSORS[name]
+    cut = dict(input_size=(3, side, side), interpolation=interpolation, crop_pct=pct, crop_mode=mode)
+    assert cli._cut_of_processor(cfg) == cut
+
+
+def test_a_processor_that_is_not_understood_is_named():
+    with pytest.warns(UserWarning, match='not understood'):
+        assert cli._cut_of_processor(dict(size=dict(longest_edge=224))) == {}

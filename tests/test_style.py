@@ -124,13 +124,13 @@ ALLOWED = dict(
     attacks={'core'},
     patch_attacks={'core', 'vit', 'attacks'},
     autoattack={'core', 'attacks'},
-    adv_train={'core', 'vit', 'attacks', 'eval_data'},
+    adv_train={'core', 'vit', 'attacks', 'eval_data', 'identity'},
     identity={'core'},
     eval_data={'core', 'datasets'},
     evaluate={'core', 'datasets', 'attacks', 'autoattack', 'identity', 'eval_data'},
     corruptions={'core', 'datasets', 'evaluate', 'identity', 'eval_data'},
     compare={'core', 'vit', 'attacks', 'eval_data', 'evaluate', 'corruptions', 'cli'},
-    experiments={'core', 'datasets', 'compare'},
+    experiments={'core', 'datasets', 'models', 'compare'},
     test_utils={'core'},
 )
 PAPERS = {'robust_tokens', 'tora', 'xcit_recipe', 'afat', 'aas'}
