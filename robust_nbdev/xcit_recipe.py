@@ -6,9 +6,9 @@
 __all__ = ['XCITS', 'AUGS', 'STRONG', 'xcit_medium_12_p16_224', 'xcit_large_12_p16_224', 'cait_s12_224', 'n_params', 'XcitRecipe',
            'xcit_recipe', 'RecipeLR', 'warp', 'color_jitter', 'rand_augment', 'erase_some', 'Augment', 'MixOrCut',
            'CleanPass', 'hold_out', 'KeepBest', 'patch_for', 'small_stem', 'Blend', 'gaussian_images', 'recipe_of',
-           'network', 'images_for', 'trained', 'attacked', 'train_and_attack', 'run_of', 'tune_and_attack',
-           'read_deltas', 'plot_rows', 'delta_image', 'topk', 'semantic_table', 'show_deltas', 'show_pic',
-           'class_images', 'AttackEffect', 'restart_losses', 'one_step_check']
+           'network', 'images_for', 'trained', 'attacked', 'train_and_attack', 'run_of', 'known_and_new',
+           'tune_and_attack', 'read_deltas', 'plot_rows', 'delta_image', 'topk', 'semantic_table', 'show_deltas',
+           'show_pic', 'class_images', 'AttackEffect', 'restart_losses', 'one_step_check']
 
 # %% ../nbs/04_xcit_recipe.ipynb #5e589621
 import hashlib, json, math, random, warnings
@@ -1151,7 +1151,7 @@ def _said(keys, rows):
 @experiment(
     'xcit.table1',
     'Table 1: architectures',
-    by=('net', 'method'),
+    by=('net', 'method', 'lr'),
     needs=('ablations',),
     published=_said(
         'net method clean strong',
@@ -1172,6 +1172,8 @@ def _table1(s):
             yield run_of(plan, seed, net=net, augs=augs)
     for net in ('XCiT', 'ResNet', 'DeiT', 'CaiT'):
         yield run_of(plan, 0, net=net, augs=augs, method='clean')
+    for seed in range(s.seeds if s.low_lr else 0):
+        yield run_of(plan, seed, net='DeiT', augs=augs, lr=s.low_lr)
 
 
 @experiment(
@@ -1249,9 +1251,9 @@ def _table3(s):
 )
 def _table4(s):
     for seed in range(s.seeds):
-        for wd in (0.05, 0.5):
+        for wd in (0.05, 0.5, 1.0):
             yield run_of(_plan(s), seed, wd=wd)
-    for wd in (0.0, 0.001, 0.01, 0.1, 1.0):
+    for wd in (0.0, 0.001, 0.01, 0.1):
         yield run_of(_plan(s), 0, wd=wd)
 
 
@@ -1267,14 +1269,17 @@ _TABLE5 = _said(
 )
 
 
-@experiment('xcit.table5', 'Table 5: step by step', by=('net', 'augs', 'warm', 'wd', 'epochs'), published=_TABLE5)
+@experiment('xcit.table5', 'Table 5: step by step', by=('net', 'augs', 'warm', 'wd', 'epochs', 'lr'), published=_TABLE5)
 def _table5(s):
     plan = dict(dataset=s.dataset, nets=s.nets, attack=s.final)
     for seed in range(s.seeds):
         for step in _TABLE5[1:]:
             yield run_of(_plan(s, **plan), seed, **{k: step[k] for k in ('augs', 'warm', 'wd')})
-    for epochs in (s.epochs, s.long):
-        yield run_of(_plan(s, epochs=epochs, **plan), 0, net='DeiT', augs=STRONG, warm=0)
+    deit = dict(net='DeiT', augs=STRONG, warm=0)
+    yield run_of(_plan(s, epochs=s.long, **plan), 0, **deit)
+    yield run_of(_plan(s, **plan), 0, **deit)
+    for seed in range(s.seeds):
+        yield run_of(_plan(s, **plan), seed, lr=s.low_lr or s.lr, **deit)
 
 
 @experiment(
@@ -1295,9 +1300,9 @@ def _table5(s):
 def _table6(s):
     plan = _plan(s, dataset=s.dataset, nets=s.nets, attack=s.final)
     for seed in range(s.seeds):
-        for net in ('XCiT', 'ResNet', 'XCiT wider'):
+        for net in ('XCiT', 'ResNet', 'XCiT wider', 'ResNet wider'):
             yield run_of(plan, seed, net=net, wd=0.5)
-    for net in ('ResNet wider', 'XCiT deeper', 'XCiT widest'):
+    for net in ('XCiT deeper', 'XCiT widest'):
         if s.nets == 'small' or net != 'XCiT widest':
             yield run_of(plan, 0, net=net, wd=0.5)
 
@@ -1315,6 +1320,26 @@ def _one_step(s):
     for seed in range(s.seeds):
         yield run_of(_plan(s, eps=2 * s.eps), seed, start=False)
     yield run_of(_plan(s, epochs=s.long), 0, augs=STRONG, warm=0)
+
+
+def known_and_new(
+    **how,  # Key of a run
+) -> Outcome:  # Accuracies in percent: `train` on the training images as they are, `clean` on the test images
+    "How much better does a model know the images that it was trained on?"
+    dls = images_for(how)
+    model, known = trained(how, dls), dls.train.dataset
+    train = dls.valid.new(dataset=_pick(known, range(len(known)), 1))
+    of = dict(train=train, clean=dls.valid)
+    numbers = {k: 100 * _right(model, None, eval_batches(dl, device=dls.device)) for k, dl in of.items()}
+    return Outcome(numbers, images=dls.about)
+
+
+@experiment('xcit.overfit', 'Does standard training without strong augmentation overfit?', by='augs', needs='ablations')
+def _overfit(s):
+    for seed in range(s.seeds):
+        run = run_of(_plan(s), seed, method='clean')
+        looks = (s.n_train or 50000) + (s.n_valid or 10000)
+        yield Trial(run.key, known_and_new, run.training + looks, run.training)
 
 # %% ../nbs/04_xcit_recipe.ipynb #c0ffee17
 def _tune_recipe(tune):
