@@ -905,7 +905,7 @@ def after_train(self: AASTrain):
     y, self.seen = self.seen, []
     if self.is_said or not y or rank_distrib():
         return
-    y, c = torch.cat(y).cpu(), n_classes(self.victim, self.x)
+    y, c = torch.cat(y).cpu(), get_c(self.dls)
     if few_classes(y, c):
         self.is_said = True
         warnings.warn(

@@ -7,7 +7,7 @@ from PIL import Image
 from fastcore.basics import noop
 from robust_nbdev.attacks import *
 from robust_nbdev.autoattack import *
-from robust_nbdev.core import Normalized, eps_str, unwrap
+from robust_nbdev.core import Normalized, eps_str, number, unwrap
 from robust_nbdev import cli, datasets
 from robust_nbdev.cli import *
 from robust_nbdev.evaluate import robust_report

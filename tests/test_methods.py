@@ -3,7 +3,7 @@
 import json
 import numpy as np, pytest
 from robust_nbdev.all import METHODS, compared
-from robust_nbdev.experiments import profile_for
+from robust_nbdev.experiments import images_of, profile_for
 from robust_nbdev.methods import method_run, methods_table
 from robust_nbdev import experiments as ex, methods
 
@@ -30,7 +30,7 @@ def test_all_methods_are_told_the_same_and_name_their_recipe(little):
 def test_added_parts_are_paid_for(little):
     "A forward through adapters and gates costs more than one of the backbone"
     how = method_run(little, 'TORA').key
-    dls = methods.images_for_methods(how)
+    dls = images_of(how)
     model = METHODS['TORA'].model(methods.backbone_of(how, dls.c))
     assert methods.predict_cost(model, how, dls) > 1.2
 

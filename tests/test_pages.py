@@ -190,7 +190,8 @@ def test_index_shows_the_table_of_the_results_but_for_the_verdicts():
 def test_readme_has_a_row_for_each_paper():
     readme = (ROOT / 'README.md').read_text()
     rows = [r for r in readme.splitlines() if re.match(r'\| \[.*20\d\d', r)]
-    assert len(rows) == 5 and all(len(r.strip('|').split(' | ')) == 3 and ' F (' in r for r in rows)
+    assert len(rows) == 5 and all(len(r.strip('|').split(' | ')) == 4 and ' F (' in r for r in rows)
+    assert all(re.search(r'[+-]\d+\.\d \[', r) for r in rows)  # what the method did here, with its interval
     for p, r in zip(PAPERS, rows):
         assert f'(nbs/{p}.ipynb)' in r, r
 
