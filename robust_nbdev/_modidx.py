@@ -1738,7 +1738,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'robust_nbdev.experiments._memory': ('experiments.html#_memory', 'robust_nbdev/experiments.py'),
                                           'robust_nbdev.experiments._missing': ('experiments.html#_missing', 'robust_nbdev/experiments.py'),
                                           'robust_nbdev.experiments._named': ('experiments.html#_named', 'robust_nbdev/experiments.py'),
-                                          'robust_nbdev.experiments._out_at': ('experiments.html#_out_at', 'robust_nbdev/experiments.py'),
                                           'robust_nbdev.experiments._pace': ('experiments.html#_pace', 'robust_nbdev/experiments.py'),
                                           'robust_nbdev.experiments._pack': ('experiments.html#_pack', 'robust_nbdev/experiments.py'),
                                           'robust_nbdev.experiments._path': ('experiments.html#_path', 'robust_nbdev/experiments.py'),

@@ -902,10 +902,9 @@ def before_batch(self: AASTrain):
 @patch
 def after_train(self: AASTrain):
     "Warn, once in a fit, where the batches that have changed the scales were of few classes"
-    y, self.seen = self.seen, []
-    if self.is_said or not y or rank_distrib():
+    if self.is_said or not self.seen or rank_distrib():
         return
-    y, c = torch.cat(y).cpu(), get_c(self.dls)
+    y, c = torch.cat(self.seen).cpu(), get_c(self.dls) or n_classes(self.victim, self.x)
     if few_classes(y, c):
         self.is_said = True
         warnings.warn(

@@ -700,13 +700,10 @@ def _cut_of_processor(cfg):
     size, crop = [_both_sides(cfg, k) for k in ('size', 'crop_size')]
     interpolation = _PILS.get(cfg.get('resample', 2))
     edge, final = size.get('shortest_edge'), crop if cfg.get('do_center_crop', False) else size
-    if edge and cfg.get('crop_pct'):  # ConvNeXt: larger images are squashed, others resized by crop_pct
-        final, mode, pct = (
-            dict(height=edge, width=edge),
-            *(('squash', 1.0) if edge >= 384 else ('center', cfg['crop_pct'])),
-        )
-    else:
-        mode, pct = 'center' if edge else 'squash', final.get('height', 0) / (edge or size.get('height', 1))
+    mode, pct = 'center' if edge else 'squash', final.get('height', 0) / (edge or size.get('height', 1))
+    if edge and cfg.get('crop_pct'):  # ConvNeXt: its larger images are squashed
+        final = dict(height=edge, width=edge)
+        mode, pct = ('squash', 1.0) if edge >= 384 else ('center', cfg['crop_pct'])
     if interpolation is None or not final.get('height') or not 0 < pct <= 1:
         warnings.warn(f'how this model cuts its images is not understood, so timm\'s default is taken: {cfg}')
         return {}

@@ -1565,14 +1565,13 @@ def _as_saved(rep, name, sev, src, bs, dev):
         return False
     row = first(r for r in rep.rows if (r['corruption'], r['severity']) == (name, sev))
     which, n = ('first', 16) if isinstance(src, Corrupted) else ('images', None)
-    differs = []
     if row.get(which) != _key(src.pick(name, sev), n, bs, dev):
-        differs.append('its images are')
-    if 'code' in row and (not row['code'] or row['code'] != _code(src, name)):
-        differs.append('the code that makes them is')
-    if not differs:
+        why = 'its images are not those of the saved row'
+    elif 'code' in row and (not row['code'] or row['code'] != _code(src, name)):
+        why = 'the code that makes its images has changed'
+    else:
         return True
-    warnings.warn(f'{name} {sev} is measured again: {" and ".join(differs)} not that of the saved row')
+    warnings.warn(f'{name} {sev} is measured again: {why}')
     rep.rows.remove(row)
     rep.verdicts.pop(f'{name} {sev}')
     rep.preds.pop(f'{name} {sev}')

@@ -567,11 +567,10 @@ def timm_fit(
     size: int = None,  # Pixels that it will be tested at; default: those of its configuration
 ) -> dict:  # `pct`, `interp`, `crop_mode`, as far as its configuration names them; empty for a model without one
     "How timm cuts a model's test images to size, for `image_dls`; your own options override it"
-    net = None if isinstance(model, str) else unwrap(model)
-    if net is None:
-        known = is_model(model)
-        cfg = get_pretrained_cfg(model).to_dict() if known else {}
+    if isinstance(model, str):
+        net, cfg = None, get_pretrained_cfg(model).to_dict() if is_model(model) else {}
     else:
+        net = unwrap(model)
         cfg = getattr(net, 'pretrained_cfg', None) or getattr(net, 'default_cfg', None)
     if not cfg:
         return {}

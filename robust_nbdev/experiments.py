@@ -8,14 +8,13 @@ __all__ = ['EXPERIMENTS', 'Outcome', 'Trial', 'experiment', 'profile_for', 'tria
            'published_table', 'check_rows', 'confirm_rows']
 
 # %% ../nbs/01g_experiments.ipynb #a2e920e0
-import ast, base64, hashlib, inspect, json, os, platform, sys, tempfile, textwrap, time
-from contextlib import contextmanager
+import ast, base64, hashlib, inspect, json, platform, sys, tempfile, textwrap, time
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import version
 import timm
 from filelock import FileLock, Timeout
-from fastcore.xtras import atomic_save
+from fastcore.xtras import atomic_save, modified_env
 from fastai.basics import *
 from .core import *
 from .datasets import *
@@ -164,17 +163,15 @@ def _bare(node):
 
 
 _ONE_TARGET = ast.AnnAssign, ast.AugAssign
+_AROUND_OTHERS = ast.If, ast.Try, ast.ExceptHandler, ast.With, ast.For, ast.While
 
 
 def _defined(o):
     "The names that a statement of a module defines"
     if isinstance(o, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return [o.name]
-    if isinstance(o, (ast.If, ast.Try, ast.With, ast.For, ast.While)):
-        inside = [p for p in ast.iter_child_nodes(o) if isinstance(p, (ast.stmt, ast.ExceptHandler))]
-        return [n for p in inside for n in _defined(p)]
-    if isinstance(o, ast.ExceptHandler):
-        return [n for p in o.body for n in _defined(p)]
+    if isinstance(o, _AROUND_OTHERS):
+        return [n for p in ast.iter_child_nodes(o) for n in _defined(p)]
     targets = o.targets if isinstance(o, ast.Assign) else [o.target] if isinstance(o, _ONE_TARGET) else []
     return [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
 
@@ -569,22 +566,9 @@ def _lines(found):
     return pd.concat([_again(*o) for o in found]) if found else empty
 
 
-@contextmanager
-def _out_at(folder):
-    "Inside the context `settings().out` is this folder"
-    was = os.environ.get('ROBUST_OUT')
-    os.environ['ROBUST_OUT'] = str(folder)
-    try:
-        yield
-    finally:
-        os.environ.pop('ROBUST_OUT')
-        if was is not None:
-            os.environ['ROBUST_OUT'] = was
-
-
 def _again(trial, row):
     "Make a row again, without the weights that earlier runs have left in the folder `out`: a line per number"
-    with tempfile.TemporaryDirectory() as fresh, _out_at(fresh):
+    with tempfile.TemporaryDirectory() as fresh, modified_env(ROBUST_OUT=fresh):
         new, n = trial.fn(**trial.key), row['verdicts']['n']
     moved = {k: int((np.asarray(v) != _unpack(row['verdicts'][k], n)).sum()) for k, v in new.verdicts.items()}
     return pd.DataFrame(

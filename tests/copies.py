@@ -42,3 +42,31 @@ COPIES = dict(
     pickle=lambda m: grow(pickle.loads(pickle.dumps(m))),
     functional_call=functional,
 )
+
+
+class Reuses(nn.Module):
+    "A block that writes its output where its last one is"
+
+    def __init__(self, block):
+        super().__init__()
+        self.block, self.memory = block, None
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.block, name)
+
+    def forward(self, x, *args, **kw):
+        z = self.block(x, *args, **kw)
+        if self.memory is None or self.memory.shape != z.shape:
+            self.memory = torch.empty_like(z)
+        self.memory = self.memory.detach()
+        return self.memory.copy_(z)
+
+
+def reusing(model):
+    "A copy of a ViT whose blocks write where their last output is"
+    model = copy.deepcopy(model)
+    model.model.blocks = nn.Sequential(*map(Reuses, model.model.blocks))
+    return model

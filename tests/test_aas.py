@@ -8,6 +8,7 @@ from torch import nn
 from fastai.vision.all import (
     Callback,
     CancelFitException,
+    DataLoaders,
     set_seed,
 )
 from fastai.callback.schedule import *
@@ -21,7 +22,7 @@ from robust_nbdev.adv_train import *
 from robust_nbdev.aas import *
 from robust_nbdev.evaluate import *
 from robust_nbdev.test_utils import *
-from copies import replicate
+from copies import replicate, reusing
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=2, num_classes=4)
 FAMILIES = dict(
@@ -960,6 +961,15 @@ def test_another_radius_scales_the_step_inside(wrap):
         wrap(lambda model, x, y=None, *, seed=0, **kw: x).at_eps(0.1)
 
 
+# --- blocks that use their memory again
+
+
+def test_scales_of_a_model_whose_blocks_write_where_their_last_output_is():
+    m, (x, y) = tiny_vit(num_classes=4), (torch.rand(4, 1, 28, 28), torch.arange(4))
+    aas = AAS(PGD2)
+    torch.testing.assert_close(aas.scales(reusing(m), x, y), aas.scales(m, x, y), atol=1e-3, rtol=0)
+
+
 # --- data sorted by class
 
 
@@ -973,6 +983,16 @@ def test_scales_chosen_on_one_class_are_noticed(batches):
     with pytest.warns(UserWarning, match='AASTrain: .* 1 of 4 classes') as said:
         learn.fit(2)
     assert len([o for o in said if 'AASTrain:' in str(o.message)]) == 1
+
+
+def test_scales_where_the_data_does_not_say_how_many_classes_there_are():
+    data = torch.utils.data.TensorDataset(torch.rand(32, 1, 28, 28), torch.arange(32) % 4)
+    dl = torch.utils.data.DataLoader(data, 8)
+    learn = synth_learner(
+        dls=DataLoaders(dl, dl), loss_func=nn.CrossEntropyLoss(), cbs=[AdvTrain(PGD2), AASTrain(period=1)]
+    )
+    learn.fit(1)
+    assert len(learn.aas_train.df) == 1
 
 
 # --- experiments

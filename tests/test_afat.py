@@ -36,6 +36,7 @@ from robust_nbdev.evaluate import *
 from robust_nbdev.eval_data import *
 from robust_nbdev.models import small_model
 from robust_nbdev.test_utils import *
+from copies import reusing
 from two_processes import one_and_two
 
 
@@ -1097,3 +1098,12 @@ def test_the_recipe_refuses_a_second_mixer_and_a_second_schedule():
         quick.fit(learn, 1, cbs=MixUp())
     with pytest.raises(ValueError, match='schedule of the learning rate'):
         quick.fit(learn, 1, cbs=ParamScheduler(dict(lr=SchedLin(0, 1))))
+
+
+@pytest.mark.parametrize('how', ['single', 'gradient'])
+def test_effects_of_patches_where_blocks_write_where_their_last_output_is(how):
+    m, x = tiny_vit(num_classes=4), torch.rand(2, 1, 28, 28)
+    cover = patch_cover(x, 0)
+    right = patch_effects(m, x, cover, (7, 7), how)
+    assert right.abs().max() > 1e-4
+    torch.testing.assert_close(patch_effects(reusing(m), x, cover, (7, 7), how), right)

@@ -1306,11 +1306,10 @@ def test_what_is_a_sum():
     assert is_summed(lambda z, y: F.cross_entropy(z.mul_(2), y, reduction='sum'), z, (y,)) and z.equal(was)
 
 
-def test_a_guided_attack_weighs_a_sum_without_reduction_as_one_with(monkeypatch):
+def test_a_guided_attack_weighs_a_sum_without_reduction_as_one_with():
     seen = []
-    step = PGD(0.1, steps=2)
     for loss in (CrossEntropyLossFlat(reduction='sum'), partial(F.cross_entropy, reduction='sum')):
-        learn = synth_learner(cbs=GAT(step), loss_func=loss)
+        learn = synth_learner(cbs=GAT(PGD(0.1, steps=2)), loss_func=loss)
         see = Callback(after_pred=lambda self: found.append(self.xb[0].clone()) if self.training else None)
         found, see.order = [], 99
         learn.fit(1, 1e-4, cbs=see)
