@@ -32,7 +32,7 @@ from .vit import *
 from .attacks import *
 from .patch_attacks import *
 from .adv_train import *
-from .adv_train import _weight
+from .adv_train import check_weight as _weight
 from .evaluate import *
 from .evaluate import _names
 from .eval_data import *

@@ -497,6 +497,9 @@ def land(
     return torch.where(over, bits - (y.float() - x.float()).sign().to(torch.int16), bits).view(x.dtype)
 
 # %% ../nbs/01_attacks.ipynb #11705867
+_START_AT_IMAGE = []  # classes of attacks in which nothing is random where `rand` is False
+
+
 @dataclass(frozen=True, repr=False)
 class Attack(AttackBase):
     "Base of the attacks inside a ball: `attack(model, x, y) -> x_adv`"
@@ -531,6 +534,12 @@ class Attack(AttackBase):
             raise ValueError(
                 f'{type(self).__name__} is run in a way of its own, which would make one run and not {self.restarts}: '
                 'loop over self.restarts there and declare restartable = True in the class, or leave restarts out'
+            )
+        if self.restarts > 1 and type(self) in _START_AT_IMAGE and not self.rand and self.draws == 1:
+            raise ValueError(
+                f'{type(self).__name__} starts at the image itself, so {self.restarts} restarts would be one and the '
+                'same run: leave restarts out, take an attack that starts at random, such as PGD, or, for a random '
+                'model, attack.eot(draws)'
             )
         if not (self.loss is None or callable(self.loss)):
             raise TypeError(f'loss must be a function loss(z, y) -> [B], such as ce or dlr, got {self.loss!r}')
@@ -687,7 +696,7 @@ def update(
     g: Tensor,  # Gradient [B,C,H,W] at `x+d`
     v: Tensor,  # Value of the loss there [B]
     i: Tensor,  # Steps that each image has made [B]
-) -> dict:  # The state after the step
+) -> dict:  # The state after the step, with all its keys
     "The state after a step with this gradient and value"
     raise TypeError(
         f'{type(self).__name__} has no step of its own: '
@@ -714,6 +723,17 @@ def references(
     return None
 
 # %% ../nbs/01_attacks.ipynb #7bf0192f
+def _whole_state(attack, keys, new):
+    "The new state, if it is one and has all these keys"
+    lost = keys - new.keys() if isinstance(new, dict) else keys
+    if lost:
+        raise ValueError(
+            f'{type(attack).__name__}.update gave a state without {", ".join(sorted(lost))}, which the state before '
+            'had: return all of it, {**s, ...}'
+        )
+    return new
+
+
 class Rows:
     "Images under attack, one row each: every one at a step and in a round of its own"
 
@@ -744,7 +764,8 @@ class Rows:
         "A gradient for every image, and a step along it"
         x, i, d = self.img.x, self.img.i, self.state['d']
         g, v, z = self.attack.gradient(self.obj, x, self.state, i)
-        self.state = self.attack.update(x, self.state, g, v, i)
+        keys = set(self.state)
+        self.state = _whole_state(self.attack, keys, self.attack.update(x, self.state, g, v, i))
         self.img.i = i + 1
         self.due -= 1
         return d, v, z
@@ -946,6 +967,9 @@ def _step(attack, g, i):
     length = attack.step_at(i)
     return (per_image(length, g) if isinstance(length, Tensor) else length) * attack.ball.step(g)
 
+
+_START_AT_IMAGE.append(PGD)
+
 # %% ../nbs/01_attacks.ipynb #02b6b6ed
 def _step_for(attack, ball):
     "The field `alpha` of an attack for another ball, if it has one that was given"
@@ -994,6 +1018,9 @@ class FGSM(PGD):
     def step_at(self, i):
         return self.eps
 
+
+_START_AT_IMAGE.append(FGSM)
+
 # %% ../nbs/01_attacks.ipynb #a8198e2c
 @dataclass(frozen=True, repr=False)
 class FGSM_RS(PGD):
@@ -1026,12 +1053,18 @@ class MIFGSM(PGD):
         m = self.decay * s['m'] + g / per_image(g.abs().flatten(1).mean(1), g).clamp(min=torch.finfo(g.dtype).tiny)
         return super().update(x, {**s, 'm': m}, m, v, i)
 
+
+_START_AT_IMAGE.append(MIFGSM)
+
 # %% ../nbs/01_attacks.ipynb #68d40989
 @dataclass(frozen=True, repr=False)
 class CWPGD(PGD):
     "PGD on the margin of Carlini & Wagner, which no longer counts above a confidence of 10"
 
     loss: Callable = field(default=cw, kw_only=True)  # `loss(z, y) -> [B]`
+
+
+_START_AT_IMAGE.append(CWPGD)
 
 # %% ../nbs/01_attacks.ipynb #5f6aa5a2
 def to_length(

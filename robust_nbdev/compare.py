@@ -435,18 +435,19 @@ def difference(
     self: Comparison,
     name: str,  # Of a model
     column: str = None,  # Of `columns`; None: the one by which models are ranked
-) -> Difference:  # Of this model minus the first; None across threat models
-    "`paired`, for a row of the table"
-    side, column = first(s for s in self.sides if s.name == name), ifnone(column, self.judged)
-    if side is None or column not in self.columns:
-        known = [s.name for s in self.sides], self.columns
-        raise ValueError(
-            f'no model {name!r} or no column {column!r}, there are: {known[0]} and {known[1]}; '
-            f'differences are to the first, {self.first.name}'
-        )
-    if not _can_pair(side, self.first, column):
+    base: str = None,  # Of the model that is subtracted; None: the first
+) -> Difference:  # Of this model minus the other; None across threat models
+    "`paired`, for two rows of the table; raises ValueError for a name or column that there is not"
+    side, other = [first(s for s in self.sides if s.name == o) for o in (name, ifnone(base, self.first.name))]
+    column = ifnone(column, self.judged)
+    if side is None or other is None:
+        odd = name if side is None else base
+        raise ValueError(f'no model is called {odd!r}, there are: {[s.name for s in self.sides]}')
+    if column not in self.columns:
+        raise ValueError(f'there is no column {column!r}, there are: {self.columns}')
+    if not _can_pair(side, other, column):
         return None
-    a, b = side.column(column), self.first.column(column)
+    a, b = side.column(column), other.column(column)
     return None if a is None or b is None else paired(a, b)
 
 

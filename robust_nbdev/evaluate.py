@@ -130,8 +130,9 @@ class Report:
         for r in self.rows:
             yield r
             for p in r.get('parts', []):
-                share = dict(accuracy=p['left'] / r['n'], low=None, passes=None, seconds=p['seconds'])
-                yield {**r, 'attack': f'- {p["attack"]}', **share}
+                same = {k: r[k] for k in ('norm', 'eps', 'n', 'seed')}
+                own = dict(attack=f'- {p["attack"]}', accuracy=p['left'] / r['n'], attacked=p['attacked'])
+                yield {**same, **own, 'seconds': p['seconds']}
 
     def _table(self):
         d = self._frame(self._lines())
@@ -443,12 +444,18 @@ def _classes(z):
     return z.argmax(1).masked_fill(z.isnan().any(1), -1)
 
 
-def _predicted(model, x):
-    "The predicted classes, and whether the model changed the tensor that it was given"
+def _answer(model, x):
+    "The logits, and whether the model changed the tensor that it was given"
     given = x.clone()
     with attack_mode(model), torch.no_grad():
         z = check_logits(model(given), x, torch.zeros(len(x), device=x.device)).as_subclass(Tensor)
-    return _classes(z), not torch.equal(given, x)
+    return z, not torch.equal(given, x)
+
+
+def _predicted(model, x):
+    "The predicted classes, and whether the model changed the tensor that it was given"
+    z, moved = _answer(model, x)
+    return _classes(z), moved
 
 
 def predict(
@@ -1073,7 +1080,8 @@ def hunt(
 # %% ../nbs/01b_evaluate.ipynb #5d0c7c01
 def _judge(model, x, y, draws=1):
     "What a model predicts for images with labels: over several draws, the share that is right and the first class"
-    ps = torch.stack([_predicted(model, x)[0] for _ in range(draws)])
+    zs = [_answer(model, x)[0] for _ in range(draws)]
+    ps = torch.stack([_classes(z) for z in zs])
     found = Found.empty(len(x))
     found.share, found.pred = (ps == y).float().mean(0).cpu().numpy(), ps[0].cpu().numpy()
     return found
@@ -1100,6 +1108,14 @@ class Found:
     ) -> 'Found':  # Of images that were not attacked
         "Nothing known yet"
         return cls(*[np.full(n, f.default) for f in fields(cls)])
+
+    @classmethod
+    def join(
+        cls,
+        several: list,  # Of `Found`, batch by batch
+    ) -> 'Found':  # Of all their images
+        "One after another"
+        return cls(*[np.concatenate([getattr(o, f.name) for o in several]) for f in fields(cls)])
 
     def at(
         self,
@@ -1317,16 +1333,16 @@ def _clean_pass(self: Run):
         raise ValueError('there are no images to evaluate: the data is empty')
     found, *rest = zip(*got)
     label, self.keys = map(torch.cat, rest)
-    share, pred = [np.concatenate([getattr(o, k) for o in found]) for k in ('share', 'pred')]
-    ok = share if self.draws > 1 else share > 0
-    self.doubts = self.looked.doubts + self._class_doubts(label) + _constant(tensor(pred), tensor(share))
-    self._keep_clean(ok, pred, label.numpy(), time.time() - t)
+    found = Found.join(found)
+    self.doubts = self.looked.doubts + self._class_doubts(label) + _constant(tensor(found.pred), tensor(found.share))
+    self._keep_clean(found, label.numpy(), time.time() - t)
 
 
 @patch
-def _keep_clean(self: Run, ok, pred, label, seconds):
+def _keep_clean(self: Run, found, label, seconds):
+    ok = found.share if self.draws > 1 else found.share > 0
     self.verdicts['clean'] = ok
-    self.preds.update(label=label, clean=pred)
+    self.preds.update(label=label, clean=found.pred)
     if self.at is not None:
         self.preds['position'] = np.asarray(self.at)
     counts = dict(attacked=len(ok), passes=len(ok) * self.draws)
@@ -1962,14 +1978,20 @@ def _order_doubts(self: Run, attacks):
     return says
 
 
+def _clearly_less(u, v):
+    "Are fewer of the same images right in `u` than in `v`, by more than a point, four images and chance?"
+    d = np.asarray(v, float) - u
+    return d.sum() > 4 and d.mean() > max(0.01, 2 * d.std() / len(d) ** 0.5)
+
+
 @patch
 def _weaker_below(self: Run, names):
-    says, acc = [], [self.verdicts[k].mean() for k in names]
-    for (a, u), (b, v) in zip(zip(names, acc), zip(names[1:], acc[1:])):
-        if u < v - 0.01:
+    says, v = [], self.verdicts
+    for a, b in zip(names, names[1:]):
+        if _clearly_less(v[a], v[b]):
             says.append(
-                f'{a} ({u:.1%}) is stronger than {b} ({v:.1%}), which is listed below it: attacks are '
-                'listed weak to strong, so the second one may be failing'
+                f'{a} ({v[a].mean():.1%}) is stronger than {b} ({v[b].mean():.1%}), which is listed below it: '
+                'attacks are listed weak to strong, so the second one may be failing'
             )
     return says
 

@@ -9,7 +9,7 @@ __all__ = ['fingerprint', 'identity', 'beside_weights', 'steady', 'changed', 'sk
 import dis, hashlib, importlib.util, sys, types, weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
-from functools import singledispatch
+from functools import lru_cache, singledispatch
 from pickle import PickleError
 from .core import *
 from .core import _bytes
@@ -81,8 +81,9 @@ def _library(name):
 _SAME_AS = dict(LOAD_NAME='LOAD_GLOBAL', LOAD_METHOD='LOAD_ATTR', IMPORT_FROM='LOAD_ATTR')
 
 
+@lru_cache(10000)
 def _uses(
-    code,  # A code object
+    code: types.CodeType,  # Of a function
 ) -> tuple:  # Sets of names: globals, attributes, imports
     "Names that a code object and those inside it take from outside"
     found = dict(LOAD_GLOBAL=set(), LOAD_ATTR=set(), IMPORT_NAME=set())
@@ -95,7 +96,7 @@ def _uses(
             continue
         for names, inner in zip(found.values(), _uses(c)):
             names.update(inner)
-    return tuple(found.values())
+    return tuple(frozenset(o) for o in found.values())
 
 
 def _imported(name, package):

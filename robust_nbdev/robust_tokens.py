@@ -23,7 +23,7 @@ from .vit import _check_out
 from .attacks import *
 from .autoattack import *
 from .adv_train import *
-from .adv_train import _weight
+from .adv_train import check_weight as _weight
 from .evaluate import *
 from .eval_data import _at_positions, fair
 from .evaluate import to_8bit
@@ -527,8 +527,9 @@ def load_tokens(
         _check_out(m, out)
     check_backbone(model, about, name, head=False)
     if t is not None and t.weight.shape != w.shape:
+        then = f', then token_sets(model, {len(w)}, {w.shape[1]})' if len(w) > 1 else ''
         raise ValueError(
-            f'{name} has tokens {list(w.shape)}, the model has {list(t.weight.shape)}: remove_tokens(model) first'
+            f'{name} has tokens {list(w.shape)}, the model has {list(t.weight.shape)}: remove_tokens(model) first{then}'
         )
     if t is None:
         if len(w) != 1:

@@ -77,9 +77,9 @@ def synth_learner(
     "A Learner that trains in a second, silently"
     set_seed(seed, reproducible=True)
     learn = Learner(
-        dls or synth_dls(),
-        model or tiny_vit(num_classes=4, seed=seed),
-        loss_func=loss_func or CrossEntropyLossFlat(),
+        synth_dls() if dls is None else dls,
+        tiny_vit(num_classes=4, seed=seed) if model is None else model,
+        loss_func=CrossEntropyLossFlat() if loss_func is None else loss_func,
         cbs=cbs,
         **kw,
     )
@@ -104,15 +104,22 @@ class GetGrads(Callback):
         self.grads.append(torch.cat([p.grad.flatten().clone() for p in self.model.parameters() if p.grad is not None]))
 
 
+def _bits(v):
+    "Type, shape and bytes of a tensor"
+    if not isinstance(v, Tensor):
+        return repr(v)
+    return v.dtype, v.shape, v.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
 def state_of(
     model: nn.Module,  # Any model
 ) -> tuple:  # Compares with `==`
-    "Everything about a model that an attack must leave alone: modes, requires_grad, grads, hooks, weights"
+    "What an attack must leave alone: modes, requires_grad, whether there are grads, hooks, and weights, bit by bit"
     return (
         [m.training for m in model.modules()],
         [(p.requires_grad, p.grad is None) for p in model.parameters()],
         [(len(m._forward_hooks), len(m._forward_pre_hooks), len(m._backward_hooks)) for m in model.modules()],
-        {k: v.sum().item() for k, v in model.state_dict().items()},
+        {k: _bits(v) for k, v in model.state_dict().items()},
     )
 
 # %% ../nbs/97_test_utils.ipynb #1f0a9c3e

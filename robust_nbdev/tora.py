@@ -24,7 +24,7 @@ from .models import small_model
 from .attacks import *
 from .autoattack import *
 from .adv_train import *
-from .adv_train import _weight
+from .adv_train import check_weight as _weight
 from .evaluate import *
 from .corruptions import *
 from .compare import *

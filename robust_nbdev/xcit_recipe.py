@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['XCITS', 'AUGS', 'STRONG', 'xcit_medium_12_p16_224', 'xcit_large_12_p16_224', 'cait_s12_224', 'n_params', 'XcitRecipe',
-           'xcit_recipe', 'RecipeLR', 'warp', 'color_jitter', 'rand_augment', 'erase_some', 'Augment', 'MixOrCut',
-           'CleanPass', 'hold_out', 'KeepBest', 'patch_for', 'small_stem', 'Blend', 'gaussian_images', 'recipe_of',
-           'network', 'images_for', 'trained', 'attacked', 'train_and_attack', 'run_of', 'known_and_new',
+           'xcit_recipe', 'RecipeLR', 'warp', 'color_jitter', 'rand_augment', 'erase_some', 'RepeatBatches', 'Augment',
+           'MixOrCut', 'CleanPass', 'hold_out', 'KeepBest', 'patch_for', 'small_stem', 'Blend', 'gaussian_images',
+           'recipe_of', 'network', 'images_for', 'trained', 'attacked', 'train_and_attack', 'run_of', 'known_and_new',
            'tune_and_attack', 'read_deltas', 'plot_rows', 'delta_image', 'topk', 'semantic_table', 'show_deltas',
            'show_pic', 'class_images', 'AttackEffect', 'restart_losses', 'one_step_check']
 
@@ -36,6 +36,7 @@ from .models import small_model
 from .attacks import *
 from .autoattack import *
 from .adv_train import *
+from .adv_train import replayed
 from .eval_data import hard_labels
 from .evaluate import *
 from .compare import *
@@ -161,6 +162,7 @@ class XcitRecipe(Value):
     cutmix: float = 0.0  # Alpha of CutMix; 0: none
     randaug: str = ''  # RandAugment in timm's notation; empty: none
     erase: float = 0.0  # Share of images with an erased rectangle
+    repeats: int = 1  # Times that each batch is trained on; the first time all but MixUp and CutMix rest
     best: str = 'valid'  # Epoch to keep: best under attack on held-out images, `'valid'`, on `'test'`; or the `'last'`
     held: float = 0.1  # Share of the training images that `'valid'` holds out
     bn_clean: bool = True  # Also send the clean images through the model, so that BatchNorm sees them
@@ -205,6 +207,7 @@ def check(self: XcitRecipe):
     for k in ('scale', 'ratio'):
         if not (len(getattr(self, k)) == 2 and 0 < getattr(self, k)[0] <= getattr(self, k)[1]):
             raise ValueError(f'{k} must be a pair, the smaller positive number first, got {getattr(self, k)!r}')
+    check_whole(self.repeats, 'repeats', 1)
     if self.total < 1:
         raise ValueError(
             f'the recipe has {self.epochs:g} epochs and {self.cooldown:g} of cool-down: at least one is needed'
@@ -267,6 +270,7 @@ def augs(self: XcitRecipe):
         erase=self.erase and n(self.erase),
         mixup=self.mixup and n(self.mixup),
         cutmix=self.cutmix and n(self.cutmix),
+        repeats=self.repeats if self.repeats > 1 else '',
     )
     return ' '.join(f'{k} {v}' for k, v in parts.items() if v) or 'none'
 
@@ -459,6 +463,31 @@ def erase_some(
     return TimmErasing(p, mode='pixel', device=x.device)(x.clone()).clamp(0, 1)
 
 # %% ../nbs/04_xcit_recipe.ipynb #753440cb
+class RepeatBatches(AdvCallback):
+    """Repeated augmentation: each training batch is trained on several times, and the first time `Augment` leaves it as
+    it is; MixUp and CutMix mix every time. A second one is refused"""
+
+    order, run_valid = -5, False  # before anything counts the batches
+
+    def __init__(
+        self,
+        times: int = 3,  # How often each batch comes, 2 or more
+    ):
+        self.times = check_whole(times, 'times', 2)
+
+    def before_train(self):
+        "Put the longer loader in the place of the epoch's own"
+        self.learn.dl = replayed(self.dl, self.times)
+
+    @property
+    def first(self) -> bool:
+        "Does this batch come for the first time?"
+        return self.run and self.iter % self.times == 0
+
+    def __repr__(self):
+        return f'RepeatBatches({self.times})'
+
+
 class Augment(Callback):
     "The recipe's changes to training images, before MixUp and the attack; a second one is refused"
 
@@ -477,7 +506,9 @@ class Augment(Callback):
     before_validate = before_train
 
     def before_batch(self):
-        "Augment the batch's images"
+        "Augment the batch's images; of a repeated batch all copies but the first"
+        if any(isinstance(c, RepeatBatches) and c.first for c in self.learn.cbs):
+            return
         r, x = self.r, self.x.as_subclass(Tensor)
         crops = any(isinstance(o, RandomResizedCrop) for o in getattr(getattr(self.dl, 'after_item', None), 'fs', []))
         x = warp(x, r, not crops)
@@ -739,6 +770,8 @@ def callbacks(
 ) -> list:  # Of fastai callbacks
     "What the recipe adds to a fit: augmentation, attack, schedules"
     r, cbs = self, [Augment(self), NoDecay(), ParamScheduler({'lr': RecipeLR(self, self.peak_lr(bs))})]
+    if r.repeats > 1:
+        cbs.append(RepeatBatches(r.repeats))
     if r.mixup and r.cutmix:
         cbs.append(MixOrCut(r.mixup, r.cutmix))
     elif r.mixup or r.cutmix:
@@ -902,6 +935,7 @@ def recipe_of(
     "The recipe of a run of the ablations: where the thesis starts, with the changes that the run is about"
     r = xcit_recipe('n12', eps=how['eps'], task='ablation', values='thesis').but(**_WITHOUT)
     r = r.but(method=how['method'], wd=how['wd'], steps=how['train_steps'], rand=how['start'], best='last')
+    r = r.but(repeats=how.get('repeats', 1))  # old keys do not have it
     r = r.but(lr=how['lr'], lr_rule='none', warmup=10, min_lr=1e-5, by_epoch=how['schedules'] == 'by epoch')
     if how['crop'] == 'mild':
         r = r.but(**_MILD)
@@ -916,6 +950,7 @@ _NETS = dict(
         'CaiT': 'cait_xxs24_224',
         'ResNet': 'resnet18',
         'XCiT wider': 'xcit_tiny_12_p16_224',
+        'XCiT widest': 'xcit_small_12_p16_224',
         'XCiT deeper': 'xcit_tiny_24_p16_224',
         'ResNet wider': 'resnet34',
     },
@@ -947,6 +982,7 @@ def _toy_xcit(width=32, depth=2):
 _TOYS = {
     'XCiT': _toy_xcit(),
     'XCiT wider': _toy_xcit(48),
+    'XCiT widest': _toy_xcit(64),
     'XCiT deeper': _toy_xcit(depth=4),
     'DeiT': dict(model_name='deit_small_patch16_224', patch_size=7, img_size=28, embed_dim=44, depth=3, num_heads=4),
     'CaiT': dict(model_name='cait_s12_224', patch_size=7, img_size=28, embed_dim=32, depth=3, num_heads=4),
@@ -1121,7 +1157,7 @@ def _training(how):
     "Passes of an image through the model in training"
     step = 3 if how['method'] == 'clean' else 2 * how['train_steps'] + 4
     n_train = how['n_train'] or dict(imagenet=1281167, imagenet100=128000).get(how['dataset'], 50000)
-    return step * n_train * how['epochs']
+    return step * n_train * how['epochs'] * how.get('repeats', 1)
 
 
 def _evaluation(how):
@@ -1167,6 +1203,8 @@ def _said(keys, rows):
 )
 def _table1(s):
     plan, augs = _plan(s, nets=s.nets), s.table1_augs or ''
+    if s.table1_repeats > 1:
+        plan['repeats'] = s.table1_repeats
     for seed in range(s.seeds):
         for net in ('XCiT', 'ResNet', 'DeiT', 'CaiT'):
             yield run_of(plan, seed, net=net, augs=augs)
@@ -1179,7 +1217,7 @@ def _table1(s):
 @experiment(
     'xcit.table2',
     'Table 2: warm-up of eps',
-    by=('augs', 'warm'),
+    by=('augs', 'warm', 'lr'),
     needs=('ablations',),
     published=_said(
         'augs warm clean strong',
@@ -1197,6 +1235,8 @@ def _table2(s):
         for augs in (STRONG, ''):
             for warm in (0, 20):
                 yield run_of(_plan(s), seed, augs=augs, warm=warm)
+        for warm in (0, 20) if s.low_lr else ():
+            yield run_of(_plan(s), seed, augs=STRONG, warm=warm, lr=s.low_lr)
     for warm in (5, 10, 30):
         yield run_of(_plan(s), 0, augs=STRONG, warm=warm)
 
@@ -1280,6 +1320,8 @@ def _table5(s):
     yield run_of(_plan(s, **plan), 0, **deit)
     for seed in range(s.seeds):
         yield run_of(_plan(s, **plan), seed, lr=s.low_lr or s.lr, **deit)
+    for seed in range(s.seeds) if s.low_lr else ():
+        yield run_of(_plan(s, **plan), seed, augs=STRONG, warm=0, lr=s.low_lr)
 
 
 @experiment(
@@ -1300,11 +1342,19 @@ def _table5(s):
 def _table6(s):
     plan = _plan(s, dataset=s.dataset, nets=s.nets, attack=s.final)
     for seed in range(s.seeds):
-        for net in ('XCiT', 'ResNet', 'XCiT wider', 'ResNet wider'):
+        for net in ('XCiT', 'ResNet', 'XCiT wider', 'ResNet wider', 'XCiT widest'):
             yield run_of(plan, seed, net=net, wd=0.5)
-    for net in ('XCiT deeper', 'XCiT widest'):
-        if s.nets == 'small' or net != 'XCiT widest':
-            yield run_of(plan, 0, net=net, wd=0.5)
+    yield run_of(plan, 0, net='XCiT deeper', wd=0.5)
+
+
+@experiment(
+    'xcit.repeats', 'Section 4.1.1: repeated augmentation, at equal cost', by=('augs', 'epochs'), needs='ablations'
+)
+def _repeats(s):
+    few = max(1, s.epochs // 3)
+    for seed in range(s.seeds):
+        yield run_of(_plan(s, epochs=3 * few), seed, augs=STRONG)
+        yield run_of(_plan(s, epochs=few), seed, augs=STRONG, repeats=3)
 
 
 @experiment(

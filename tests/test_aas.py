@@ -7,7 +7,6 @@ import pytest, timm, torch, torch.nn.functional as F
 from torch import nn
 from fastai.vision.all import (
     Callback,
-    CancelFitException,
     DataLoaders,
     set_seed,
 )
@@ -27,10 +26,7 @@ from copies import replicate, reusing
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=2, num_classes=4)
 FAMILIES = dict(
     vit=('vit_tiny_patch16_224', SMALL),
-    deit=('deit_tiny_distilled_patch16_224', SMALL),
-    reg4=('vit_small_patch14_reg4_dinov2', {**SMALL, 'init_values': 0.5}),
     xcit=('xcit_nano_12_p8_224', {**SMALL, 'eta': 0.5}),
-    cait=('cait_xxs24_224', {**SMALL, 'init_values': 0.5}),
     swin=(
         'swin_tiny_patch4_window7_224',
         dict(img_size=32, embed_dim=16, depths=(2, 2), num_heads=(2, 4), window_size=4, num_classes=4),
@@ -40,7 +36,6 @@ FAMILIES = dict(
         dict(img_size=32, embed_dim=(32, 48), depth=(1, 1), num_heads=(2, 3), key_dim=8, stem_type='s8', num_classes=4),
     ),
 )
-each = pytest.mark.parametrize('k,on', [*((k, True) for k in FAMILIES), ('vit', False), ('swin', False)])
 
 
 def build(k, on=True):
@@ -83,57 +78,34 @@ PL = PGD(0.1, steps=20)
 
 
 def test_underflow_planted_and_repaired():
-    "On saturated attention float32 PGD fails, float64 PGD and AAS do not"
+    "On saturated attention the gradient is not small: it is nothing, for each loss and start; scales bring it back"
     m = planted_vit(8)
-    x, y = planted_images(16)
-    gap = attn_gaps(m, x)[0].amax(1)
-    assert gap.min() > 104 and right(m, x, y) == 1
+    x, y = planted_images(8)
+    assert attn_gaps(m, x)[0].amax(1).min() > 104 and right(m, x, y) == 1
     with attack_mode(m):
-        o = Objective(m, x, y, ce)
-        g = o.grad(x)[0]
-    assert (g == 0).all()  # not small: nothing
-    assert [right(m, a(m, x, y), y) for a in (PL, PL.restart(3), APGD(0.1, steps=20), PL.but(loss=margin))] == [1.0] * 4
-    assert [
-        right(m, a(m, x, y), y)
-        for a in (
-            Float64(PL),
-            AAS(PL),
-            AAS(PL, per='batch'),
-            GapScaled(PL),
-            AAS(APGD(0.1, steps=20)),
-        )
-    ] == [0.0] * 5
+        assert (Objective(m, x, y, ce).grad(x)[0] == 0).all()
+    assert [right(m, a(m, x, y), y) for a in (PL.restart(2), APGD(0.1, steps=20), PL.but(loss=margin))] == [1.0] * 3
+    assert [right(m, a(m, x, y), y) for a in (AAS(PL, per='batch'), AAS(APGD(0.1, steps=20)))] == [0.0] * 2
 
 
 def test_no_underflow_no_repair():
-    "The same model with small weights: all agree"
     m = planted_vit(1)
-    x, y = planted_images(32)
-    assert [right(m, a(m, x, y), y) for a in (PL, Float64(PL), AAS(PL))] == [0.0] * 3 and torch.equal(
-        GapScaled(PL)(m, x, y), PL(m, x, y)
-    )
+    x, y = planted_images(8)
+    assert torch.equal(GapScaled(PL)(m, x, y), PL(m, x, y))
 
 
 def test_the_report_notices_the_planted_model():
-    m = planted_vit(8)
-    x, y = planted_images(40)
-    rep = robust_report(m, (x, y), [PL, AAS(PL)], bs=16)
+    pgd = PGD(0.1, steps=8)
+    rep = robust_report(planted_vit(8), planted_images(16), [pgd, AAS(pgd)], bs=16)
     assert [r['accuracy'] for r in rep.rows] == [1, 1, 0, 0] and any('zero' in w for w in rep.warnings)
 
 
-@pytest.mark.parametrize('k', ['vit', 'swin'])
-def test_float64_is_a_double_model(k):
-    m = build(k)
-    d = copy.deepcopy(m).double()
+def test_float64_is_a_double_model():
+    m = build('vit')
     before = state_of(m)
     x_adv = Float64(PGD2)(m, X, Y)
-    ref = PGD2(d, X.double(), Y, seed=image_seed(X))
-    assert (
-        x_adv.dtype == torch.float32
-        and close(x_adv, ref.float(), 1e-6)
-        and state_of(m) == before
-        and not any(p.dtype == torch.float64 for p in m.parameters())
-    )
+    ref = PGD2(copy.deepcopy(m).double(), X.double(), Y, seed=image_seed(X))
+    assert x_adv.dtype == torch.float32 and close(x_adv, ref.float(), 1e-6) and state_of(m) == before
     c = Counted(m)
     Float64(PGD2)(c, X, Y)
     assert (c.forwards, c.backwards) == (10, 10)
@@ -143,54 +115,19 @@ def test_float64_is_a_double_model(k):
 # -----------------------------------------------------------------------------------------------
 
 
-@each
-def test_scale_one_changes_no_bit(k, on):
-    m = build(k, on)
-    n = len(vit_blocks(m))
-    with torch.no_grad():
-        z = m(X)
-        for s in (1, 1.0, [1.0] * n, torch.ones(n), torch.ones(5, n)):
-            assert torch.equal(ScaledModel(m, s)(X), z)
-        assert torch.equal(ScaledModel(m, 1.0, 1.0)(X), z) and torch.equal(ScaledModel(m, 1.0, torch.ones(5))(X), z)
-    assert torch.equal(Scaled(PGD2, 1.0)(m, X, Y), PGD2(m, X, Y)) and torch.equal(
-        Scaled(PGD2, [1.0] * n)(m, X, Y), PGD2(m, X, Y)
-    )
-    assert torch.equal(AAS(PGD2, sigma=0.0, ascent=0)(m, X, Y), PGD2(m, X, Y))
-
-
-@pytest.mark.parametrize(
-    'k,climb', [*((k, eq3) for k in ('vit', 'xcit', 'cait', 'swin', 'levit')), ('vit', lpips_feats), ('vit', gama)]
-)
-def test_gradient_of_the_climb_is_finite_differences(k, climb):
-    m = build(k).double()
-    x = X[:2].double()
-    for per in ('image', 'batch'):
-        a = AAS(PGD2, climb=climb, per=per, temperature=True)
-        own = a.base(m).double()
-        with attack_mode(m):
-            gain, _ = a.gain(m, x, Y[:2], None, own)
-            s = (
-                0.3
-                + 0.6
-                * torch.rand(
-                    2 if per == 'image' else 1,
-                    len(own),
-                    generator=torch.Generator().manual_seed(0),
-                    dtype=torch.float64,
-                )
-            ).requires_grad_()
-            (g,) = torch.autograd.grad(gain(s).sum(), s)
-            with torch.no_grad():
-                fd = torch.stack(
-                    [
-                        ((gain(s + e) - gain(s - e)).sum() / 2e-6)
-                        for e in (
-                            torch.zeros_like(s).flatten().index_fill(0, torch.tensor(i), 1e-6).view_as(s)
-                            for i in range(s.numel())
-                        )
-                    ]
-                ).view_as(s)
-        assert torch.allclose(g, fd, atol=2e-8, rtol=1e-3) and (g != 0).any()
+@pytest.mark.parametrize('per', ['image', 'batch'])
+@pytest.mark.parametrize('k,climb', [('xcit', eq3), ('levit', lpips_feats), ('vit', gama)])
+def test_gradient_of_the_climb_is_finite_differences(k, climb, per):
+    m, x = build(k).double(), X[:2].double()
+    a = AAS(PGD2, climb=climb, per=per, temperature=True)
+    own = a.base(m).double()
+    g = torch.Generator().manual_seed(0)
+    s = 0.3 + 0.6 * torch.rand(2 if per == 'image' else 1, len(own), generator=g, dtype=torch.float64)
+    with attack_mode(m):
+        gain, _ = a.gain(m, x, Y[:2], None, own)
+        f = lambda s: gain(s).sum()
+        assert torch.autograd.gradcheck(f, s.requires_grad_(), atol=2e-8, nondet_tol=1e-12)
+        assert (torch.autograd.grad(f(s), s)[0] != 0).any()
 
 
 def test_lpips_is_the_packages():
@@ -207,29 +144,15 @@ def test_lpips_is_the_packages():
 
 
 @pytest.mark.parametrize(
-    'kw',
-    [
-        {},
-        dict(log=True, eta=0.1),
-        dict(per='batch'),
-        dict(climb=ce),
-        dict(temperature=True),
-    ],
-    ids=lambda kw: ' '.join(kw) or 'default',
+    'kw', [{}, dict(log=True, eta=0.1, per='batch'), dict(climb=ce, temperature=True)], ids=lambda kw: ' '.join(kw)
 )
 def test_the_ascent_climbs(kw):
-    m = build('vit')
-    a = AAS(PGD2, **{'eta': 0.05, **kw})
-    own = a.base(m)
+    m, a = build('vit'), AAS(PGD2, **{'eta': 0.05, **kw})
     with attack_mode(m), torch.no_grad():
-        gain, _ = a.gain(m, X, Y, None, own)
-        v0, v1 = [
-            gain(s if a.per == 'image' else s[None]).mean() for s in (a.but(ascent=i).scales(m, X, Y) for i in (0, 10))
-        ]
-    s = a.scales(m, X, Y)
-    assert (
-        v1 > v0 and (s >= 1e-7).all() and (s <= 1).all() and s.shape == (() if a.per == 'batch' else (5,)) + (len(own),)
-    )
+        gain, _ = a.gain(m, X, Y, None, a.base(m))
+        s0, s1 = [a.but(ascent=i).scales(m, X, Y) for i in (0, 10)]
+        v0, v1 = [gain(s if a.per == 'image' else s[None]).mean() for s in (s0, s1)]
+    assert v1 > v0 and (s1 >= 1e-7).all() and (s1 <= 1).all()
 
 
 def test_guard():
@@ -263,53 +186,39 @@ def test_own_scales_are_the_reference():
 # ------------------------------------------------------------------------------------------------------
 
 ATTACKS = dict(
-    aas=lambda: AAS(PGD2),
+    aas=lambda: AAS(PGD2, guard=0.0),
     batch=lambda: AAS(PGD2, per='batch'),
     scaled=lambda: Scaled(PGD2, 0.5),
     gap=lambda: GapScaled(PGD2, limit=1.0),
     double=lambda: Float64(PGD2),
-    guard=lambda: AAS(PGD2, guard=0.0),
     l2=lambda: AAS(PGD(1.0, norm='L2', steps=2)),
-    apgdt=lambda: AAS(APGDT(0.05, steps=2, targets=2)),
     worst=lambda: AAS(WorstCase([FGSM(0.05), APGDT(0.05, steps=2, targets=2)])),
     square=lambda: AAS(Square(0.05, queries=5)),
     fool=lambda: AAS(PatchFool(steps=2)),
-    occlude=lambda: AAS(RandomOcclusion(patch=8, draws=2)),
 )
-attacks = pytest.mark.parametrize('a', ATTACKS)
 
 
-@attacks
+@pytest.mark.parametrize('a', ['l2', 'worst', 'square', 'fool'])
 def test_ball_box_and_traces(a):
     m, A = build('vit'), ATTACKS[a]()
     m.train()
     m.model.blocks[0].attn.eval()
-    before = state_of(m)
-    rng = torch.random.get_rng_state()
+    before, rng = state_of(m), torch.random.get_rng_state()
     x = X.clone().requires_grad_()
     x_adv = A(m, x, Y)
-    assert (
-        state_of(m) == before
-        and torch.equal(rng, torch.random.get_rng_state())
-        and torch.equal(x.detach(), X)
-        and x.grad is None
-    )
-    assert x_adv.shape == X.shape and not x_adv.requires_grad and x_adv.min() >= 0 and x_adv.max() <= 1
+    assert state_of(m) == before and torch.equal(rng, torch.random.get_rng_state())
+    assert torch.equal(x.detach(), X) and x.grad is None and not x_adv.requires_grad
+    assert x_adv.min() >= 0 and x_adv.max() <= 1
     if A.norm:
         assert (threat_model(A.eps, A.norm).size(x_adv - X) <= A.eps * (1 + 1e-5)).all()
     assert torch.equal(A(m, X, Y), x_adv)  # the same again
 
 
-@pytest.mark.parametrize('a', ['aas', 'guard', 'double', 'apgdt', 'square', 'fool'])
+@pytest.mark.parametrize('a', ['aas', 'double', 'square'])
 def test_batch_mates_do_not_matter(a):
-    m, A = build('vit'), ATTACKS[a]()
-    x_adv = A(m, X, Y)
-    for i in ([3], [4, 1, 2]):
-        assert (
-            torch.equal(predict(m, A(m, X[i], Y[i])), predict(m, x_adv[i]))
-            and close(A(m, X[i], Y[i]), x_adv[i], 2e-3 if a != 'double' else 1e-6)
-            or a in ('apgdt', 'worst')
-        )
+    m, A, i = build('vit'), ATTACKS[a](), [4, 1, 2]
+    x_adv, mine = A(m, X, Y)[i], A(m, X[i], Y[i])
+    assert torch.equal(predict(m, mine), predict(m, x_adv)) and close(mine, x_adv, 1e-6 if a == 'double' else 2e-3)
 
 
 def test_per_batch_depends_on_mates_and_says_so():
@@ -317,41 +226,34 @@ def test_per_batch_depends_on_mates_and_says_so():
     assert not close(A.scales(m, X), A.scales(m, X[:2]), 1e-4) and 'batch' in A.name and "per='batch'" in repr(A)
 
 
-@attacks
+@pytest.mark.parametrize('a', ATTACKS)
 def test_value(a):
     A = ATTACKS[a]()
-    env = {k: v for o in (aas_mod,) for k, v in vars(o).items()}
-    if 'draws' not in repr(A):
-        assert eval(repr(A), {**env, **globals()}) == A
-    assert hash(A) == hash(ATTACKS[a]()) and pickle.loads(pickle.dumps(A)) == A and copy.deepcopy(A) == A
+    assert eval(repr(A), {**vars(aas_mod), **globals()}) == A and hash(A) == hash(ATTACKS[a]())
+    assert pickle.loads(pickle.dumps(A)) == A and copy.deepcopy(A) == A
     with pytest.raises(FrozenInstanceError):
         A.attack = None
     check_attack(A)
-    assert A.name and threat(A) == threat(A.attack)
+    assert threat(A) == threat(A.attack)
 
 
 @pytest.mark.parametrize(
     'make,err,words',
     [
         (lambda: AAS(PGD), TypeError, 'class'),
-        (lambda: AAS(0.1), TypeError, 'attack'),
         (lambda: AAS(Transfer(nn.Identity(), PGD2)), TypeError, 'Transfer'),
         (lambda: AAS(PGD2, per='all'), ValueError, 'per must'),
-        (lambda: AAS(PGD2, step='sign'), ValueError, 'step must'),
-        (lambda: AAS(PGD2, eta=-1), ValueError, 'eta'),
         (lambda: AAS(PGD2, sigma=math.nan), ValueError, 'sigma'),
-        (lambda: AAS(PGD2, ascent=-1), ValueError, 'ascent'),
         (lambda: AAS(PGD2, climb='ce'), TypeError, 'climb'),
-        (lambda: AAS(PGD2, guard=1.0), ValueError, 'guard'),
         (lambda: Scaled(PGD2, 'x'), TypeError, 's must'),
-        (lambda: Scaled(PGD2, -1.0), ValueError, '>= 0'),
         (lambda: Scaled(PGD2, [1.0, math.inf]), ValueError, 'finite'),
-        (lambda: AASTrain(0), ValueError, 'period'),
-        (lambda: AASTrain(batches=0.5), ValueError, 'batches'),
         (lambda: AASTrain(floor=1.5), ValueError, 'floor'),
-        (lambda: with_scales(PGD2, scales=[]), ValueError, 'at least one'),
         (lambda: AASTrain(aas=PGD2), TypeError, 'aas='),
         (lambda: AASTrain(aas=AAS(PGD2, temperature=True)), TypeError, 'temperature'),
+        (lambda: with_scales(PGD2, scales=[]), ValueError, 'at least one'),
+        (lambda: Scaled(PGD2, [0.5, 0.5])(build('vit'), X, Y), ValueError, '3 blocks'),
+        (lambda: AAS(PGD2).scaled(build('vit'), X)(X[:2]), ValueError, '5 images met a batch of 2'),
+        (lambda: AAS(PGD2)(build('vit'), X * 255, Y), ValueError, 'divide by 255'),
     ],
 )
 def test_refused(make, err, words):
@@ -359,20 +261,8 @@ def test_refused(make, err, words):
         make()
 
 
-def test_refused_calls():
+def test_a_refusal_leaves_the_model_alone():
     m = build('vit')
-    with pytest.raises(TypeError, match='not a supported transformer'):
-        AAS(PGD2)(nn.Sequential(nn.Flatten(), nn.Linear(3072, 4)), X, Y)
-    with pytest.raises(ValueError, match='3 blocks'):
-        Scaled(PGD2, [0.5, 0.5])(m, X, Y)
-    with pytest.raises(ValueError, match='5 images met a batch of 2'):
-        AAS(PGD2).scaled(m, X)(X[:2])
-    with pytest.raises(ValueError, match='labels'):
-        AAS(PGD2, climb=ce)(m, X)
-    with pytest.raises(ValueError, match='divide by 255'):
-        AAS(PGD2)(m, X * 255, Y)
-    with pytest.raises(TypeError, match='Learner'):
-        AAS(PGD2)(synth_learner(), X, Y)
     m.model.set_grad_checkpointing(True)
     before = state_of(m)
     with pytest.raises(ValueError, match='checkpointing'):
@@ -394,52 +284,31 @@ def test_eps_zero_targets_labels():
 
 @pytest.mark.parametrize('k,on', [('xcit', True), ('swin', True), ('levit', True), ('vit', False)])
 def test_every_family(k, on):
-    m = build(k, on)
-    before = state_of(m)
-    A = AAS(PGD2)
-    s = A.scales(m, X)
-    x_adv = A(m, X, Y)
-    assert (
-        s.shape == (5, len(vit_blocks(m)))
-        and (s < 1).any(1).all()
-        and state_of(m) == before
-        and not torch.equal(x_adv, PGD2(m, X, Y))
-        and (x_adv - X).abs().max() <= 0.05 + 1e-6
-    )
-    assert close(A(m, X[2:3], Y[2:3]), x_adv[2:3], 0.1) and close(A.scales(m, X[2:3]), s[2:3], 1e-3)
+    m, A = build(k, on), AAS(PGD2)
+    before, s, x_adv = state_of(m), A.scales(m, X), A(m, X, Y)
+    assert s.shape == (5, len(vit_blocks(m))) and (s < 1).any(1).all() and state_of(m) == before
+    assert not torch.equal(x_adv, PGD2(m, X, Y)) and close(A.scales(m, X[2:3]), s[2:3], 1e-3)
+    assert torch.equal(ScaledModel(m, torch.ones_like(s))(X), m(X))
+    assert torch.equal(AAS(PGD2, sigma=0.0, ascent=0)(m, X, Y), PGD2(m, X, Y))
 
 
-@pytest.mark.parametrize(
-    'k,at,err',
-    [
-        ('vit', 1, RuntimeError),
-        ('xcit', 5, KeyboardInterrupt),
-        ('swin', 12, RuntimeError),
-        ('vit', 24, KeyboardInterrupt),
-    ],
-)
-def test_nothing_left_after_an_exception(k, at, err):
+@pytest.mark.parametrize('k,at', [('vit', 1), ('swin', 12), ('vit', 24)])
+def test_nothing_left_after_an_exception(k, at):
     "Wherever it strikes: in the reference, in the ascent, in the attack"
-    m = build(k)
-    m.train()
-    n, before, sd = [0], state_of(m), {k: v.clone() for k, v in m.state_dict().items()}
+    m, n = build(k).train(), [0]
+    before = state_of(m)
 
     def fails(*a):
         n[0] += 1
         if n[0] == at:
-            raise err('stop')
+            raise KeyboardInterrupt
 
-    blk = vit_blocks(m)[1]
-    h = (blk.mlp if hasattr(blk, 'mlp') else blk).register_forward_hook(fails)
-    with pytest.raises(err):
+    h = vit_blocks(m)[1].mlp.register_forward_hook(fails)
+    with pytest.raises(KeyboardInterrupt):
         AAS(PGD(0.05, steps=14))(m, X, Y)
     h.remove()
-    assert (
-        state_of(m) == before
-        and list(m.state_dict()) == list(sd)
-        and all(torch.equal(v, sd[k]) for k, v in m.state_dict().items())
-        and not any('temperature' in o.__dict__ for o in m.modules() if 'temperature' in o._parameters)
-    )
+    assert state_of(m) == before
+    assert not any('temperature' in o.__dict__ for o in m.modules() if 'temperature' in o._parameters)
 
 
 def test_in_low_precision_scales_are_found_in_float32():
@@ -452,56 +321,41 @@ def test_in_low_precision_scales_are_found_in_float32():
     assert AAS(PGD2)(b, X.bfloat16(), Y).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    'wrap',
-    [lambda a: AAS(a, eta=0.3), lambda a: Float64(GapScaled(a, limit=1.0))],
-    ids=['aas', 'double gap'],
-)
-def test_around_attacks_that_drop_images(wrap):
+def test_around_attacks_that_drop_images():
     "Whatever stands between the scaled model and an attack that goes on with some of the images: each keeps its scales"
     m = build('vit')
     y = predict(m, X)
-    at = next(
-        a
-        for a in (APGDT(e, steps=2, targets=3) for e in torch.linspace(0.002, 0.1, 30).tolist())
-        if 0 < (predict(m, a(m, X, y)) == y).sum() < 5
-    )
-    A = AAS(wrap(at))
-    x_adv = A(m, X, y)
-    for i in range(5):
-        assert close(A(m, X[i : i + 1], y[i : i + 1]), x_adv[i : i + 1], 2e-3)
+    for e in torch.linspace(0.002, 0.1, 15).tolist():
+        at = APGDT(e, steps=2, targets=3)
+        right = predict(m, at(m, X, y)) == y
+        if 0 < right.sum() < 5:
+            break
+    assert 0 < right.sum() < 5
+    both = [right.int().argmax().item(), right.int().argmin().item()]
+    for A in (AAS(AAS(at, eta=0.3)), AAS(Float64(GapScaled(at, limit=1.0)))):
+        alone = torch.cat([A(m, X[i : i + 1], y[i : i + 1]) for i in both])
+        assert close(alone, A(m, X, y)[both], 2e-3)
 
 
-def test_float64_around_what_draws_for_a_batch(tmp_path):
+def test_float64_around_what_draws_for_a_batch():
     "Square and the reference package take one seed, not one per image"
     m = build('vit')
-    y = predict(m, X)
-    sq = Square(1e-3, queries=4)
-    aa = AutoAttack(1e-3, attacks=(APGD(1e-3, steps=2), sq))
-    for a in (sq, WorstCase([sq]), AutoAttack(0.5, attacks='square', reference=True)):
+    y, sq = predict(m, X), Square(1e-3, queries=4)
+    for a in (WorstCase([sq]), AutoAttack(0.5, attacks='square', reference=True)):
         assert (Float64(a)(m, X, y) - X).abs().max() <= a.eps + 1e-6
-    assert len(robust_report(m, (X, y), [Float64(aa)], out=tmp_path).rows) == 2
+    aa = AutoAttack(1e-3, attacks=(APGD(1e-3, steps=2), sq))
+    assert len(robust_report(m, (X, y), [Float64(aa)]).rows) == 2
 
 
 # --- with everything that takes an attack
 # ---------------------------------------------------------------------------------------------
 
 
-def data(n=24):
-    x, y = grey(n)
-    return x, y
-
-
-def tv():
-    return tiny_vit(num_classes=4)
-
-
 def test_report_does_not_depend_on_packing():
     "Verdicts of images, whatever the batches"
-    m, d = tv(), data()
-    As = [PGD(0.05, steps=1), AAS(PGD(0.05, steps=3))]
-    a, b = [robust_report(m, d, As, bs=bs).verdicts[repr(As[1])] for bs in (5, 24)]
-    assert (a == b).all()
+    a = AAS(PGD(0.05, steps=2))
+    one, other = [robust_report(tiny_vit(num_classes=4), grey(12), [a], bs=bs).verdicts[repr(a)] for bs in (5, 12)]
+    assert (one == other).all()
 
 
 # --- two models
@@ -558,12 +412,10 @@ def test_two_functions_of_one_name_are_two_rows():
 
 P2 = PGD(0.1, steps=2)
 METHODS = dict(
-    at=lambda: [AdvTrain(P2)],
     trades_awp=lambda: [TRADES(P2), AWP(0.01)],
     mo=lambda: [AdvTrain(ARDPRM(0.1, steps=2), ard=warmup(1, pct=0.5), prm=warmup(1, pct=0.5))],
     free=lambda: [FreeAT(FGSM(0.1), replay=2)],
 )
-methods = pytest.mark.parametrize('method', METHODS)
 
 
 def learner(cbs, model=None, **kw):
@@ -578,50 +430,22 @@ def same(a, b):
     return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
-@methods
+@pytest.mark.parametrize('method', METHODS)
 def test_composes(method):
     l = learner([*METHODS[method](), AASTrain(period=2)])
-    lf = l.loss_func
-    w = weights(l)
-    l.fit(4, 1e-3)
-    assert (
-        l.aas_train.df.epoch.tolist() == [2, 4]
-        and (scales_of(l.model) < 1).any()
-        and l.loss_func is lf
-        and not same(w, weights(l))
-        and l.recorder.values[-1][0] < 15
-    )
-    assert 'model.attn_scales.s' in l.model.state_dict() and not any(
-        'attn_scales' in n for n, _ in l.model.named_parameters()
-    )
+    lf, w = l.loss_func, weights(l)
+    l.fit(2, 1e-3)
+    assert l.aas_train.df.epoch.tolist() == [2] and (scales_of(l.model) < 1).any()
+    assert l.loss_func is lf and not same(w, weights(l))
+    assert 'model.attn_scales.s' in l.model.state_dict()
+    assert not any('attn_scales' in n for n, _ in l.model.named_parameters())
 
 
-@pytest.mark.parametrize('method', ['at', 'trades_awp'])
-def test_before_its_first_epoch_it_changes_no_bit(method):
-    a, b = learner(METHODS[method]()), learner([*METHODS[method](), AASTrain(period=3)])
+def test_before_its_first_epoch_it_changes_no_bit():
+    a, b = learner(METHODS['trades_awp']()), learner([*METHODS['trades_awp'](), AASTrain(period=2)])
     for l in (a, b):
-        l.fit(2, 1e-3)
+        l.fit(1, 1e-3)
     assert same(weights(a), weights(b)) and (scales_of(b.model) == 1).all() and len(b.aas_train.df) == 0
-
-
-def test_a_phase_by_hand():
-    """The scales are those of one ascent on the first batch, found with the weights as they are, from the scales as
-    they are"""
-    got = {}
-
-    class Look(Callback):
-        order = AASTrain.order - 0.1
-
-        def before_batch(self):
-            if self.training and self.train_iter == 0 or (self.training and self.epoch and 'x' not in got):
-                got.update(x=self.x.clone(), m=copy.deepcopy(self.model))
-
-    l = learner([AdvTrain(P2), AASTrain(period=1, aas=AAS(FGSM(), eta=0.1)), Look()])
-    l.fit(1, 1e-3)
-    ref = AAS(FGSM(), eta=0.1, per='batch').scales(
-        got['m'], got['x'].as_subclass(torch.Tensor), seed=torch.initial_seed() % 2**62
-    )
-    assert close(scales_of(l.model), ref, 1e-6)
 
 
 def test_each_phase_starts_elsewhere_and_knows_the_labels():
@@ -670,7 +494,7 @@ STEEP = AAS(FGSM(), eta=0.5)
 def test_repeated_ascents_lower_the_scales_and_warn_once_for_each_block():
     l = learner([AASTrain(period=1, aas=STEEP)])
     with pytest.warns(UserWarning, match='below 0.05') as heard:
-        l.fit(6, 1e-3)
+        l.fit(4, 1e-3)
     assert scales_of(l.model).max() < 0.05
     assert len([o for o in heard if 'below 0.05' in str(o.message)]) <= len(scales_of(l.model))
 
@@ -680,7 +504,7 @@ def test_reset_and_floor_keep_the_scales_up(kw, least):
     l = learner([AASTrain(period=1, **kw)])
     with warnings.catch_warnings():
         warnings.simplefilter('error', UserWarning)
-        l.fit(6, 1e-3)
+        l.fit(4, 1e-3)
     assert scales_of(l.model).min() >= least - 1e-6
 
 
@@ -692,15 +516,13 @@ def test_floor_and_reset_leave_blocks_out_of_scope_alone():
 
 
 def test_a_report_of_an_attack_on_a_scaled_model_asks_for_its_base():
-    attack, m = Float64(GapScaled(PGD2)), tiny_vit()
-    data = torch.rand(8, 1, 28, 28), torch.randint(0, 10, (8,))
+    attack, data = Float64(GapScaled(PGD2)), (torch.rand(4, 1, 28, 28), torch.arange(4))
 
     def warned(attacks):
-        return any('alone may overstate' in o for o in robust_report(m, data, attacks).warnings)
+        return any('alone may overstate' in o for o in robust_report(tiny_vit(), data, attacks).warnings)
 
-    assert warned([attack]) and warned([WorstCase([attack, FGSM(PGD2.eps)])])
-    assert not warned([PGD2, attack]) and not warned([WorstCase([WorstCase([PGD2]), attack])])
-    assert not warned([PGD2.but(steps=5), attack])
+    assert warned([WorstCase([attack, FGSM(PGD2.eps)])])
+    assert not warned([WorstCase([WorstCase([PGD2]), attack])]) and not warned([PGD2.but(steps=5), attack])
 
 
 def test_hold_leaves_the_weights_alone():
@@ -712,61 +534,24 @@ def test_hold_leaves_the_weights_alone():
     assert same(*ws) and len(a.aas_train.df) == 2 and (scales_of(a.model) < 1).any()
 
 
-def test_bf16():
-    a, b = [
-        learner([AdvTrain(P2), AASTrain(period=1, aas=AAS(FGSM(), ascent=3)), *o])
-        for o in ([], [HalfPrecision(torch.bfloat16)])
-    ]
-    for l in (a, b):
-        l.fit(1, 0.0)
-    assert torch.equal(scales_of(a.model), scales_of(b.model)) and not torch.is_autocast_enabled('cpu')
-
-
-@pytest.mark.parametrize('err,event', [(KeyboardInterrupt, 'before_batch'), (CancelFitException, 'after_backward')])
-def test_interrupted(err, event):
+def test_interrupted():
     "A fit that breaks off leaves a model with its scales, and the next fit runs"
 
-    class Stop(Callback):
-        order, armed = 30, True
+    def fire(self):
+        if self.training and self.train_iter == 1:
+            raise KeyboardInterrupt
 
-        def __init__(self):
-            setattr(self, event, self.fire)
-
-        def fire(self):
-            if self.armed and self.training and self.train_iter == 1:
-                self.armed = False
-                raise err('stop')
-
-    l = learner([TRADES(P2), AWP(0.01), AASTrain(period=1), Stop()])
-    if err is CancelFitException:
+    stop = Callback(before_batch=fire)
+    stop.order = 30
+    l = learner([TRADES(P2), AWP(0.01), AASTrain(period=1), stop])
+    with pytest.raises(KeyboardInterrupt):
         l.fit(1, 1e-3)
-    else:
-        with pytest.raises(err):
-            l.fit(1, 1e-3)
-    # the same epoch, once more
     s = scales_of(l.model)
     l.validate()
     assert torch.equal(s, scales_of(l.model))
+    l.remove_cb(stop)
     l.fit(1, 1e-3)
-    assert l.aas_train.df.epoch.tolist() == [1, 1]
-
-
-def test_lr_find_validate_and_removal(tmp_path):
-    l = learner([AdvTrain(P2), AASTrain(period=1)], path=tmp_path)
-    l.validate()
-    assert (scales_of(l.model) == 1).all()
-    with l.no_bar():
-        l.lr_find(num_it=12, show_plot=False)
-    assert (scales_of(l.model) == 1).all()
-    l.fit(1, 1e-3)
-    s = scales_of(l.model)
-    l.remove_cb(AASTrain)
-    l.fit(1, 1e-3)
-    assert torch.equal(s, scales_of(l.model)) and (s < 1).any()
-
-
-# --- scales that stay: `add_scales` of 00a_vit
-# ------------------------------------------------------------------------------------------------
+    assert l.aas_train.df.epoch.tolist() == [1, 1]  # the same epoch, once more
 
 
 # --- paper scale
@@ -787,8 +572,6 @@ def test_an_ensemble_goes_on_after_the_scaled_model_has_failed():
     assert torch.equal(v['transferred'], ok(m, x) & ok(m, xs[0]) & ok(m, xs[1])) and torch.equal(
         v['on_scaled'], ok(victim, x) & ok(victim, xs[0]) & ok(victim, xs[1])
     )
-    only = two_models(m, x, y, Scaled(members[1], 0.3))
-    assert (v['transferred'] <= only['transferred']).all()
     # the order of the members is nothing
     same = two_models(m, x, y, Scaled(WorstCase(members[::-1]), 0.3))
     assert all(torch.equal(v[k], same[k]) for k in v)
@@ -807,13 +590,8 @@ def life(fits):
     return l
 
 
-@pytest.mark.parametrize(
-    'fits',
-    [4 * [dict(n_epoch=1)], [dict(n_epoch=1), dict(n_epoch=4, start_epoch=1)]],
-    ids=['1+1+1+1', '1, and on with start_epoch'],
-)
-def test_the_period_counts_over_the_learners_life(fits):
-    a, b = life([dict(n_epoch=4)]), life(fits)
+def test_the_period_counts_over_the_learners_life():
+    a, b = life([dict(n_epoch=4)]), life([dict(n_epoch=1), dict(n_epoch=4, start_epoch=1)])
     assert (
         a.aas_train.df.epoch.tolist() == [2, 4]
         and b.aas_train.df.equals(a.aas_train.df)
@@ -821,73 +599,38 @@ def test_the_period_counts_over_the_learners_life(fits):
     )
 
 
-def test_no_ascent_while_a_learning_rate_is_searched(tmp_path, monkeypatch):
-    "Whatever epoch comes next"
+def test_no_ascent_while_a_learning_rate_is_searched(tmp_path):
+    "Whatever epoch comes next; and scales stay when the callback goes"
     l = learner([AASTrain(period=2, aas=AAS(FGSM(), ascent=1))], path=tmp_path)
     l.fit(1, 1e-3)
-    seen = []
-    monkeypatch.setattr(AAS, 'scales', lambda self, m, *a, **k: seen.append(1) or scales_of(m))
     with l.no_bar():
         l.lr_find(num_it=4, show_plot=False)
-    assert not seen
+    assert (scales_of(l.model) == 1).all()
     l.fit(1, 1e-3)
-    assert len(seen) == 1
+    s = scales_of(l.model)
+    assert (s < 1).any()
+    l.remove_cb(AASTrain)
+    l.fit(1, 1e-3)
+    assert torch.equal(s, scales_of(l.model))
 
 
 def test_held_batches_show_no_loss():
     "Nothing was trained on them: their loss is not the zero that a fit begins with, nor that of the batch before"
-    held, free = [learner([AdvTrain(P2), AASTrain(period=1, batches=1, hold=h)]) for h in (True, False)]
+    held = learner([AdvTrain(P2), AASTrain(period=1, batches=1, hold=True)])
     held.fit(1, 1e-3)
-    free.fit(1, 1e-3)
-    assert (
-        len(held.recorder.losses) == 1
-        and len(free.recorder.losses) == 2
-        and min(l.recorder.values[0][0] for l in (held, free)) > 1
-    )
+    assert len(held.recorder.losses) == 1 and held.recorder.values[0][0] > 1
     whole = learner([AASTrain(period=2, batches=None, hold=True, aas=AAS(FGSM(), ascent=1))])
     whole.fit(3, 1e-3)
     v = [o[0] for o in whole.recorder.values]
-    assert (
-        math.isnan(v[1])
-        and v[0] > 1
-        and v[2] > 1
-        and len(whole.recorder.losses) == 4
-        and all(math.isfinite(o[1]) for o in whole.recorder.values)
-    )
-
-
-# --- a model that changes what it is given
-# --------------------------------------------------------------------------------------------------------
-
-
-class InPlace(Normalized):
-    "Normalises the very tensor that it is called with"
-
-    def forward(self, x):
-        return self.model(x.sub_(self.mean).div_(self.std))
-
-
-def in_place(m):
-    return InPlace(m.model, m.mean, m.std).eval()
-
-
-def test_training_a_model_that_works_in_place():
-    def go(m):
-        l = learner([AdvTrain(P2), AASTrain(period=1)], model=m)
-        l.fit(1, 1e-3)
-        return l
-
-    a, b = go(tiny_vit(num_classes=4)), go(in_place(tiny_vit(num_classes=4)))
-    assert same(weights(a), weights(b)) and a.aas_train.df.equals(b.aas_train.df)
+    assert math.isnan(v[1]) and v[0] > 1 and v[2] > 1 and len(whole.recorder.losses) == 4
+    assert all(math.isfinite(o[1]) for o in whole.recorder.values)
 
 
 # --- copies of a scaled model
 # -----------------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
-@pytest.mark.parametrize(
-    'copied,s', [(copy.deepcopy, 1.0), (lambda m: pickle.loads(pickle.dumps(m)), [0.3, 0.6, 0.9]), (replicate, 0.5)]
-)
+@pytest.mark.parametrize('copied,s', [(copy.deepcopy, 1.0), (replicate, [0.3, 0.6, 0.9])])
 def test_a_copy_of_a_scaled_model_has_its_own_scales(copied, s):
     m = build('vit')
     a = ScaledModel(m, s)
@@ -941,26 +684,6 @@ def test_scales_that_depend_on_the_attack_are_not_shared():
     assert not close(ScaledModel(m, 0.9)(X), ScaledModel(m, 0.01)(X), 1e-3)
 
 
-# --- another radius
-# ---------------------------------------------------------------------------------------------------------------------------------------  # noqa: E501
-
-
-@pytest.mark.parametrize(
-    'wrap',
-    [AAS, Float64, GapScaled, lambda a: Scaled(a, 0.5), lambda a: AAS(Float64(a))],
-    ids=['aas', 'double', 'gap', 'scaled', 'nested'],
-)
-def test_another_radius_scales_the_step_inside(wrap):
-    a = wrap(PGD(0.1, steps=5, alpha=0.04))
-    assert (
-        a.at_eps(0.05) == wrap(PGD(0.05, steps=5, alpha=0.02))
-        and a.but(eps=0.05) == wrap(PGD(0.05, steps=5, alpha=0.04))
-        and a.at_eps(0).eps == 0
-    )
-    with pytest.raises(TypeError, match='no radius to change'):
-        wrap(lambda model, x, y=None, *, seed=0, **kw: x).at_eps(0.1)
-
-
 # --- blocks that use their memory again
 
 
@@ -1006,11 +729,6 @@ def test_scales_are_chosen_on_other_images_than_those_that_are_judged():
 
 
 def test_with_scales_is_never_weaker_than_the_attack():
-    m, pgd = planted_vit(8), PGD(0.1, steps=5)
+    m, pgd = planted_vit(1), PGD(0.1, steps=5)
     x, y = planted_images(24)
-    assert right(m, pgd(m, x, y), y) == 1
-    assert right(m, with_scales(pgd, 0.1)(m, x, y), y) == 0
-    mild = planted_vit(1)
-    assert right(mild, with_scales(pgd, 1e-7)(mild, x, y), y) <= right(mild, pgd(mild, x, y), y)
-    with pytest.raises(ValueError, match='at least one scale'):
-        with_scales(pgd, ())
+    assert right(m, with_scales(pgd, 1e-7)(m, x, y), y) <= right(m, pgd(m, x, y), y)

@@ -10,7 +10,6 @@ from fastai.vision.all import (
     Callback,
     CancelFitException,
     CrossEntropyLossFlat,
-    CutMix,
     DataLoaders,
     GradientAccumulation,
     GradientClip,
@@ -85,21 +84,26 @@ class Watch(Callback):
 # ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('n', [16, 49])
-def test_exact_number_ties_included(n):
-    for k in (1, n // 10 + 1, n):
-        for sc in (torch.zeros(3, n), torch.randn(3, n), torch.randint(0, 2, (3, n)).float()):
+def test_exact_number_ties_included():
+    for k in (1, 5, 16):
+        for sc in (torch.zeros(3, 16), torch.randn(3, 16), torch.randint(0, 2, (3, 16)).float()):
             m = keep_mask(sc, k)
-            assert (m == 0).sum(1).tolist() == [k] * 3 and m.unique().numel() <= 2
-    sc = torch.randn(3, n)
-    m = keep_mask(sc, 2)
-    assert (sc[m == 0].view(3, 2).amax(1) <= sc.masked_fill(m == 0, 9).amin(1)).all()  # the lowest go
+            assert (m == 0).sum(1).tolist() == [k] * 3
+            assert (sc[m == 0].view(3, k).amax(1) <= sc.masked_fill(m == 0, 9).amin(1)).all()  # the lowest go
 
 
-def test_the_relative_estimator_moves_covered_patches_alone_and_against_each_other():
+@pytest.mark.parametrize(
+    'ste,want',
+    [
+        ('relative', [[-1, 1, 0, 0], [0, 3, -3, 0]]),  # covered patches alone, and against each other
+        ('identity', [[-3, -1, 9, 9], [9, 4, -2, 9]]),
+        ('clip', [[-1, -1, 1, 1], [1, 1, -1, 1]]),
+    ],
+)
+def test_what_each_estimator_moves(ste, want):
     s = torch.tensor([[0.0, 1, 5, 6], [7, 0, 1, 8]]).requires_grad_()
-    keep_mask(s, 2).backward(torch.tensor([[-3.0, -1, 9, 9], [9, 4, -2, 9]]))
-    assert s.grad.tolist() == [[-1, 1, 0, 0], [0, 3, -3, 0]]
+    keep_mask(s, 2, ste).backward(torch.tensor([[-3.0, -1, 9, 9], [9, 4, -2, 9]]))
+    assert s.grad.tolist() == want
 
 
 def test_one_covered_patch_is_compared_with_those_of_the_batch():
@@ -108,25 +112,8 @@ def test_one_covered_patch_is_compared_with_those_of_the_batch():
     assert s.grad.tolist() == [[-1, 0], [0, 1]]
 
 
-def test_cover_refuses_and_knows_raw_models():
-    with pytest.raises(ValueError, match='fill must be one of'):
-        patch_cover(images(1), 0, 'black')
+def test_cover_knows_raw_models():
     assert patch_cover(images(2), 0, 'drop').abs().max() == 0 and patch_cover(images(64), 0).max() > 0.95
-
-
-def test_patches_must_tile():
-    m = timm.create_model(
-        'vit_tiny_patch16_224',
-        patch_size=16,
-        embed_dim=24,
-        depth=1,
-        num_heads=3,
-        dynamic_img_size=True,
-        dynamic_img_pad=True,
-        img_size=32,
-    )
-    with pytest.raises(ValueError, match='multiple of the patches'):
-        patch_size(m, images(1, 40, 3))
 
 
 def test_fresh_ones_follow_the_seed_and_leave_the_random_state():
@@ -135,7 +122,6 @@ def test_fresh_ones_follow_the_seed_and_leave_the_random_state():
     assert torch.equal(flat(a), flat(b))
     assert not torch.equal(flat(a), flat(c))
     assert torch.equal(torch.get_rng_state(), rng)
-    assert a.mean.item() == 0.5 and a.grid == (4, 4) and a.patch == (7, 7)
 
 
 def test_scores_are_those_of_normalised_images():
@@ -194,26 +180,22 @@ def one(l):
 def test_the_batch_is_the_clean_one_again_and_each_epoch_has_its_own_noise():
     seen = []
 
-    class See(Callback):
-        order = 8
+    def see(self):
+        if self.training:
+            seen.append(plain(self.x).clone())
 
-        def after_pred(self):
-            if self.training:
-                seen.append(plain(self.x).clone())
+    def again(self):
+        if self.training:
+            assert torch.equal(plain(self.x), seen[-1][:16])
 
-        def after_batch(self):
-            if self.training:
-                assert len(self.x) == 16 and torch.equal(plain(self.x), seen[-1][:16])
-
-    l = learner([AFAT(occlude=0.25, lam=1.0, select='random'), See()])
+    cb = Callback(after_pred=see, after_batch=again)
+    cb.order = 8
+    l = learner([AFAT(occlude=0.25, lam=1.0, select='random'), cb])
+    l.dls.train = l.dls.train.new(shuffle=False)
     l.fit(2)
     (x, x2), (y, y2) = [o.chunk(2) for o in seen]
-    at = [next(j for j in range(16) if torch.equal(y[j], o)) for o in x]  # the order of the epochs differs
-    assert all(not torch.equal(a, y2[j]) for a, j in zip(x2, at))
-    assert any(
-        counts(a[None], b[None], 7) != counts(a[None], c[None], 7) or not torch.equal(a != b, a != c)
-        for a, b, c in zip(x, x2, y2[at])
-    )
+    assert torch.equal(x, y) and not any(torch.equal(a, b) for a, b in zip(x2, y2))
+    assert not torch.equal(x != x2, x != y2)  # other patches, too
 
 
 def test_gradients_that_an_interrupted_fit_left_do_not_count():
@@ -247,8 +229,8 @@ def test_length_makes_the_step_independent_of_lam():
 @pytest.fixture(scope='module')
 def small_vit():
     "A trained ViT, training images, and held-out ones"
-    dls = fashion_mnist(n_train=1000, n_valid=128, bs=64)
-    held = [torch.cat(o) for o in zip(*[b[1:] for b in eval_batches(dls.valid)])]
+    dls = fashion_mnist(n_train=400, n_valid=64, bs=32)
+    held = torch.cat([b[1] for b in eval_batches(dls.valid)])
     return small_model('vit', data='fashion_mnist'), dls.train, held
 
 
@@ -260,23 +242,15 @@ def moved(m, x, attack):
 
 
 def test_a_corruption_model_does_better_than_chance_on_images_that_it_has_not_seen(small_vit):
-    m, train, (x, _) = small_vit
-    c, _ = fit_corruption(m, train, epochs=2, lr=3e-3)
+    m, train, x = small_vit
+    c, _ = fit_corruption(m, train, epochs=2, lr=1e-2)
     assert moved(m, x, Occlusion(by=c)) > 1.15 * moved(m, x, Occlusion())
     assert len(c(x, 2).unique(dim=0)) >= 5  # its masks depend on the image
 
 
-def test_with_the_published_estimator_a_corruption_model_keeps_its_patches(small_vit):
-    m, train, (x, _) = small_vit
-    first_choice = occlusion_for(m, x, ste='clip')(x, 2)
-    c, _ = fit_corruption(m, train, occlusion_for(m, x, ste='clip'), epochs=2, lr=3e-3)
-    favourites = (1 - first_choice).sum(0).topk(4).indices
-    assert (1 - c(x, 2))[:, favourites].sum() > 0.5 * 2 * len(x)  # chance: a quarter
-
-
 @pytest.mark.parametrize('how', ['single', 'gradient'])
 def test_a_ranking_moves_features_most(small_vit, how):
-    m, _, (x, _) = small_vit
+    m, x = small_vit[0], small_vit[2][:32]
     assert moved(m, x, RankedOcclusion(how=how)) > 1.4 * moved(m, x, Occlusion())
 
 
@@ -320,8 +294,6 @@ def test_recipes_have_the_numbers_of_the_published_code():
     assert afat_recipe('rvt_small_plus', 'cifar').peak_lr() == pytest.approx(1.25e-4)
     assert [afat_recipe(k).drop_path for k in PAPER_NETS] == [0.1] * 4 + [0.25, 0.35]
     assert [afat_recipe(k).half for k in PAPER_NETS] == [True, True, False, True, True, True]
-    with pytest.raises(ValueError, match='net must be one of'):
-        afat_recipe('deit_small_patch16_224')
 
 
 @pytest.mark.slow
@@ -349,95 +321,56 @@ def test_images_of_the_augmentation_reach_the_statistics_alone():
     assert first(o for o in m.modules() if isinstance(o, nn.BatchNorm2d)).num_batches_tracked == 2
 
 
-@pytest.mark.parametrize('select', ['adversarial', 'ce'])
-def test_accumulation(select):
-    def go(bs, cbs):
-        l = learner([AFAT(occlude=0.25, lam=1.0, select=select, corruption_lr=0.1, length=None), *cbs], bs=bs)
-        l.afat.corruption = occlusion_for(l.model, images(2), 3)
-        if bs < 16:
-            assert len(l.dls.train) == 16 // bs
-        l.fit(1)
-        return flat(l.model), flat(l.afat.corruption)
-
-    (f, c), (f4, c4) = go(16, []), go(4, [GradientAccumulation(16)])
-    assert torch.allclose(f, f4, atol=1e-5)
-    assert torch.allclose((c - c4) / (4 if select == 'ce' else 1), torch.zeros(()), atol=1e-4 if select != 'ce' else 1)
-
-
-@pytest.mark.parametrize('dtype,scale', [(torch.bfloat16, 1.0), (torch.float16, 2.0**14)])
-def test_mixed_precision(dtype, scale):
+def test_mixed_precision():
     def go(cbs):
         w = Watch()
         l = learner([AFAT(occlude=0.25, lam=1.0, length=None), w, *cbs])
         l.afat.corruption = occlusion_for(l.model, images(2), 3)
         l.fit(1)
-        return l, w
+        return w.c
 
-    (l, w), (h, v) = go([]), go([HalfPrecision(dtype, scale)])
-    assert v.c.dtype == torch.float32
-    assert F.cosine_similarity(w.c, v.c, dim=0) > 0.97
-    assert v.c.norm() / w.c.norm() == pytest.approx(1, rel=0.1)
-    assert not torch.is_autocast_enabled('cpu') and no_hooks(h.model)
-
-
-def test_overflow_skips_both_models():
-    l = learner([AFAT(occlude=0.25, lam=1.0), HalfPrecision(scale=2.0**40)])
-    l.afat.corruption = c = occlusion_for(l.model, images(2))
-    was = flat(c), flat(l.model)
-    l.fit(1)
-    assert torch.equal(flat(c), was[0])
-    assert torch.equal(flat(l.model), was[1])
-    assert all(p.grad is None or p.grad.abs().sum() == 0 for p in c.parameters())
-    l.remove_cb(HalfPrecision)
-    l.fit(1)
-    assert not torch.equal(flat(c), was[0])
+    c, half = go([]), go([HalfPrecision(torch.float16, 2.0**14)])
+    assert half.dtype == torch.float32 and F.cosine_similarity(c, half, dim=0) > 0.97
+    assert half.norm() / c.norm() == pytest.approx(1, rel=0.1)
 
 
 def test_a_skipped_step_is_skipped_by_both():
     "The loss scaler finds an infinite gradient in the classifier alone: the corruption model waits too, and forgets"
-
-    class Inf(Callback):
-        order = 9
-
-        def before_step(self):
-            next(self.learn.model.parameters()).grad.fill_(math.inf)
-
-    l = learner([AFAT(occlude=0.25, lam=1.0), HalfPrecision(scale=2.0**4), Inf()])
+    inf = Callback(before_step=lambda self: next(self.learn.model.parameters()).grad.fill_(math.inf))
+    inf.order = 9
+    l = learner([AFAT(occlude=0.25, lam=1.0), HalfPrecision(scale=2.0**4), inf])
     l.afat.corruption = c = occlusion_for(l.model, images(2))
-    was = flat(c)
+    was = flat(c), flat(l.model)
     l.fit(1)
-    assert torch.equal(flat(c), was) and all(p.grad is None or p.grad.abs().sum() == 0 for p in c.parameters())
+    assert torch.equal(flat(c), was[0]) and torch.equal(flat(l.model), was[1])
+    assert all(p.grad is None or p.grad.abs().sum() == 0 for p in c.parameters())
+    l.remove_cb(inf)
+    l.fit(1)
+    assert not torch.equal(flat(c), was[0])
 
 
 def test_summed_losses_under_mixup():
     "MixUp puts itself in front of the loss, which still sums"
+    got, at = {}, AFAT.order
 
-    def added(*cbs):
-        got, at = {}, AFAT.order
+    def note(k, order):
+        c = Callback(after_loss=lambda self: self.training and got.update({k: self.learn.loss_grad.item()}))
+        c.order = order
+        return c
 
-        def note(k, order):
-            c = Callback(after_loss=lambda self: self.training and got.update({k: self.learn.loss_grad.item()}))
-            c.order = order
-            return c
-
-        l = learner(
-            [AFAT(occlude=0.25, lam=3.0, select='random'), note('before', at - 0.1), note('after', at + 0.1), *cbs],
-            loss_func=CrossEntropyLossFlat(reduction='sum'),
-            lr=1e-3,
-        )
-        l.fit(1)
-        return got['after'] - got['before'], l.afat.df.align_loss[0]
-
-    for cbs in ([], [MixUp()], [CutMix()]):
-        v, align = added(*cbs)
-        assert v == pytest.approx(16 * 3 * align, rel=1e-3)
+    l = learner(
+        [AFAT(occlude=0.25, lam=3.0, select='random'), note('before', at - 0.1), note('after', at + 0.1), MixUp()],
+        loss_func=CrossEntropyLossFlat(reduction='sum'),
+        lr=1e-3,
+    )
+    l.fit(1)
+    assert got['after'] - got['before'] == pytest.approx(16 * 3 * l.afat.df.align_loss[0], rel=1e-3)
 
 
 # --- composition
 # ------------------------------------------------------------------------------------------------------------
 
 COMPANY = dict(
-    cutmix=lambda: [CutMix()],
     at_awp=lambda: [AdvTrain(FGSM(0.1)), AWP(0.01)],
     all=lambda: [
         MixUp(),
@@ -450,98 +383,90 @@ COMPANY = dict(
 )
 
 
-@pytest.mark.parametrize('company', COMPANY)
-def test_company(company):
+@pytest.mark.parametrize('company,turned', [('at_awp', False), ('all', True)])
+def test_company(company, turned):
     loss = LabelSmoothingCrossEntropyFlat()
-    for flip in (False, True):
-        cbs = [AFAT(occlude=0.25, lam=0.1), *COMPANY[company]()]
-        l = learner(cbs[::-1] if flip else cbs, n=32, loss_func=loss, opt_func=Adam)
-        l.fit(2, 1e-3)
-        assert l.loss_func is loss
-        assert no_hooks(l.model)
-        assert flat(l.model).isfinite().all()
-        assert not torch.is_autocast_enabled('cpu')
-        assert len(l.afat.df) == 2
-        assert all(isinstance(v, float) and math.isfinite(v) for v in l.recorder.values[-1])
+    cbs = [AFAT(occlude=0.25, lam=0.1), *COMPANY[company]()]
+    l = learner(cbs[::-1] if turned else cbs, n=32, loss_func=loss, opt_func=Adam)
+    l.fit(2, 1e-3)
+    assert l.loss_func is loss and no_hooks(l.model) and flat(l.model).isfinite().all()
+    assert not torch.is_autocast_enabled('cpu') and len(l.afat.df) == 2
 
 
-def test_refuses_what_cannot_be():
-    for cb in (TRADES(PGD(0.1, steps=1)), MART(PGD(0.1, steps=1)), AdvTrain(FGSM(0.1), clean_loss=0.5)):
-        with pytest.raises(ValueError, match='joint batch'):
-            learner([AFAT(), cb]).fit(1)
+def around(wrap):
     l = learner(AFAT())
-    l.model.model.set_grad_checkpointing(True)
-    with pytest.raises(ValueError, match='gradient checkpointing'):
-        l.fit(1)
-    l = learner(AFAT())
-    l.dls.train.after_batch.add(Normalize.from_stats([0.5], [0.5], cuda=False))
-    with pytest.raises(ValueError, match='Normalize'):
-        l.fit(1)
-    l = learner(AFAT(), model=nn.Sequential(nn.Flatten(), nn.Linear(784, 4)))
-    with pytest.raises(TypeError, match='supported transformer'):
-        l.fit(1)
-    l = learner(AFAT())
-    l.model = torch.compile(l.model, backend='eager')
-    with pytest.raises(ValueError, match='compile'):
-        l.fit(1)
-    l = learner(AFAT(corruption=PatchOcclusion((2, 2), (7, 7), 1)))
-    with pytest.raises(ValueError, match='made for images'):
-        l.fit(1)
+    l.model = wrap(l.model)
+    return l
+
+
+def two_devices(model):
+    m = nn.DataParallel(model)
+    m.device_ids = [0, 1]
+    return m
+
+
+def checkpointing():
+    m = tiny_vit(num_classes=4)
+    m.model.set_grad_checkpointing(True)
+    return m
+
+
+def normalising():
+    dls = synth_dls(16)
+    dls.train.after_batch.add(Normalize.from_stats([0.5], [0.5], cuda=False))
+    return dls
 
 
 @pytest.mark.parametrize(
-    'kw,words',
+    'make,err,words',
     [
-        (dict(occlude=2), 'occlude is a share'),
-        (dict(lam=-1), 'lam must be'),
-        (dict(select='best'), 'select must be one of'),
-        (dict(fill='black'), 'fill must be one of'),
-        (dict(how='max'), 'how must be one of'),
-        (dict(ste='x'), 'ste must be one of'),
+        (lambda: learner([AFAT(), TRADES(PGD(0.1, steps=1))]), ValueError, 'joint batch'),
+        (lambda: learner([AFAT(), AdvTrain(FGSM(0.1), clean_loss=0.5)]), ValueError, 'joint batch'),
+        (lambda: learner(AFAT(), model=checkpointing()), ValueError, 'gradient checkpointing'),
+        (lambda: learner(AFAT(), dls=normalising()), ValueError, 'Normalize'),
+        (lambda: learner(AFAT(), model=nn.Sequential(nn.Flatten(), nn.Linear(784, 4))), TypeError, 'transformer'),
+        (lambda: around(partial(torch.compile, backend='eager')), ValueError, 'compile'),
+        (lambda: learner(AFAT(corruption=PatchOcclusion((2, 2), (7, 7), 1))), ValueError, 'made for images'),
+        (lambda: around(two_devices), ValueError, 'DataParallel.*distrib_ctx'),
+        (lambda: learner(AFAT(patch=5)), ValueError, '28x28 are not a multiple of the patch, 5x5'),
+        (lambda: learner(AFAT(patch=5, select='random')), ValueError, '28x28 are not a multiple of the patch, 5x5'),
     ],
 )
-def test_arguments(kw, words):
+def test_refused_at_fit(make, err, words):
+    with pytest.raises(err, match=words):
+        make().fit(1)
+
+
+@pytest.mark.parametrize(
+    'make,words',
+    [
+        (lambda: AFAT(occlude=2), 'occlude is a share'),
+        (lambda: AFAT(select='best'), 'select must be one of'),
+        (lambda: PatchOcclusion((4, 4), (7, 7), std=(58.4, 57.1, 57.4)), 'divide both by 255'),
+        (lambda: PatchAugment(patch=5)(tiny_vit(), images()), '28x28 are not a multiple of the patch, 5x5'),
+        (lambda: occlusion_for(tiny_vit(), images(), patch=(7, 9)), '28x28 are not a multiple of the patch, 7x9'),
+        (lambda: fit_corruption(checkpointing(), (images(), torch.arange(4))), 'set_grad_checkpointing'),
+        (lambda: afat_recipe('deit_small_patch16_224'), 'net must be one of'),
+    ],
+)
+def test_refused(make, words):
     with pytest.raises(ValueError, match=words):
-        AFAT(**kw)
+        make()
 
 
-def test_the_gradient_of_the_binariser_is_that_of_the_corruption_model():
-    "A given model has a gradient of its own: it is kept, and another one is refused, not ignored"
+def test_what_a_given_corruption_model_has_is_kept_and_another_is_refused():
     make = lambda ste: PatchOcclusion((4, 4), (7, 7), 1, ste=ste)
-    assert AFAT().ste == 'relative'
-    assert AFAT(ste='clip').ste == 'clip'
+    assert AFAT().ste == 'relative' and AFAT(ste='clip').ste == 'clip'
     assert AFAT(corruption=make('sign')).ste == 'sign'
     assert AFAT(corruption=make('clip'), ste='clip', patch=7).ste == 'clip'
-    assert repr(AFAT(corruption=make('sign'))).endswith("select='adversarial', ste='sign')")
-    with pytest.raises(
-        ValueError, match="ste='clip' is for a fresh corruption model, the given one has ste='identity'"
-    ):
+    says = 'is for a fresh corruption model, the given one has'
+    with pytest.raises(ValueError, match=f"ste='clip' {says} ste='identity'"):
         AFAT(corruption=make('identity'), ste='clip')
-    with pytest.raises(
-        ValueError, match="ste='identity' is for a fresh corruption model, the given one has ste='sign'"
-    ):
-        AFAT(corruption=make('sign'), ste='identity')
-    for patch in (14, (14, 7), [7, 14]):
-        with pytest.raises(
-            ValueError, match=r'patch=\(.*\) is for a fresh corruption model, the given one has patch=\(7, 7\)'
-        ):
-            AFAT(corruption=make('clip'), patch=patch)
-    l = learner(AFAT(occlude=0.25, ste='sign'))
+    with pytest.raises(ValueError, match=rf'patch=\(14, 7\) {says} patch=\(7, 7\)'):
+        AFAT(corruption=make('clip'), patch=(14, 7))
+    l = learner(AFAT(occlude=0.25, ste='sign', patch=(14, 7)))
     l.fit(1)
-    assert l.afat.corruption.ste == 'sign'
-
-
-def test_patches_of_ones_own_must_tile():
-    for select in ('adversarial', 'random'):
-        with pytest.raises(ValueError, match='28x28 are not a multiple of the patch, 5x5'):
-            learner(AFAT(patch=5, select=select)).fit(1)
-    with pytest.raises(ValueError, match='28x28 are not a multiple of the patch, 5x5'):
-        PatchAugment(patch=5)(tiny_vit(), images())
-    with pytest.raises(ValueError, match='28x28 are not a multiple of the patch, 7x9'):
-        occlusion_for(tiny_vit(), images(), patch=(7, 9))
-    l = learner(AFAT(patch=(14, 7)))
-    l.fit(1)
-    assert l.afat.corruption.grid == (2, 4)
+    assert l.afat.corruption.ste == 'sign' and l.afat.corruption.grid == (2, 4)
 
 
 def test_a_joint_batch_that_begins_later_is_refused():
@@ -567,10 +492,8 @@ def test_a_cancelled_batch_leaves_nothing():
 
 
 def test_a_corruption_model_is_trained_where_the_classifier_is(monkeypatch):
-    import robust_nbdev.afat as A
-
-    seen, real = [], A.eval_batches
-    monkeypatch.setattr(A, 'eval_batches', lambda *a, **k: seen.append(k.get('device')) or real(*a, **k))
+    seen, real = [], afat.eval_batches
+    monkeypatch.setattr(afat, 'eval_batches', lambda *a, **k: seen.append(k.get('device')) or real(*a, **k))
     fit_corruption(tiny_vit(), (images(), torch.arange(4)))
     assert seen == [torch.device('cpu')]
 
@@ -580,10 +503,7 @@ def test_a_corruption_model_is_trained_where_the_classifier_is(monkeypatch):
     [
         ('before_batch', False, KeyboardInterrupt),
         ('after_pred', True, RuntimeError('out of memory')),
-        ('after_loss', False, CancelFitException),
-        ('before_backward', True, KeyboardInterrupt),
         ('before_step', True, CancelFitException),
-        ('after_batch', False, RuntimeError('out of memory')),
     ],
 )
 def test_nothing_stays_on_the_model(event, awp, stop):
@@ -620,31 +540,21 @@ def test_an_epoch_that_is_left_out_leaves_nothing():
     assert 'all_batches' not in l.__dict__ and no_hooks(l.model)  # without AFAT, too
 
 
-@pytest.mark.parametrize(
-    'where,awp', [('before_batch', True), ('forward', False), ('after_loss', True), ('after_step', False)]
-)
-def test_interrupt_and_refit(where, awp):
+def test_interrupt_and_refit():
+    "A forward that breaks off leaves nothing for the next fit"
+
     def go(stop):
-        l = learner([AFAT(occlude=0.25, lam=1.0), *([AWP(0.01)] if awp else [])], n=32)
+        l = learner([AFAT(occlude=0.25, lam=1.0), AWP(0.01)], n=32)
 
         def bang(*a):
             raise KeyboardInterrupt
 
         if stop:
-            if where == 'forward':
-                h = l.model.model.blocks[1].register_forward_pre_hook(bang)
-            else:
-                c = Callback(**{where: bang})
-                c.order = 8
-                l.add_cb(c)
+            h = l.model.model.blocks[1].register_forward_pre_hook(bang)
             with pytest.raises(KeyboardInterrupt):
                 l.fit(1)
-            if where == 'forward':
-                h.remove()
-            else:
-                l.remove_cb(c)
+            h.remove()
             assert no_hooks(l.model)
-            set_seed(0, reproducible=True)
             l.model.load_state_dict(tiny_vit(num_classes=4).state_dict())
             l.create_opt()
             l.opt.zero_grad()
@@ -652,80 +562,41 @@ def test_interrupt_and_refit(where, awp):
         set_seed(0, reproducible=True)
         l.dls.train.rng.seed(0)
         l.fit(1)
-        return l
+        return flat(l.model)
 
-    a, b = go(True), go(False)
-    assert no_hooks(a.model) and torch.allclose(flat(a.model), flat(b.model), atol=1e-5)
-
-
-def test_only_training_trains():
-    l = learner(AFAT(occlude=0.25, lam=1.0))
-    l.fit(1)
-    was = flat(l.afat.corruption)
-    l.validate()
-    l.get_preds()
-    assert torch.equal(flat(l.afat.corruption), was)
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        l.lr_find(num_it=5, show_plot=False)
-    assert torch.equal(flat(l.afat.corruption), was) and no_hooks(l.model)
+    assert torch.allclose(go(True), go(False), atol=1e-5)
 
 
 # --- one fit or many, resumed fits, second copies
 # -----------------------------------------------------------------------------
 
 
-def life(fits, **kw):
+def life(fits):
     "A Learner that was trained in these calls of `fit`"
-    l = learner(AFAT(**{**dict(occlude=0.25, lam=1.0), **kw}), n=32)
+    l = learner(AFAT(occlude=0.25, lam=1.0), n=32)
     set_seed(0)
     for f in fits:
         l.fit(**f)
     return l
 
 
-@pytest.mark.parametrize(
-    'fits,select',
-    [(4 * [dict(n_epoch=1)], 'adversarial'), ([dict(n_epoch=1), dict(n_epoch=4, start_epoch=1)], 'random')],
-    ids=['1+1+1+1', '1, and on with start_epoch'],
-)
-def test_four_fits_are_one(fits, select):
-    a, b = life([dict(n_epoch=4)], select=select), life(fits, select=select)
-    assert torch.equal(flat(a.model), flat(b.model))
-    assert a.afat.df.equals(b.afat.df)
-    assert a.afat.df.epoch.tolist() == [0, 1, 2, 3]
-    if select != 'random':
-        assert torch.equal(flat(a.afat.corruption), flat(b.afat.corruption))
+def test_two_fits_are_one():
+    a, b = life([dict(n_epoch=2)]), life(2 * [dict(n_epoch=1)])
+    assert torch.equal(flat(a.model), flat(b.model)) and torch.equal(flat(a.afat.corruption), flat(b.afat.corruption))
+    assert a.afat.df.equals(b.afat.df) and a.afat.df.epoch.tolist() == [0, 1]
 
 
-def test_four_calls_draw_the_noise_of_one(monkeypatch):
-    "A corruption model that is trained alone, call after call"
-    import robust_nbdev.afat as A
-
-    seen, real = [], A.patch_cover
-    monkeypatch.setattr(A, 'patch_cover', lambda x, seed, *a: seen.append(seed) or real(x, seed, *a))
-    m, data = tiny_vit(), (images(), torch.arange(4))
-    fit_corruption(m, data, epochs=4, seed=5)
-    once = list(seen)
-    seen.clear()
-    c = None
-    for _ in range(4):
-        c, _ = fit_corruption(m, data, c, seed=5)
-    assert seen == once == [5, 6, 7, 8]
-
-
-def test_a_loaded_corruption_model_draws_on(monkeypatch):
-    "`fit_corruption` behind `AFAT.state_dict` has noise that the model has not seen"
-    import robust_nbdev.afat as A
-
-    seen, real = [], A.patch_cover
-    m, data = tiny_vit(), (images(), torch.arange(4))
-    c, _ = fit_corruption(m, data, epochs=2, seed=5)
-    a = AFAT()
+def test_two_calls_draw_the_noise_of_one(monkeypatch):
+    "A corruption model that is trained alone, call after call; also behind `AFAT.state_dict`"
+    seen, real = [], afat.patch_cover
+    monkeypatch.setattr(afat, 'patch_cover', lambda x, seed, *a: seen.append(seed) or real(x, seed, *a))
+    m, data, a = tiny_vit(), (images(), torch.arange(4)), AFAT()
+    fit_corruption(m, data, epochs=3, seed=5)
+    c, _ = fit_corruption(m, data, seed=5)
+    fit_corruption(m, data, c, seed=5)
     a.load_state_dict(AFAT(corruption=c).state_dict())
-    monkeypatch.setattr(A, 'patch_cover', lambda x, seed, *a: seen.append(seed) or real(x, seed, *a))
     fit_corruption(m, data, a.corruption, seed=5)
-    assert seen == [7]
+    assert seen == 2 * [5, 6, 7]
 
 
 def resumable(path):
@@ -745,26 +616,21 @@ def test_a_resumed_fit_with_a_fresh_adversary_says_so(tmp_path):
 # --- the Learner's own loss
 # -----------------------------------------------------------------------------------------------------
 
-LOSSES = dict(
-    weights=(CrossEntropyLossFlat(weight=torch.full((4,), 10.0)), CrossEntropyLossFlat(), 1),
-    partial=(partial(F.cross_entropy, reduction='sum'), F.cross_entropy, 16),
-    smooth_sum=(LabelSmoothingCrossEntropyFlat(reduction='sum'), LabelSmoothingCrossEntropyFlat(), 16),
-    ignored=(CrossEntropyLossFlat(ignore_index=9), CrossEntropyLossFlat(), 1),
-)
+LOSSES = [
+    (partial(F.cross_entropy, reduction='sum'), F.cross_entropy),
+    (LabelSmoothingCrossEntropyFlat(reduction='sum'), LabelSmoothingCrossEntropyFlat()),
+]
 
 
-@pytest.mark.parametrize('k,select', [*((k, 'random') for k in LOSSES), ('weights', 'adversarial')])
-def test_what_is_added_follows_the_learners_loss(k, select):
-    "Equal class weights change nothing, a sum is so many times the mean: both terms, not one of them"
+@pytest.mark.parametrize('summed,mean', LOSSES)
+def test_what_is_added_follows_the_learners_loss(summed, mean):
+    "A sum is so many times the mean: both terms, not one of them"
 
     def grads(f):
-        w = Watch()
-        l = learner([AFAT(occlude=0.25, lam=3.0, select=select), w], loss_func=f, lr=1e-3)
-        l.fit(1)
+        learner([AFAT(occlude=0.25, lam=3.0, select='random'), w := Watch()], loss_func=f, lr=1e-3).fit(1)
         return w.f
 
-    f, g, times = LOSSES[k]
-    assert torch.allclose(grads(f), times * grads(g), rtol=1e-3, atol=1e-4)
+    assert torch.allclose(grads(summed), 16 * grads(mean), rtol=1e-3, atol=1e-4)
 
 
 # --- a model that changes what it is given; what must stand still
@@ -813,10 +679,9 @@ def test_what_looks_at_a_model_that_works_in_place(see):
     assert torch.equal(see(in_place(m), x), want) and torch.equal(x, x0)
 
 
-@pytest.mark.parametrize('awp', [False, True], ids=['', 'awp'])
-def test_training_a_model_that_works_in_place(awp):
+def test_training_a_model_that_works_in_place():
     def go(m):
-        l = learner([AFAT(occlude=0.25, lam=1.0), *([AWP(0.01)] if awp else [])], model=m)
+        l = learner([AFAT(occlude=0.25, lam=1.0), AWP(0.01)], model=m)
         l.fit(1)
         return flat(l.model)
 
@@ -842,13 +707,16 @@ def test_a_corruption_model_that_writes_into_its_images():
     assert min(seen) > 0.6
 
 
-def test_searching_a_learning_rate_leaves_the_corruption_model_alone(tmp_path):
+def test_only_training_trains_the_corruption_model(tmp_path):
+    "Not a search for a learning rate, nor validation"
     l = learner(AFAT(occlude=0.25, lam=1.0, corruption=greedy()), path=tmp_path)
     was = copy.deepcopy(l.afat.corruption.state_dict())
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        l.lr_find(num_it=12, show_plot=False)
-    assert all(torch.equal(v, was[k]) for k, v in l.afat.corruption.state_dict().items())
+        l.lr_find(num_it=6, show_plot=False)
+    l.validate()
+    l.get_preds()
+    assert all(torch.equal(v, was[k]) for k, v in l.afat.corruption.state_dict().items()) and no_hooks(l.model)
     l.fit(1)
     assert not torch.equal(l.afat.corruption.bn.running_mean, was['bn.running_mean'])
 
@@ -870,22 +738,14 @@ def test_the_model_stands_still_while_the_corruption_model_learns():
     assert state_of(m) == before
 
 
-def test_a_corruption_model_is_not_trained_where_blocks_run_again():
-    m = tiny_vit()
-    m.model.set_grad_checkpointing(True)
-    with pytest.raises(ValueError, match='gradient checkpointing.*set_grad_checkpointing'):
-        fit_corruption(m, (images(), torch.arange(4)))
-
-
 # --- copies that others make
 # --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('copied', [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=['deepcopy', 'pickle'])
-def test_a_copy_that_is_made_during_a_step_is_a_model_of_its_own(copied):
+def test_a_copy_that_is_made_during_a_step_is_a_model_of_its_own():
     "Between AFAT's event and the forward, when the model is watched"
     kept = []
-    c = Callback(before_batch=lambda self: self.training and kept.append(copied(self.learn.model)))
+    c = Callback(before_batch=lambda self: self.training and kept.append(copy.deepcopy(self.learn.model)))
     c.order = AFAT.order + 0.1
     l = learner([AFAT(occlude=0.25, lam=1.0), c])
     l.fit(1)
@@ -897,85 +757,38 @@ def test_a_copy_that_is_made_during_a_step_is_a_model_of_its_own(copied):
     assert not torch.allclose(m(x), z) and len(l.afat.df) == 1
 
 
-def test_copies_on_several_devices_are_refused():
-    l = learner(AFAT())
-    l.model = nn.DataParallel(l.model)
-    l.model.device_ids = [0, 1]
-    with pytest.raises(ValueError, match='DataParallel.*distrib_ctx'):
-        l.fit(1)
-
-
 # --- families
 # ---------------------------------------------------------------------------------------------------------------
 
 
-def family(k):
-    kw = dict(in_chans=1, num_classes=4)
-    if k == 'reg':
-        return timm.create_model(
-            'vit_tiny_patch16_224', img_size=28, patch_size=7, embed_dim=32, depth=2, num_heads=2, reg_tokens=2, **kw
-        )
-    if k == 'xcit':
-        return timm.create_model(
-            'xcit_nano_12_p16_224',
-            img_size=32,
-            patch_size=8,
-            embed_dim=32,
-            depth=2,
-            num_heads=2,
-            cls_attn_layers=1,
-            **kw,
-        )
-    if k == 'cait':
-        return timm.create_model(
-            'cait_xxs24_224', img_size=28, patch_size=7, embed_dim=32, depth=2, num_heads=2, depth_token_only=1, **kw
-        )
-    if k == 'swin':
-        return timm.create_model(
-            'swin_tiny_patch4_window7_224',
-            img_size=28,
-            patch_size=2,
-            window_size=7,
-            embed_dim=16,
-            depths=(2, 1),
-            num_heads=(2, 2),
-            **kw,
-        )
-    if k == 'levit':
-        return timm.create_model('levit_128s', img_size=64, **kw)
-    if k == 'rvt_pool':
-        return timm.create_model('rvt_nano_plus', img_size=28, dims=(16, 32), depths=(2, 1), heads=(2, 4), **kw)
-    return timm.create_model(k, img_size=28, embed_dim=32, depth=2, stem_dims=(8, 8), **kw)
+SMALL = dict(embed_dim=32, depth=2, num_heads=2)
+FAMILIES = dict(
+    xcit=('xcit_nano_12_p16_224', 32, dict(patch_size=8, cls_attn_layers=1, **SMALL), 2),
+    swin=(
+        'swin_tiny_patch4_window7_224',
+        28,
+        dict(patch_size=2, window_size=7, embed_dim=16, depths=(2, 1), num_heads=(2, 2)),
+        3,
+    ),
+    levit=('levit_128s', 64, {}, None),
+    fan=('fan_nano_p4_hybrid', 28, dict(embed_dim=32, depth=2, stem_dims=(8, 8)), 2),
+)
 
 
-BLOCKS = dict(reg=2, xcit=2, cait=2, swin=3, levit=None, rvt_pool=3, fan_nano_p4_hybrid=2)
-
-
-@pytest.mark.parametrize('k', BLOCKS)
+@pytest.mark.parametrize('k', FAMILIES)
 def test_families(k):
     torch.manual_seed(0)
-    m = Normalized(family(k), [0.5], [0.5])
-    l = learner(
-        AFAT(occlude=0.25, lam=1.0),
-        model=m,
-        lr=1e-3,
-        dls=synth_dls(16, size=dict(xcit=32, levit=64).get(k, 28), bs=8),
-    )
-    assert BLOCKS[k] is None or len(patch_blocks(m)) == BLOCKS[k]
+    name, size, kw, blocks = FAMILIES[k]
+    m = Normalized(timm.create_model(name, img_size=size, in_chans=1, num_classes=4, **kw), [0.5], [0.5])
+    l = learner(AFAT(occlude=0.25, lam=1.0), model=m, lr=1e-3, dls=synth_dls(16, size=size, bs=8))
+    assert blocks is None or len(patch_blocks(m)) == blocks
     l.fit(1)
-    c = l.afat.corruption
-    assert c.grid == patch_grid(m, l.dls.one_batch()[0]) and no_hooks(m) and l.afat.df.align_loss[0] > 0
-    x = plain(l.dls.one_batch()[0])
+    x = images(4, size)
+    assert l.afat.corruption.grid == patch_grid(m, x) and no_hooks(m) and l.afat.df.align_loss[0] > 0
     m.eval()
     cos = attn_cos(m, x, Occlusion(share=0.5)(m, x, None))
-    assert cos.shape == (len(x),)
-    assert (cos < 1 + 1e-6).all()
-    assert k == 'levit' or (cos < 1).all()
-    assert torch.allclose(attn_cos(m, x, x), torch.ones(len(x)), atol=1e-4)
-
-
-# --- occlusion as an attack
-# -------------------------------------------------------------------------------------------------
+    assert cos.shape == (4,) and (cos < 1 + 1e-6).all() and (k == 'levit' or (cos < 1).all())
+    assert torch.allclose(attn_cos(m, x, x), torch.ones(4), atol=1e-4)
 
 
 # --- two processes
@@ -995,10 +808,6 @@ def test_two_processes_are_one(tmp_path):
     pytest.importorskip('accelerate')
     for o, p, q in zip(*one_and_two(JOB, tmp_path)):
         assert torch.equal(p, q) and torch.allclose(o, p, atol=1e-4)
-
-
-# --- the paper's scale
-# --------------------------------------------------------------------------------------------------------
 
 
 # --- what a model does to its blocks, frozen parts, the range of the pixels
@@ -1066,15 +875,9 @@ def test_images_in_other_units(by, kind, says):
             fit_corruption(m, (x * by, torch.zeros(4).long()))
 
 
-@pytest.mark.parametrize('kw', [dict(mean=(123.7, 116.3, 103.5)), dict(std=(58.4, 57.1, 57.4))])
-def test_statistics_in_grey_levels_are_refused(kw):
-    with pytest.raises(ValueError, match='divide both by 255'):
-        PatchOcclusion((4, 4), (7, 7), **kw)
-
-
 def rates_of(r, bs, cbs=()):
     "Learning rates of the steps of two epochs"
-    learn = r.learner(synth_dls(64, bs=bs), tiny_vit(num_classes=4))
+    learn = r.learner(synth_dls(32, bs=bs), tiny_vit(num_classes=4))
     r.fit(learn, 2, cbs=cbs)
     return learn.recorder.lrs
 
@@ -1083,11 +886,8 @@ quick = afat_recipe('rvt_tiny_plus').but(randaug='', erase=0.0, patch_augment=Fa
 
 
 def test_the_rate_of_the_recipe_is_that_of_a_step_not_of_a_batch():
-    assert rates_of(quick, 8, [GradientAccumulation(32)])[0] == pytest.approx(rates_of(quick, 32)[0])
-
-
-def test_small_batches_scale_the_whole_schedule():
-    "At 8 images a step the peak is below `min_lr`"
+    "At 8 images a step the peak is below `min_lr`: the whole schedule scales"
+    assert rates_of(quick, 8, [GradientAccumulation(32)])[0] == pytest.approx(quick.peak_lr(32))
     lrs = rates_of(quick, 8)
     assert lrs[0] == pytest.approx(quick.peak_lr(8)) and lrs[-1] == pytest.approx(quick.min_lr * 8 / quick.bs)
 

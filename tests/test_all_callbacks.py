@@ -4,12 +4,12 @@ weights that are equal change nothing."""
 
 import pytest, torch
 from fastcore.docments import docments
-from fastai.vision.all import Callback, CrossEntropyLossFlat, CutMix, MixUp, SaveModelCallback, SGD
+from fastai.vision.all import Callback, CrossEntropyLossFlat, MixUp, SaveModelCallback, SGD
 from robust_nbdev.all import *
 from robust_nbdev.adv_train import NearPGD, NFGSM, SaveEMA
 from robust_nbdev.tora import tora_splitter
 from robust_nbdev.vit import token_splitter
-from robust_nbdev.xcit_recipe import AttackEffect, Augment, KeepBest, MixOrCut
+from robust_nbdev.xcit_recipe import AttackEffect, Augment, KeepBest, MixOrCut, RepeatBatches
 from package import everything
 from robust_nbdev.test_utils import *
 
@@ -50,6 +50,7 @@ MAKE = dict(
     SaveEMA=lambda: SaveEMA(monitor='valid_loss', fname='ema'),
     SaveRun=lambda: SaveRun(),
     Augment=lambda: Augment(augment),
+    RepeatBatches=lambda: RepeatBatches(2),
     MixOrCut=lambda: MixOrCut(),
     CleanPass=lambda: CleanPass(),
     KeepBest=lambda: KeepBest(FGSM(0.1), None),
@@ -84,7 +85,7 @@ MODELS = dict(TORA=tora_model, RobustTokens=token_model)
 
 def learner(name, cbs=(), tmp=None, **kw):
     "A Learner on which this callback can work; the order of the images is fixed"
-    dls = synth_dls(32)
+    dls = synth_dls(16, bs=8)
     dls.loaders[0] = dls.train.new(shuffle=False)
     if name == 'RobustTokens':
         kw = {**dict(loss_func=FeatCos(), splitter=token_splitter, train_bn=False), **kw}
@@ -120,14 +121,13 @@ def test_a_second_copy_is_refused(name, tmp_path):
 @pytest.mark.parametrize('a,b,run', [('AdvTrain', 'TRADES', 'fit'), ('FreeAT', 'AdvTrain', 'validate')])
 def test_two_of_a_family_are_refused(a, b, run):
     l = learner(a, [MAKE[a](), MAKE[b]()])
-    with pytest.raises(ValueError, match='two AdvTrain callbacks'):
+    with pytest.raises(ValueError, match=r'two AdvTrain callbacks, .*remove_cb\((AdvTrain|TRADES)\)'):
         l.fit(1, 0.0) if run == 'fit' else l.validate()
 
 
-@pytest.mark.parametrize('mixer', [MixUp, CutMix])
-def test_two_mixers_are_refused(mixer):
+def test_two_mixers_are_refused():
     with pytest.raises(ValueError, match='two MixHandler'):
-        learner('MixOrCut', [mixer(), MixOrCut()]).fit(1, 0.0)
+        learner('MixOrCut', [MixUp(), MixOrCut()]).fit(1, 0.0)
 
 
 def test_files_of_two_savers_are_their_own(tmp_path):
@@ -202,8 +202,7 @@ def test_two_fits_and_a_resumed_one_draw_what_one_fit_draws(name, tmp_path):
 
 def test_every_image_is_attacked_in_some_epoch():
     "With half of the images clean in each of several fits"
-    l = synth_learner(cbs=[AdvTrain(PGD2, clean_images=0.5), look := Look()])
-    l.dls.loaders[0] = l.dls.train.new(shuffle=False)
+    l = learner('AdvTrain', [AdvTrain(PGD(0.1, steps=1), clean_images=0.5), look := Look()])
     clean = torch.stack([o[0].as_subclass(torch.Tensor) for o in l.dls.train_ds])
     for _ in range(8):
         l.fit(1, 0.0)
@@ -243,9 +242,11 @@ def scheduled(cls):
     ]
 
 
+SCHEDULED = [(k, w) for k, v in ALL.items() for w in scheduled(v)]
+
+
 def test_every_number_that_follows_a_schedule_has_its_check():
-    unchecked = [(k, w) for k, v in ALL.items() for w in scheduled(v) if w not in v.weights]
-    assert not unchecked
+    assert not [(k, w) for k, w in SCHEDULED if w not in ALL[k].weights]
 
 
 @pytest.mark.parametrize('name,weight', [(k, w) for k, v in ALL.items() for w in getattr(v, 'weights', {})])
@@ -258,7 +259,7 @@ def test_a_schedule_is_checked_at_each_step(name, weight, tmp_path):
         l.fit(1, 1e-3)
 
 
-@pytest.mark.parametrize('name,weight', [(k, w) for k, v in ALL.items() for w in scheduled(v)])
+@pytest.mark.parametrize('name,weight', SCHEDULED)
 def test_a_schedule_that_ends_outside_is_refused_at_once(name, weight):
     cls, given = ALL[name], dict(AWP=[], AFAT=[], RobustTokens=[PGD2.but(loss=feat_cos)]).get(name, [PGD2])
     with pytest.raises(ValueError, match=weight):

@@ -10,7 +10,6 @@ from fastai.vision.all import (
     BCEWithLogitsLossFlat,
     Callback,
     CancelBatchException,
-    CancelEpochException,
     CancelFitException,
     CancelTrainException,
     ChannelsLast,
@@ -33,6 +32,7 @@ from robust_nbdev.core import *
 from robust_nbdev.vit import *
 from robust_nbdev.attacks import *
 from robust_nbdev.adv_train import *
+from robust_nbdev.adv_train import replayed
 from robust_nbdev.adv_train import hush_attn
 from robust_nbdev.afat import AFAT
 from robust_nbdev.datasets import fashion_mnist
@@ -56,7 +56,7 @@ METHODS = dict(
     trades_awp=lambda: [TRADES(PGD2), AWP(0.01)],
     all=lambda: [MART(PGD2), AWP(0.01), EMA(0.9), CatchOverfit(gap=2)],
 )
-PAIRS = dict(trades=TRADES(PGD2), mart=MART(PGD2), gat=GAT(BernoulliFGSM(0.1)), half=AdvTrain(PGD2, clean_loss=0.3))
+PAIRS = dict(trades=TRADES(PGD2), mart=MART(PGD2))
 
 
 def small_dls(n=32, bs=16):
@@ -112,58 +112,14 @@ def check_clean(l, lf, flags=None):
             ), c
 
 
-# --- schedules
+# --- what is written and what is refused
 # ------------------------------------------------------------------------------------------------------------
-
-
-def steps_of(cb, epochs=2):
-    "(eps, step) in each batch"
-    seen = []
-    learner(
-        [
-            cb,
-            Callback(
-                before_batch=lambda self: (
-                    seen.append((cb.current().eps, cb.current().step_at(torch.tensor([0])))) if self.training else None
-                )
-            ),
-        ]
-    ).fit(epochs, 0.0)
-    return torch.tensor(seen)
-
-
-@pytest.mark.parametrize(
-    'method,attack',
-    [
-        (TRADES, PGD(0.2, steps=2, alpha=0.05)),
-        (AdvTrain, FGSM_RS(0.2, alpha=0.25)),
-        (AdvTrain, NFGSM(0.2, alpha=0.1)),
-        (MART, BernoulliFGSM(0.2, alpha=0.1)),
-        (AdvTrain, ARDPRM(0.2, steps=2, alpha=0.05)),
-        (TRADES, NearPGD(0.2, steps=2, alpha=0.05)),
-    ],
-)
-def test_a_step_given_for_one_radius_is_scaled_with_it(method, attack):
-    s = steps_of(method(attack, eps=warmup(0.2, pct=1.0)))
-    assert s[:, 0].tolist() == pytest.approx([0, 0.05, 0.1, 0.15]) and torch.allclose(
-        s[:, 1], s[:, 0] * attack.alpha / 0.2
-    )
 
 
 @pytest.mark.parametrize(
     'cb,words',
     [
         (TRADES(PGD2, eps=warmup(0.1)), 'TRADES(PGD(0.1, steps=2), beta=6, eps=warmup(0.1, pct=0.1))'),
-        (AdvTrain(PGD2, clean_loss=0.5), 'AdvTrain(PGD(0.1, steps=2), clean_loss=0.5)'),
-        (AdvTrain(PGD2, clean_images=0.25), 'AdvTrain(PGD(0.1, steps=2), clean_images=0.25)'),
-        (
-            GAT(BernoulliFGSM(8 / 255), beta=switch(40, 0.85, 10)),
-            'GAT(BernoulliFGSM(8/255), beta=switch(40, pct=0.85, before=10))',
-        ),
-        (FreeAT(FGSM(0.1)), 'FreeAT(FGSM(0.1))'),
-        (AWP(0.005), 'AWP(0.005)'),
-        (AWP(switch(0.005, 0.05)), 'AWP(switch(0.005, pct=0.05, before=0))'),
-        (EMA(0.99), 'EMA(0.99)'),
         (CatchOverfit(then=PGD2), 'CatchOverfit(PGD(8/255, steps=5), gap=0.2, then=PGD(0.1, steps=2))'),
         (AdvTrain(PGD2, alpha=2 / 255), 'AdvTrain(PGD(0.1, steps=2), alpha=2/255)'),
     ],
@@ -173,59 +129,73 @@ def test_repr(cb, words):
 
 
 @pytest.mark.parametrize(
-    'make,words',
+    'make,error,words',
     [
-        (lambda: TRADES(FGSM(0.1)), 'compares with the clean output'),
-        (lambda: GAT(FGSM(0.1)), 'compares with the clean output'),
-        (lambda: AdvTrain(PGD2, clean_images=2), 'clean_images is a share'),
-        (lambda: FreeAT(FGSM(0.1), replay=0), 'whole number'),
-        (lambda: AWP(-1), '>= 0'),
-        (lambda: AWP(switch(-0.005, 0.5)), 'gamma must be a number >= 0'),
-        (lambda: AdvTrain(PGD2, clean_loss=1.5), 'clean_loss is a share'),
-        (lambda: AdvTrain(PGD2, clean_loss=-0.5), 'clean_loss is a share'),
-        (lambda: AdvTrain(PGD2, clean_loss=switch(1.5, 0.5)), 'clean_loss is a share'),
-        (lambda: TRADES(PGD2, beta=-6), 'beta must be a number >= 0'),
-        (lambda: MART(PGD2, beta=None), 'beta must be a number >= 0'),
-        (lambda: GAT(BernoulliFGSM(0.1), beta=switch(-40, 0.85)), 'beta must be a number >= 0'),
-        (lambda: EMA(999), 'decay is a share'),
-        (lambda: SaveRun(every=0), 'every must be a whole number >= 1'),
-        (lambda: CatchOverfit(n=0), 'n must be a whole number >= 1'),
-        (lambda: ARDPRM(0.1, ard=2.0), 'ard is a share'),
-        (lambda: warmup(0.1, epochs=0), 'epochs'),
-        (lambda: warmup(0.2, pct=1.1), 'between 0 and 1'),
-        (lambda: warmup(-0.2), '>= 0'),
-        (lambda: switch(1, pct=2), 'between 0 and 1'),
+        (lambda: TRADES(FGSM(0.1)), ValueError, 'compares with the clean output'),
+        (lambda: AdvTrain(PGD2, clean_images=2), ValueError, 'clean_images is a share'),
+        (lambda: AdvTrain(PGD2, clean_loss=switch(1.5, 0.5)), ValueError, 'clean_loss is a share'),
+        (lambda: FreeAT(FGSM(0.1), replay=0), ValueError, 'whole number'),
+        (lambda: AWP(switch(-0.005, 0.5)), ValueError, 'gamma must be a number >= 0'),
+        (lambda: MART(PGD2, beta=None), ValueError, 'beta must be a number >= 0'),
+        (lambda: EMA(999), ValueError, 'decay is a share'),
+        (lambda: SaveRun(every=0), ValueError, 'every must be a whole number >= 1'),
+        (lambda: CatchOverfit(n=0), ValueError, 'n must be a whole number >= 1'),
+        (lambda: ARDPRM(0.1, ard=2.0), ValueError, 'ard is a share'),
+        (lambda: warmup(0.1, epochs=0), ValueError, 'epochs'),
+        (lambda: warmup(0.2, pct=1.1), ValueError, 'between 0 and 1'),
+        (lambda: warmup(-0.2), ValueError, '>= 0'),
+        (lambda: switch(1, pct=2), ValueError, 'between 0 and 1'),
+        (lambda: FreeAT(APGD(0.1)), TypeError, 'FreeAT maximises'),
+        (lambda: FreeAT(FGSM(0.1, loss=margin)), TypeError, 'FreeAT maximises'),
+        (lambda: TRADES(0.1), TypeError, 'expected an attack'),
+        (lambda: CatchOverfit(then=3), TypeError, 'expected an attack'),
+        (lambda: AdvTrain(PGD(0.1), foo=1), TypeError, 'foo'),
+        (lambda: AdvTrain(lambda m, x, y, seed=0: x, alpha=1.0), TypeError, 'alpha= needs an attack'),
     ],
 )
-def test_refused_values(make, words):
-    with pytest.raises(ValueError, match=words):
+def test_refused(make, error, words):
+    with pytest.raises(error, match=words):
         make()
-
-
-@pytest.mark.parametrize(
-    'make,words',
-    [
-        (lambda: FreeAT(APGD(0.1)), 'FreeAT maximises'),
-        (lambda: FreeAT(FGSM(0.1, loss=margin)), 'FreeAT maximises'),
-        (lambda: TRADES(0.1), 'expected an attack'),
-        (lambda: CatchOverfit(then=3), 'expected an attack'),
-        (lambda: CatchOverfit(0.1), 'expected an attack'),
-        (lambda: AdvTrain(PGD(0.1), foo=1), 'foo'),
-        (lambda: AdvTrain(lambda m, x, y, seed=0: x, alpha=1.0), 'alpha= needs an attack'),
-    ],
-)
-def test_refused_types(make, words):
-    with pytest.raises(TypeError, match=words):
-        make()
-
-
-def test_two_methods_are_refused():
-    with pytest.raises(ValueError, match=r'two AdvTrain callbacks, .*remove_cb\((AdvTrain|TRADES)\)'):
-        learner([AdvTrain(PGD2), TRADES(PGD2)]).fit(1)
 
 
 # --- losses and gradients by hand
 # -----------------------------------------------------------------------------------------------
+
+
+def trained_loss(cb):
+    "The training loss of an epoch in which the weights stand still"
+    learn = synth_learner(cbs=cb)
+    learn.fit(1, 0.0, wd=0.0)
+    return learn.recorder.values[-1][0]
+
+
+class Terms(AdvTrain):
+    "Twice the loss of the adversarial images, by a term"
+
+    def __init__(self, attack):
+        super().__init__(attack)
+
+    def terms(self, z, z_adv):
+        return z_adv, self.whole_loss(z_adv)
+
+
+class JointTerms(Terms):
+    joint = True
+
+
+class OwnPred(Terms):
+    def after_pred(self):
+        self.learn.pred, self.extra = self.terms(None, self.pred)
+
+
+def test_terms_that_nothing_would_add_are_refused():
+    with pytest.raises(TypeError, match='where joint = True stands in the class'):
+        synth_learner(cbs=Terms(PGD(0.1))).fit(1)
+    synth_learner(cbs=OwnPred(PGD(0.1, steps=1))).fit(1)
+
+
+def test_a_joint_method_stays_one_behind_the_init_of_its_base():
+    assert trained_loss(JointTerms(PGD(0.1, steps=2))) == pytest.approx(2 * trained_loss(AdvTrain(PGD(0.1, steps=2))))
 
 
 class Grab(Callback):
@@ -249,25 +219,19 @@ class Grab(Callback):
         raise CancelFitException()
 
 
-def kl_(z_adv, z):
-    return F.kl_div(z_adv.log_softmax(1), z.softmax(1), reduction='batchmean')
+def kl_each(z_adv, z):
+    return F.kl_div(z_adv.log_softmax(1), z.softmax(1), reduction='none').sum(1)
 
 
-def mart_(z, z_adv, y):
+def mart_each(z, z_adv, y):
     p, q = z.softmax(1), z_adv.softmax(1)
-    top = q.argsort(1)[:, -2:]
-    wrong = torch.where(top[:, -1] == y, top[:, -2], top[:, -1])
-    robust = (
-        F.kl_div((q + 1e-12).log(), p, reduction='none').sum(1) * (1.0000001 - p.gather(1, y[:, None])[:, 0])
-    ).mean()
-    return F.cross_entropy(z_adv, y) + F.nll_loss((1.0001 - q + 1e-12).log(), wrong) + 5 * robust
+    wrong = q.scatter(1, y[:, None], 0).amax(1)
+    return -(1.0001 - wrong).log() + 5 * kl_each(z_adv, z) * (1.0000001 - p.gather(1, y[:, None])[:, 0])
 
 
 BY_HAND = dict(
-    trades=lambda z, z_adv, y: F.cross_entropy(z, y) + 6 * kl_(z_adv, z),
-    mart=mart_,
-    gat=lambda z, z_adv, y: F.cross_entropy(z, y) + 10 * (z.softmax(1) - z_adv.softmax(1)).pow(2).sum(1).mean(),
-    half=lambda z, z_adv, y: 0.3 * F.cross_entropy(z, y) + 0.7 * F.cross_entropy(z_adv, y),
+    trades=lambda z, z_adv, y: F.cross_entropy(z, y) + 6 * kl_each(z_adv, z).mean(),
+    mart=lambda z, z_adv, y: F.cross_entropy(z_adv, y) + mart_each(z, z_adv, y).mean(),
 )
 
 
@@ -280,7 +244,7 @@ def test_loss_and_gradient_by_hand(k):
     g = l.grab
     x, x_adv = g.x.chunk(2)
     m = g.m
-    attack = {'trades': PGD2.but(loss=kl), 'mart': PGD2, 'half': PGD2, 'gat': BernoulliFGSM(0.1)}[k]
+    attack = {'trades': PGD2.but(loss=kl), 'mart': PGD2}[k]
     assert (
         torch.equal(attack(m, x, None if k == 'trades' else g.y, seed=seed), x_adv)
         and 0.05 < (x_adv - x).abs().max() <= 0.1 + 1e-6
@@ -315,16 +279,6 @@ class Look(Callback):
         self.z = self.learn.pred
 
 
-def kl_each(z_adv, z):
-    return F.kl_div(z_adv.log_softmax(1), z.softmax(1), reduction='none').sum(1)
-
-
-def mart_each(z, z_adv, y):
-    p, q = z.softmax(1), z_adv.softmax(1)
-    wrong = q.scatter(1, y[:, None], 0).amax(1)
-    return -(1.0001 - wrong).log() + 5 * kl_each(z_adv, z) * (1.0000001 - p.gather(1, y[:, None])[:, 0])
-
-
 # method -> its callback, L of which output, and what is added per image; `left_out` images count in what needs no label
 OBJECTIVES = dict(
     half=(lambda: AdvTrain(PGD2, clean_loss=0.3), lambda L, z, a: 0.3 * L(z) + 0.7 * L(a), lambda z, a, y: 0 * z[:, 0]),
@@ -340,13 +294,11 @@ OBJECTIVES = dict(
 few = torch.tensor([1.0, 2.0, 3.0, 0.5])
 LOSSES = dict(
     plain={},
-    equal_weights=dict(weight=torch.full((4,), 10.0)),
     weights=dict(weight=few),
     summed=dict(reduction='sum'),
     weights_summed=dict(weight=few, reduction='sum'),
     a_class_without_weight=dict(weight=torch.tensor([1.0, 0, 2, 3])),
     ignored=dict(ignore_index=2),
-    smoothed=dict(label_smoothing=0.1),
     all=dict(weight=few, ignore_index=3, label_smoothing=0.1, reduction='sum'),
 )
 
@@ -355,7 +307,10 @@ LOSSES = dict(
     'method,loss,mix',
     [
         *zip(OBJECTIVES, ['all'] * 4, [None] * 4),
-        *zip([*OBJECTIVES] * 2, LOSSES, [None] * 8),
+        ('mart', 'weights_summed', None),
+        ('mart', 'ignored', None),
+        ('half', 'a_class_without_weight', None),
+        ('alp', 'plain', None),
         ('half', 'summed', CutMix),
         ('trades', 'plain', MixUp),
         ('gat', 'weights', MixUp),
@@ -365,8 +320,6 @@ def test_the_learners_own_loss_is_in_the_objective(method, loss, mix):
     "Its value, and its gradient to the output"
     make, whole, each = OBJECTIVES[method]
     kw = LOSSES[loss]
-    if method == 'mart' and 'label_smoothing' in kw:
-        pytest.skip('by hand for hard labels alone')
 
     def objective(L, z, a, y):
         kept = torch.ones_like(y, dtype=torch.bool)
@@ -382,10 +335,9 @@ def test_the_learners_own_loss_is_in_the_objective(method, loss, mix):
     assert value == pytest.approx(want, rel=1e-5) and torch.allclose(g, want_g, atol=1e-5 * want_g.abs().max())
 
 
-@pytest.mark.parametrize('method', ['free', 'trades', 'all'])
-def test_fastais_label_smoothing(method):
+def test_fastais_label_smoothing():
     loss = LabelSmoothingCrossEntropyFlat()
-    l = learner(METHODS[method](), loss_func=loss)
+    l = learner(METHODS['all'](), loss_func=loss)
     l.fit(1, 1e-3)
     check_clean(l, loss)
 
@@ -406,11 +358,8 @@ def test_mart_needs_a_cross_entropy():
 
 K = 3
 COSTS = dict(
-    at=(AdvTrain(PGD(0.1, steps=K)), K + 1, K),
-    rs=(AdvTrain(FGSM_RS(0.1)), 2, 1),
-    n=(AdvTrain(NFGSM(0.1)), 2, 1),
-    alp=(ALP(PGD(0.1, steps=K)), K + 2, K),
     trades=(TRADES(PGD(0.1, steps=K)), K + 1 + 2, K),
+    rs=(AdvTrain(FGSM_RS(0.1)), 2, 1),
     mart=(MART(PGD(0.1, steps=K)), K + 2, K),
     gat=(GAT(BernoulliFGSM(0.1)), 1 + 0.5 + 2, 1),
     half=(AdvTrain(PGD(0.1, steps=K), clean_loss=0.5), K + 2, K),
@@ -449,8 +398,8 @@ def test_passes_per_image(k, awp):
 )
 def test_nothing_to_do_is_plain_training_exactly(cb):
     ws = []
-    for cbs in (None, [cb]):
-        l = learner(cbs, model=noisy_vit())
+    for cbs in ([], [cb]):
+        l = learner([MixUp(0.5), *cbs], model=noisy_vit())
         l.fit(2, 1e-3)
         ws.append(weights(l))
     assert same(*ws)
@@ -460,46 +409,28 @@ def test_nothing_to_do_is_plain_training_exactly(cb):
 # -------------------------------------------------------------------------------------------------------------
 
 
-def compositions():
-    "name -> (callbacks, model, keywords)"
-    yield 'mixup', lambda: dict(cbs=[MixUp(0.4)])
-    yield 'cutmix', lambda: dict(cbs=[CutMix(1.0)])
-    yield 'accumulation', lambda: dict(cbs=[GradientAccumulation(16)], dls=small_dls(bs=8))
-    yield 'clip', lambda: dict(cbs=[GradientClip(0.5)])
-    yield 'bf16', lambda: dict(cbs=[HalfPrecision(torch.bfloat16)])
-    yield 'fp16', lambda: dict(cbs=[HalfPrecision(torch.float16)])
-    yield 'channels_last', lambda: dict(cbs=[ChannelsLast()])
-    yield (
-        'everything',
-        lambda: dict(
-            cbs=[HalfPrecision(torch.float16), GradientAccumulation(16), MixUp(0.4), GradientClip(1.0)],
-            dls=small_dls(bs=8),
-            model=noisy_vit(),
-        ),
-    )
-    yield 'dropout', lambda: dict(model=noisy_vit())
-    yield 'checkpointing', lambda: dict(model=checkpointed())
-    yield 'compile', lambda: dict(model=torch.compile(tiny_vit(num_classes=4), backend='eager'))
-
-
 def checkpointed():
     m = tiny_vit(num_classes=4)
     m.model.set_grad_checkpointing(True)
     return m
 
 
-COMPOSITIONS = dict(compositions())
-TOGETHER = [(k, 'everything') for k in ('at', 'mo', 'free', 'trades', 'mart', 'gat', 'trades_awp', 'all')] + [
-    ('all', 'mixup'),
-    ('free', 'cutmix'),
-    ('gat', 'accumulation'),
-    ('trades_awp', 'clip'),
-    ('mart', 'bf16'),
+# name -> keywords of `learner`
+COMPOSITIONS = dict(
+    cutmix=lambda: dict(cbs=[CutMix(1.0)]),
+    fp16=lambda: dict(cbs=[HalfPrecision(torch.float16)]),
+    channels_last=lambda: dict(cbs=[ChannelsLast()]),
+    everything=lambda: dict(
+        cbs=[HalfPrecision(torch.float16), GradientAccumulation(16), MixUp(0.4), GradientClip(1.0)],
+        dls=small_dls(bs=8),
+        model=noisy_vit(),
+    ),
+    checkpointing=lambda: dict(model=checkpointed()),
+    compile=lambda: dict(model=torch.compile(tiny_vit(num_classes=4), backend='eager')),
+)
+TOGETHER = [(k, 'everything') for k in ('mo', 'free', 'gat', 'trades_awp', 'all')] + [
+    ('some', 'cutmix'),
     ('awp', 'fp16'),
-    ('rs', 'channels_last'),
-    ('n', 'dropout'),
-    ('some', 'checkpointing'),
-    ('half', 'compile'),
 ]
 
 
@@ -521,7 +452,6 @@ def test_one_epoch_of(method, comp):
         ('trades_awp', 'checkpointing'),
         ('mo', 'checkpointing'),
         ('free', 'compile'),
-        ('gat', 'compile'),
         ('mart', 'channels_last'),
     ],
 )
@@ -536,7 +466,7 @@ def test_what_must_not_matter_does_not(method, how):
     assert close(weights(l), weights(ref), 1e-4) and not close(start, weights(ref), 1e-2)
 
 
-@pytest.mark.parametrize('method', ['mo', 'free', 'all'])
+@pytest.mark.parametrize('method', ['free', 'all'])
 def test_freezing_and_discriminative_rates(method):
     l = learner(METHODS[method](), splitter=vit_splitter, train_bn=False)
     lf = l.loss_func
@@ -573,21 +503,17 @@ class Stop4(Callback):
         raise CancelFitException()
 
 
-@pytest.mark.parametrize('method', ['all', 'free'])
-def test_callbacks_in_any_order_give_the_same_weights(method):
+def test_callbacks_in_any_order_give_the_same_weights():
     ref = None
     for perm in [(0, 1, 2, 3), (1, 3, 2, 0), (3, 2, 0, 1)]:
-        cbs = [METHODS[method](), [MixUp(0.4)], [GradientClip(1.0)], [GradientAccumulation(16)]]
+        cbs = [METHODS['all'](), [MixUp(0.4)], [GradientClip(1.0)], [GradientAccumulation(16)]]
         l = learner([c for i in perm for c in (cbs[i] if sum(perm[:1]) % 2 else cbs[i][::-1])], dls=small_dls(bs=8))
         l.fit(1, 1e-3)
         ref = ref or weights(l)
         assert same(weights(l), ref)
 
 
-@pytest.mark.parametrize(
-    'method,dtype',
-    [('mart', torch.bfloat16), ('free', torch.bfloat16), ('gat', torch.float16), ('trades_awp', torch.float16)],
-)
+@pytest.mark.parametrize('method,dtype', [('free', torch.bfloat16), ('trades_awp', torch.float16)])
 def test_half_precision_with_accumulation_and_clip_logs_the_same_loss(method, dtype):
     "R20: the loss in the table, and the gradient that is clipped, are of the scale of float32"
     vals, norms = [], []
@@ -642,7 +568,9 @@ def test_metrics_on_training_batches():
 # ----------------------------------------------------------------------------------------------------------------
 
 
-def test_callbacks_add_nothing_to_the_export(tmp_path):
+def test_exports_hold_no_more_than_the_model_and_train_on(tmp_path):
+    from fastai.learner import load_learner
+
     sizes = {}
     for k in ('none', 'free', 'gat', 'all'):
         l = learner(
@@ -652,19 +580,9 @@ def test_callbacks_add_nothing_to_the_export(tmp_path):
         l.export('x.pkl')
         sizes[k] = (tmp_path / 'x.pkl').stat().st_size
     assert max(v - sizes['none'] for v in sizes.values()) < 4000, sizes
-
-
-@pytest.mark.parametrize('method', ['mo', 'free', 'all'])
-def test_export_and_load(method, tmp_path):
-    from fastai.learner import load_learner
-
-    l = learner(METHODS[method](), dls=fashion_mnist(32, 20, bs=16), model=tiny_vit(num_classes=10), path=tmp_path)
-    l.fit(1, 1e-3)
-    l.export('x.pkl')
     n = load_learner(tmp_path / 'x.pkl')
     assert same(weights(n), weights(l))
-    n.dls = l.dls
-    n.logger = noop
+    n.dls, n.logger = l.dls, noop
     n.fit(1, 1e-3)
     check_clean(n, n.loss_func)
 
@@ -682,16 +600,14 @@ class Stop(Callback):
             raise self.err('stop')
 
 
-CANCELS = (CancelFitException, CancelBatchException, CancelTrainException, CancelEpochException)
+CANCELS = (CancelFitException, CancelBatchException, CancelTrainException)
 
 
 @pytest.mark.parametrize(
     'method,err,event',
     [
         ('at', KeyboardInterrupt, 'before_batch'),
-        ('at', CancelEpochException, 'after_batch'),
         ('half', KeyboardInterrupt, 'after_pred'),
-        ('trades', ValueError, 'before_backward'),
         ('mart', CancelTrainException, 'after_loss'),
         ('gat', CancelFitException, 'after_loss'),
         ('free', CancelBatchException, 'before_backward'),
@@ -729,7 +645,7 @@ def test_interrupted_and_fitted_again(method, err, event):
 
 @pytest.mark.parametrize(
     'method,amp',
-    [('trades', None), ('free', None), ('mart', torch.bfloat16), ('gat', torch.float16), ('mo', torch.float16)],
+    [('free', None), ('mart', torch.bfloat16), ('gat', torch.float16)],
 )
 def test_awp_leaves_weights_to_the_bit(method, amp):
     "With a learning rate of zero, at the end of every batch"
@@ -749,16 +665,14 @@ def test_awp_leaves_weights_to_the_bit(method, amp):
     assert len(ok) >= 8 and all(ok) and same(w, weights(l))
 
 
-@pytest.mark.parametrize('k', ['at', 'trades', 'mart'])
-def test_awp_gradient_by_hand(k):
+def test_awp_gradient_by_hand():
     """The authors' steps with a copy of the model: ascend, move each weight matrix by gamma*|w| along the difference,
     take the gradient there"""
-    cb = {'at': AdvTrain(PGD2), 'trades': PAIRS['trades'], 'mart': PAIRS['mart']}[k]
-    loss = {'at': lambda z, z_adv, y: F.cross_entropy(z_adv, y), **BY_HAND}[k]
-    l = learner([cb, AWP(0.02), Grab()])
+    loss = BY_HAND['trades']
+    l = learner([PAIRS['trades'], AWP(0.02), Grab()])
     l.fit(1, 1e-3)
     g = l.grab
-    x, x_adv = (g.x, g.x) if k == 'at' else g.x.chunk(2)
+    x, x_adv = g.x.chunk(2)
     m = g.m
     proxy = copy.deepcopy(m)
     opt = torch.optim.SGD(proxy.parameters(), lr=0.01)
@@ -823,7 +737,6 @@ def test_prm_clears_a_share_of_the_patches():
 @pytest.mark.parametrize(
     'name,kw',
     [
-        ('xcit_nano_12_p8_224', dict(img_size=32, depth=2, embed_dim=32, num_heads=2)),
         ('cait_xxs24_224', dict(img_size=32, patch_size=8, depth=2, embed_dim=32, num_heads=2)),
         (
             'swin_tiny_patch4_window7_224',
@@ -874,16 +787,14 @@ def test_hush_attn_goes_away_when_something_fails():
 # --------------------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
-@pytest.mark.parametrize('acc', [True])
-def test_gat_alternates_per_optimiser_step(acc):
+def test_gat_alternates_per_optimiser_step():
     seen = []
     cb = GAT(BernoulliFGSM(0.1))
     look = Callback(before_batch=lambda self: seen.append(cb.inner.__name__) if self.training else None)
-    l = learner([cb, look] + [GradientAccumulation(16)] * acc, dls=small_dls(64, bs=8 if acc else 16))
+    l = learner([cb, look, GradientAccumulation(16)], dls=small_dls(64, bs=8))
     l.fit(1, 1e-3)
     l.fit(1, 1e-3)
-    each = ['learn_loss', 'guided'] * 2
-    assert seen == [o for e in each for o in [e] * (2 if acc else 1)] * 2
+    assert seen == ['learn_loss', 'learn_loss', 'guided', 'guided'] * 4
 
 
 def test_gat_guides_the_second_attack():
@@ -947,6 +858,16 @@ class KeepClean(Callback):
     def before_batch(self):
         if self.training:
             self.seen.append(plain(self.x).clone())
+
+
+def test_a_batch_that_comes_again_is_as_it_was():
+    "CutMix writes into its images"
+    dl = replayed(synth_dls().train.new(shuffle=False), 2)
+    for i, (x, y) in enumerate(dl):
+        if i % 2:
+            assert torch.equal(x, first[0]) and torch.equal(y, first[1]) and type(x) is type(first[0])
+        first = x.clone(), y.clone()
+        x.fill_(0)
 
 
 def test_free_at_counts_progress_right():
@@ -1135,19 +1056,6 @@ def test_ema_by_hand():
     assert close(list(l.ema.avg.module.parameters()), avg) and not close(avg, w0, 1e-3)
 
 
-def test_state_of_an_average():
-    l = learner([AdvTrain(PGD2), EMA(0.9)])
-    l.fit(2, 1e-2)
-    s = copy.deepcopy(l.ema.state_dict())
-    n = learner([AdvTrain(PGD2), EMA(0.9)])
-    n.ema.load_state_dict(s)
-    assert n.ema.n == 4 and same(list(n.ema.avg.parameters()), list(l.ema.avg.parameters()))
-    n.fit(3, 1e-3, start_epoch=2)
-    assert n.ema.n == 6
-    with pytest.raises(ValueError, match='fit first'):
-        learner(EMA()).ema.state_dict()
-
-
 def test_a_later_start_without_an_average_is_said():
     with pytest.warns(UserWarning, match='no average to go on with'):
         learner([AdvTrain(PGD2), EMA(0.9)]).fit(3, 1e-3, start_epoch=2)
@@ -1180,7 +1088,7 @@ class InPlace(nn.Module):
         return self.net(x.sub_(0.5).div_(0.5) if self.inplace else (x - 0.5) / 0.5)
 
 
-@pytest.mark.parametrize('method', ['free', 'trades', 'all'])
+@pytest.mark.parametrize('method', ['free', 'all'])
 def test_a_model_that_changes_its_input_trains_as_one_that_does_not(method):
     ends = []
     for inplace in (False, True):
@@ -1235,19 +1143,15 @@ def test_fit_adv_overridden():
             if 'cls_token' in n
         )
     )
-    # not clipped twice
     l = learner(AdvTrain(PGD2))
     l.fit_adv(1, cbs=[GradientClip(0.1), n := Norms()])
-    l.fit_adv(1, cbs=[GradientClip, Norms()])
-    assert max(n.seen) <= 0.1001
+    assert max(n.seen) <= 0.1001  # not clipped twice
     l = learner(AdvTrain(PGD2))
     l.fit_adv(1, clip=None, cbs=(n := Norms()))
     assert len(n.seen) == 2 and not hasattr(l, 'gradient_clip')
 
 
 def test_fit_adv_with_a_torch_optimiser():
-    from functools import partial
-
     l = learner(AdvTrain(PGD2), opt_func=partial(OptimWrapper, opt=torch.optim.AdamW))
     with pytest.raises(TypeError, match='NoDecay needs a fastai optimiser'):
         l.fit_adv(1, 1e-3)
@@ -1274,7 +1178,6 @@ SUMS = dict(
     'make,loss',
     [
         (lambda: TRADES(PGD(0.1, steps=2)), 'partial'),
-        (lambda: GAT(BernoulliFGSM(0.1, loss=ce)), 'function'),
         (lambda: MART(PGD(0.1, steps=2, loss=ce)), 'module'),
         (lambda: AFAT(lam=1.0, select='random'), 'function'),
     ],

@@ -1,58 +1,41 @@
 """`attacks`: invariants over shapes, norms and types; exact optima; agreement with the reference code; cost and memory
-(R05, R07, R11-R16, R22)."""
+(R05, R07, R11-R16)."""
 
 import copy, gc
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from fastai.callback.schedule import *
-import numpy as np, pytest, torch, torch.nn.functional as F
+import pytest, torch, torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 from torch import nn
 from fastai.vision.core import TensorImage, TensorImageBW
-from fastai.torch_core import TensorCategory
 from robust_nbdev.core import *
 from robust_nbdev.attacks import *
 from robust_nbdev.adv_train import like
 from robust_nbdev.autoattack import *
 from robust_nbdev.evaluate import predict, robust_report
 from robust_nbdev.test_utils import *
-from test_verdicts import Pixels, labels, size
+import test_verdicts
+from test_verdicts import Pixels, inside, labels, size
 
 C = 4  # classes
 
 
-class Dense(nn.Module):
-    "A small smooth network for any shape and type of image"
-
-    def __init__(self, shape, dtype=torch.float32, c=C, seed=0):
-        super().__init__()
-        g = torch.Generator().manual_seed(seed)
-        n = int(np.prod(shape))
-        self.a = nn.Parameter((torch.randn(16, n, generator=g) * 3 / n**0.5).to(dtype))
-        self.b = nn.Parameter(torch.randn(c, 16, generator=g).to(dtype))
-
-    def forward(self, x):
-        return ((x.flatten(1) - 0.5) @ self.a.T).tanh() @ self.b.T
+def Dense(shape, dtype=torch.float32):
+    return test_verdicts.Dense(dtype, shape=shape)
 
 
 def images(b, c=1, h=6, w=6, dtype=torch.float32, seed=0):
-    "With saturated pixels: some are exactly 0 or 1"
-    g = torch.Generator().manual_seed(seed)
-    return (torch.rand(b, c, h, w, generator=g) * 1.4 - 0.2).clamp(0, 1).to(dtype)
+    return test_verdicts.images(b, dtype, seed, (c, h, w))
 
 
 MAKE = dict(
     fgsm=FGSM,
     pgd=partial(PGD, steps=3),
-    pgd_still=partial(PGD, steps=3, rand=False),
-    apgd=partial(APGD, steps=6),
     pgd_restarts=partial(PGD, steps=2, restarts=3),
-    apgd_restarts=partial(APGD, steps=4, restarts=2),
-    pgd_dlr=partial(PGD, steps=3, loss=dlr),
+    apgd=partial(APGD, steps=6),
     apgd_dlr=partial(APGD, steps=5, loss=dlr),
-    pgd_margin=partial(PGD, steps=3, loss=margin),
-    pgd_kl=partial(PGD, steps=3, loss=kl),
     apgd_kl=partial(APGD, steps=5, loss=kl),
 )
 EPS = dict(Linf=0.1, L2=0.7)
@@ -65,28 +48,18 @@ def make(kind, norm, eps=None):
     return MAKE[kind](EPS[norm] if eps is None else eps, norm=norm)
 
 
-# float32 rounds x+d once: half a unit in the last place below 1 is 3e-8 a pixel. Half types are rounded towards x
-ROUND = {torch.float64: 1e-15, torch.float32: 6e-8, torch.float16: 0.0, torch.bfloat16: 0.0}
-
-
-def inside(x_adv, x, norm, eps):
-    assert x_adv.shape == x.shape and x_adv.dtype == x.dtype
-    assert x_adv.min() >= 0 and x_adv.max() <= 1
-    n = x[0].numel() ** 0.5 if norm == 'L2' else 1
-    assert size(x_adv, x, norm).max().item() <= eps + ROUND[x.dtype] * n + 1e-7 * eps * (x.dtype == torch.float32) * (
-        norm == 'L2'
-    )
+TYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
 
 
 # --- invariants
 # ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_inside_ball_and_range_and_types_kept(data):
     kind, norm = data.draw(st.sampled_from(ALL))
-    dtype = data.draw(st.sampled_from(list(ROUND)))
+    dtype = data.draw(st.sampled_from(TYPES))
     b, c = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([1, 3]))
     h, w = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 9))
     eps = data.draw(
@@ -111,38 +84,17 @@ def test_inside_ball_and_range_and_types_kept(data):
 
 
 @norms
-@pytest.mark.parametrize(
-    'kw',
-    [dict(steps=0, rand=False), dict(steps=5, alpha=0.0, rand=False), dict(steps=0, rand=False, restarts=3)],
-    ids=['steps0', 'alpha0', 'restarts'],
-)
-def test_no_steps_or_no_length_returns_the_input(norm, kw):
-    x = images(4)
-    assert torch.equal(PGD(EPS[norm], norm=norm, **kw)(Dense((1, 6, 6)), x, labels(4)), x)
-
-
-@norms
-def test_no_steps_with_random_start_is_the_start_alone(norm):
-    x, m = images(4) * 0.6 + 0.2, Dense((1, 6, 6))
+def test_no_steps_or_no_length_is_the_start_alone(norm):
+    x, y, m = images(4) * 0.6 + 0.2, labels(4), Dense((1, 6, 6))
     a = PGD(0.1, norm=norm, steps=0)
     want = x + a.ball.rand(x, image_seed(x))
-    assert torch.allclose(a(m, x, labels(4)), want, atol=1e-7)
-    assert torch.allclose(a.but(steps=5, alpha=0.0)(m, x, labels(4)), want, atol=1e-6)
+    assert torch.allclose(a(m, x, y), want, atol=1e-7)
+    assert torch.allclose(a.but(steps=5, alpha=0.0)(m, x, y), want, atol=1e-6)
+    assert torch.equal(a.but(rand=False)(m, x, y), x)
 
 
 # --- R07: zero, tiny and broken gradients
 # -------------------------------------------------------------------------------
-
-
-class Scaled(nn.Module):
-    "Raises the loss `k` times: same directions, tiny gradients"
-
-    def __init__(self, k):
-        super().__init__()
-        self.k, self.w = k, Pixels()
-
-    def forward(self, x):
-        return self.w(x) * self.k
 
 
 def _first(z, y):
@@ -150,14 +102,13 @@ def _first(z, y):
 
 
 @norms
-# 1e-30: a power of two, so that scaling rounds nothing
-@pytest.mark.parametrize('k', [2.0**-100])
-@pytest.mark.parametrize('cls', [FGSM, partial(PGD, steps=4), partial(APGD, steps=8)], ids=['fgsm', 'pgd', 'apgd'])
-def test_tiny_gradients_take_full_steps(norm, k, cls):
-    x, y = images(4), labels(4)
+@pytest.mark.parametrize('cls', [partial(PGD, steps=4), partial(APGD, steps=8)], ids=['pgd', 'apgd'])
+def test_tiny_gradients_take_full_steps(norm, cls, k=2.0**-100):
+    "1e-30: a power of two, so that scaling rounds nothing"
+    m, x, y = Pixels(), images(4), labels(4)
     a = cls(EPS[norm], norm=norm, loss=_first)
-    assert torch.allclose(a(Scaled(k), x, y), a(Scaled(1.0), x, y), atol=2e-7)
-    assert (size(a(Scaled(k), x, y), x, norm) > 0.5 * EPS[norm]).all()
+    got = a(lambda v: m(v) * k, x, y)
+    assert torch.allclose(got, a(m, x, y), atol=2e-7) and (size(got, x, norm) > 0.5 * EPS[norm]).all()
 
 
 def test_output_that_ignores_the_input_is_reported_once():
@@ -170,26 +121,14 @@ def test_output_that_ignores_the_input_is_reported_once():
 # --- R12: dtypes and memory layouts
 # ---------------------------------------------------------------------------------------
 
-LAYOUTS = dict(
-    permuted=lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
-    channels_last=lambda x: x.contiguous(memory_format=torch.channels_last),
-    sliced=lambda x: torch.stack([x, x], -1)[..., 0],
-    flipped_back=lambda x: x.flip(3).flip(3),
-)
-
 
 @both
-@pytest.mark.parametrize('layout', LAYOUTS)
-def test_memory_layout_changes_nothing(kind, norm, layout):
-    m, x, y, a = Dense((3, 6, 5)), images(3, 3, 6, 5), labels(3), make(kind, norm)
-    o = LAYOUTS[layout](x)
-    assert torch.equal(o, x) and torch.equal(a(m, o, y), a(m, x, y))
-
-
-@both
-def test_expanded_batch(kind, norm):
-    m, x, y, a = Dense((1, 6, 6)), images(1).expand(3, -1, -1, -1), torch.tensor([0, 1, 2]), make(kind, norm)
-    assert x.stride(0) == 0 and torch.equal(a(m, x, y), a(m, x.contiguous(), y))
+def test_memory_layout_changes_nothing(kind, norm):
+    m, x, y, a = Dense((3, 6, 5)), images(1, 3, 6, 5).repeat(3, 1, 1, 1), labels(3), make(kind, norm)
+    want = a(m, x, y)
+    permuted = x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+    for o in (permuted, torch.stack([x, x], -1)[..., 0], x[:1].expand(3, -1, -1, -1)):
+        assert torch.equal(o, x) and not o.is_contiguous() and torch.equal(a(m, o, y), want)
 
 
 @norms
@@ -199,68 +138,75 @@ def test_float64_is_computed_in_float64(norm):
     m.register_forward_pre_hook(lambda _, a: seen.add(a[0].dtype))
     x = images(3, dtype=torch.float64)
     x_adv = FGSM(1e-12, norm=norm)(m, x, labels(3))  # smaller than float32 can see
-    assert seen == {torch.float64} and x_adv.dtype == torch.float64 and (size(x_adv, x, norm) > 0).all()
-    inside(x_adv, x, norm, 1e-12)
+    moved = size(x_adv, x, norm)
+    assert seen == {torch.float64} and x_adv.dtype == torch.float64 and 0 < moved.min() and moved.max() < 1.001e-12
 
 
 # --- R13: odd outputs
 # -----------------------------------------------------------------------------------------------------
 
 
-class Out(nn.Module):
-    def __init__(self, f):
-        super().__init__()
-        self.m, self.f = Dense((1, 6, 6)), f
-
-    def forward(self, x):
-        return self.f(self.m(x))
-
-
-class Obj:
-    def __init__(self, z):
-        self.logits = z
-
-
-ODD = dict(
-    tuple=(lambda z: (z, z), 0),
-    dict=(lambda z: dict(logits=z), 'logits'),
-    object=(Obj, 'logits'),
-    list=(lambda z: [z, z], 1),
-)
-
-
-@pytest.mark.parametrize('kind', ODD)
-def test_odd_outputs_are_refused_or_picked(kind):
-    attack, (f, pick) = APGD(0.1, steps=3), ODD[kind]
-    x, y = images(3), labels(3)
+@pytest.mark.parametrize('f,pick', [(lambda z: [z, z], 1), (lambda z: dict(logits=z), 'logits')], ids=['list', 'dict'])
+def test_odd_outputs_are_refused_or_picked(f, pick):
+    m, attack, x, y = Dense((1, 6, 6)), APGD(0.1, steps=3), images(3), labels(3)
+    odd = lambda v: f(m(v))
     with pytest.raises(TypeError, match='Logits\\(model, pick='):
-        attack(Out(f), x, y)
-    assert torch.equal(attack(Logits(Out(f), pick), x, y), attack(Dense((1, 6, 6)), x, y))
+        attack(odd, x, y)
+    assert torch.equal(attack(Logits(odd, pick), x, y), attack(m, x, y))
 
 
 @pytest.mark.parametrize(
     'f,words',
     [
-        (lambda: PGD(-0.1), '>= 0'),
-        (lambda: PGD(8), '8/255'),
-        (lambda: PGD(float('nan')), 'finite'),
-        (lambda: PGD(float('inf'), norm='L2'), 'finite'),
-        (lambda: PGD(0.1, norm='L1'), 'Linf'),
-        (lambda: PGD(0.1, steps=-1), 'steps'),
         (lambda: PGD(0.1, steps=1.5), 'steps'),
-        (lambda: PGD(0.1, restarts=0), 'restarts'),
+        (lambda: MIFGSM(0.1, restarts=3), 'one and the same run: leave restarts out'),
+        (lambda: FGSM(0.1).restart(2), 'one and the same run'),
         (lambda: PGD(0.1, steps=True), 'steps must be a whole number >= 0, got True'),
         (lambda: PGD(0.1, alpha=-1.0), 'alpha'),
         (lambda: PGD(8 / 255, alpha=2), '2/255'),
         (lambda: PGD('8/255'), '8/255'),
         (lambda: PGD(0.1, loss='ce'), 'such as ce'),
-        (lambda: FGSM(0.1, loss=kl), 'start elsewhere'),
         (lambda: PGD(0.1, loss=kl, rand=False), 'start elsewhere'),
     ],
 )
 def test_wrong_settings_are_refused(f, words):
     with pytest.raises((ValueError, TypeError), match=words):
         f()
+
+
+@dataclass(frozen=True, repr=False)
+class Forgetful(MIFGSM):
+    "Loses its momentum"
+
+    def update(self, x, s, g, v, i):
+        return dict(d=super().update(x, s, g, v, i)['d'])
+
+
+@dataclass(frozen=True, repr=False)
+class InPlace(MIFGSM):
+    "Drops its momentum from the very dict that it got"
+
+    def update(self, x, s, g, v, i):
+        s = super().update(x, s, g, v, i)
+        s.pop('m')
+        return s
+
+
+@dataclass(frozen=True, repr=False)
+class NoReturn(MIFGSM):
+    def update(self, x, s, g, v, i):
+        super().update(x, s, g, v, i)
+
+
+@pytest.mark.parametrize('kind', [Forgetful, InPlace, NoReturn])
+def test_an_update_that_loses_a_part_of_the_state_is_refused(kind):
+    with pytest.raises(ValueError, match=f'{kind.__name__}.update gave a state without'):
+        kind(0.1, steps=2)(Dense((1, 6, 6)), images(3), labels(3))
+
+
+def test_restarts_of_what_may_draw_elsewhere_are_not_refused():
+    "An input that is changed at random in each step, as in DIM; a random model"
+    assert Forgetful(0.1, restarts=2).restarts == MIFGSM(0.1, draws=2, restarts=2).restarts == 2
 
 
 @dataclass(frozen=True, repr=False)
@@ -287,25 +233,19 @@ def test_a_make_of_ones_own_sees_the_model_in_evaluation_mode():
     assert state_of(m) == before and torch.equal(x_adv, Uphill()(m.eval(), x, y))
 
 
-@pytest.mark.parametrize('kind', [torch.int32, torch.uint8, torch.float])
+@pytest.mark.parametrize('kind', [torch.uint8, torch.float])
 def test_a_make_of_ones_own_gets_labels_that_losses_take(kind):
     m, x, y = Dense((1, 6, 6)), images(3), labels(3)
     given = nn.functional.one_hot(y, C).float() if kind is torch.float else y[:, None].to(kind)
     assert torch.equal(Uphill()(m, x, given), Uphill()(m, x, y))
 
 
-def test_a_make_of_ones_own_gets_no_labels_of_other_images():
-    with pytest.raises(ValueError, match='3 images need 3 labels'):
-        Uphill()(Dense((1, 6, 6)), images(3), labels(2))
-
-
-@pytest.mark.parametrize(
-    'attack', [Uphill(), APGDT(0.1), Square(0.1), FAB(0.1), AutoAttack(0.1), WorstCase([Square(0.1)])], ids=repr
-)
-def test_a_target_that_nobody_would_look_at_is_refused(attack):
+def test_a_make_of_ones_own_gets_no_labels_of_other_images_and_no_target():
     m, x, y = Dense((1, 6, 6)), images(3), labels(3)
+    with pytest.raises(ValueError, match='3 images need 3 labels'):
+        Uphill()(m, x, labels(2))
     with pytest.raises(ValueError, match='takes no target'):
-        attack(m, x, y, target=(y + 1) % C)
+        Uphill()(m, x, y, target=(y + 1) % C)
 
 
 class Shortens(PGD):
@@ -319,9 +259,6 @@ def test_a_schedule_of_steps_is_one_method():
     m, x, y = Dense((1, 6, 6)), images(3), labels(3)
     one = PGD(0.1, steps=1, alpha=0.05, rand=False)
     assert torch.equal(Shortens(0.1, steps=3, rand=False)(m, x, y), one(m, x, y))
-    y = predict(m, x)
-    reports = [robust_report(m, (x, y), [o]) for o in (Shortens(0.1, steps=3, rand=False), one)]
-    assert len({o.rows[1]['accuracy'] for o in reports}) == 1
 
 
 def test_an_attack_without_labels_looks_at_none():
@@ -334,12 +271,11 @@ def test_an_attack_without_labels_looks_at_none():
 # -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('make', [PGD, APGD])
-def test_memory_does_not_grow_with_steps(make):
+def test_memory_does_not_grow_with_steps():
     "The most bytes that autograd's saved tensors hold at one time"
     m, x, y = Dense((1, 6, 6)), images(8), labels(8)
 
-    def peak(steps):
+    def peak(attack):
         now, top = [0], [0]
 
         class Held:
@@ -352,28 +288,14 @@ def test_memory_does_not_grow_with_steps(make):
                 now[0] -= self.t.numel() * self.t.element_size()
 
         with torch.autograd.graph.saved_tensors_hooks(Held, lambda h: h.t):
-            make(0.1, steps=steps)(m, x, y)
-        gc.collect()
-        return top[0], now[0]
+            attack(m, x, y)
+        return top[0], now
 
-    small, large = peak(3), peak(12)
-    assert small[0] > 0 and large[0] == small[0] and small[1] == large[1] == 0
-
-
-# --- R22: straight from fastai
-# ------------------------------------------------------------------------------------------------
-
-
-@both
-def test_one_batch_straight_from_dls(kind, norm):
-    dls, m = synth_dls(n=16, size=28, bs=8), tiny_vit(num_classes=4)
-    x, y = dls.one_batch()
-    x_adv = make(kind, norm)(m, x, y)
-    assert type(x_adv) is type(x) is TensorImageBW and type(y) is TensorCategory
-    inside(x_adv.as_subclass(torch.Tensor), x.as_subclass(torch.Tensor), norm, EPS[norm])
-    assert torch.equal(
-        x_adv.as_subclass(torch.Tensor), make(kind, norm)(m, x.as_subclass(torch.Tensor), y.as_subclass(torch.Tensor))
-    )
+    for cls in (PGD, APGD):
+        (small, left), (large, over) = [peak(cls(0.1, steps=n)) for n in (3, 12)]
+        assert 0 < small == large
+    gc.collect()
+    assert left == over == [0]
 
 
 # --- exact optima on a linear model
@@ -410,35 +332,25 @@ def test_linear_model_with_clipping():
 
 @pytest.fixture(scope='module')
 def trained():
-    "A tiny ViT that has learned, float64, with 100 images of which it gets most right"
+    "A tiny ViT that has learned, float64, with 50 images of which it gets most right"
     dls = synth_dls(n=512, bs=32, seed=1)
     learn = synth_learner(dls=dls)
     learn.fit_one_cycle(6, 4e-3)
     dl = synth_dls(n=400, bs=100, seed=5).valid
     x, y = next(iter(dl.new(shuffle=False)))
     m = learn.model.eval().double()
-    x, y = x.as_subclass(torch.Tensor).double()[:100], y.as_subclass(torch.Tensor)[:100]
+    x, y = x.as_subclass(torch.Tensor).double()[:50], y.as_subclass(torch.Tensor)[:50]
     assert (predict(m, x) == y).float().mean() > 0.9
     return m, x, y
-
-
-@pytest.mark.parametrize('kind,norm', [('pgd', 'Linf'), ('apgd', 'L2')])
-def test_vit_verdicts_do_not_depend_on_the_batch(trained, kind, norm):
-    m, x, y = trained
-    m, x, y, a = copy.deepcopy(m).float(), x[:40].float(), y[:40], make(kind, norm, dict(Linf=0.05, L2=0.6)[norm])
-    whole = predict(m, a(m, x, y)) == y
-    assert 3 < whole.sum() < 37
-    parts = [predict(m, a(m, x[i : i + 7], y[i : i + 7])) == y[i : i + 7] for i in range(0, 40, 7)]
-    assert torch.equal(torch.cat(parts), whole)
 
 
 @pytest.mark.parametrize('norm,eps,loss', [('Linf', 0.05, 'dlr'), ('L2', 0.6, 'ce')])
 def test_apgd_agrees_with_autoattack(trained, norm, eps, loss):
     aa = pytest.importorskip('pyautoattack.autopgd_base')
-    m, x, y = [o[:50] if isinstance(o, torch.Tensor) else o for o in trained]
-    a = APGD(eps, norm=norm, steps=30, loss=dict(ce=ce, dlr=dlr)[loss])
+    m, x, y = trained
+    a = APGD(eps, norm=norm, steps=20, loss=dict(ce=ce, dlr=dlr)[loss])
     x0 = x + a.start(None, x, image_seed(x))['d']
-    ref = aa.APGDAttack(m, n_iter=30, norm=norm, n_restarts=1, eps=eps, loss=loss, device='cpu', seed=0)
+    ref = aa.APGDAttack(m, n_iter=20, norm=norm, n_restarts=1, eps=eps, loss=loss, device='cpu', seed=0)
     ref.init_hyperparam(x)
     _, _, _, adv = ref.attack_single_run(x, y, x_init=x0)
     ours, theirs = predict(m, a(m, x, y)) == y, predict(m, adv) == y
@@ -448,26 +360,6 @@ def test_apgd_agrees_with_autoattack(trained, norm, eps, loss):
 def test_apgd_loss_per_image_needed():
     with pytest.raises(ValueError, match='one number per image'):
         APGD(0.1, steps=3, loss=lambda z, y: F.cross_entropy(z, y))(Dense((1, 6, 6)), images(2), labels(2))
-
-
-# --- values
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    'a,words',
-    [
-        (PGD(4 / 255, steps=10), 'PGD(4/255, steps=10)'),
-        (FGSM(4 / 255), 'FGSM(4/255)'),
-        (PGD(0.5, norm='L2'), "PGD(0.5, norm='L2', steps=10)"),
-        (APGD(4 / 255, loss=dlr), 'APGD(4/255, loss=dlr, steps=100)'),
-        (PGD(4 / 255).restart(5), 'PGD(4/255, restarts=5, steps=10)'),
-        (PGD(0.1).but(steps=50), 'PGD(0.1, steps=50)'),
-        (PGD(L2(0.5)), "PGD(0.5, norm='L2', steps=10)"),
-    ],
-)
-def test_one_line_repr(a, words):
-    assert repr(a) == words
 
 
 # --- losses are values
@@ -481,16 +373,9 @@ def test_a_partial_compares_with_what_its_function_compares_with():
     assert torch.equal(PGD(0.1, loss=partial(kl))(m, x), PGD(0.1, loss=kl)(m, x))
 
 
-def test_a_targeted_attack_lowers_the_targeted_form():
-    m, x, t = Dense((1, 6, 6)), images(3), labels(3)
-    same = Loss(lambda z, y: z.sum(1), targeted=lambda z, y: margin(z, y))
-    assert torch.equal(PGD(0.1, loss=same)(m, x, target=t), PGD(0.1, loss=margin)(m, x, target=t))
-
-
-@pytest.mark.parametrize('reference', ['features', 'both'])
-def test_losses_of_block_features_are_refused(reference):
+def test_losses_of_block_features_are_refused():
     with pytest.raises(ValueError, match='AAS'):
-        PGD(0.1, loss=Loss(_first, reference))(Dense((1, 6, 6)), images(2), labels(2))
+        PGD(0.1, loss=Loss(_first, 'features'))(Dense((1, 6, 6)), images(2), labels(2))
 
 
 def test_losses_are_pickled_by_name():
@@ -501,56 +386,29 @@ def test_losses_are_pickled_by_name():
         Loss(_first, 'labels')
 
 
-# --- one loop
-# ------------------------------------------------------------------------------------------------------------------------  # noqa: E501
-
-
-def test_an_attack_that_writes_its_own_run_does_not_go_in_steps():
-    class Own(PGD):
-        def run(self, obj, x, seed):
-            return x
-
-    assert PGD.in_steps and APGD.in_steps and not Own.in_steps
-    x = images(3)
-    assert torch.equal(Own(0.1)(Dense((1, 6, 6)), x, labels(3)), x)
-
-
 # --- found by a reviewer
 # ----------------------------------------------------------------------------------------------------------
 
 
-def test_clean_losses_know_no_target():
-    m, x = tiny_vit(num_classes=4), torch.rand(2, 1, 28, 28)
-    with pytest.raises(ValueError, match='no target'):
-        PGD(0.1, loss=kl)(m, x, target=torch.tensor([0, 1]), targeted=True)
-
-
-def test_scripted_models_and_folded_pixels():
-    import timm
-
+def test_scripted_models():
     m = torch.jit.script(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3)))
     assert PGD(0.1, steps=2)(m, torch.rand(2, 3, 2, 2), torch.tensor([0, 1])).shape == (2, 3, 2, 2)
-    assert in_chans(timm.create_model('tresnet_m', num_classes=3)) is None
 
 
 def test_an_attack_without_a_step_says_so():
-    from dataclasses import dataclass
-
     @dataclass(frozen=True, repr=False)
     class Idle(Attack):
         steps: int = 2
 
-    m, x, y = tiny_vit(), torch.rand(2, 1, 28, 28), torch.tensor([0, 1])
-    for run in (lambda: Idle(0.1)(m, x, y), lambda: robust_report(m, (x, y), [Idle(0.1)])):
-        with pytest.raises(TypeError, match=r'Idle has no step of its own: give it update\('):
-            run()
+    with pytest.raises(TypeError, match=r'Idle has no step of its own: give it update\('):
+        Idle(0.1)(Dense((1, 6, 6)), images(2), labels(2))
 
 
 # --- Fast
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('how,compile', [('exchanged', True), ('deep copy', False), ('replica', True)])
+@pytest.mark.parametrize('how,compile', [('replica', True), ('deep copy', False)])
 def test_fast_runs_the_model_that_it_holds(how, compile, monkeypatch):
     monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend='eager'))
     torch.manual_seed(0)
@@ -633,21 +491,18 @@ def test_balls_of_two_kinds_are_two_threat_models():
         WorstCase([PGD(0.05), ByHalf(0.05)])
 
 
-def test_a_ball_of_its_own_moves_with_the_radius():
-    assert ByHalf(0.1, alpha=0.05).at_eps(0.2).ball == UpperHalf(0.2)
-    assert ByHalf(0.1, alpha=0.05).at_eps(0.2).alpha == 0.1
-
-
 def test_a_report_names_its_own_ball_and_compares_it_with_no_norm():
     data = torch.rand(8, 1, 28, 28), torch.arange(8)
     df = robust_report(tiny_vit(), data, [PGD(0.05, steps=1), ByHalf(0.05, steps=1)]).df
     assert df.norm.tolist()[1:] == ['Linf', 'UpperHalf']  # one row each, and no worst case of both
 
 
-def test_no_attack_is_moved_into_a_ball_that_it_does_not_know():
+def test_an_attack_takes_its_own_ball_to_another_radius_and_knows_no_other():
     with pytest.raises(ValueError, match='one kind of ball'):
         like(PGD(0.1, steps=5), ByHalf(0.05))
     assert like(ByHalf(0.1), ByHalf(0.05)).ball == UpperHalf(0.05)
+    a = ByHalf(0.1, alpha=0.05).at_eps(0.2)
+    assert (a.ball, a.alpha) == (UpperHalf(0.2), 0.1)
 
 
 @dataclass(frozen=True, repr=False)
@@ -667,23 +522,19 @@ def brightens(model, x, y, seed=0):
     return x.add_(0.5).clamp_(0, 1)
 
 
-def test_a_make_that_works_in_place_is_checked_against_the_images_it_was_given():
+def test_a_make_that_works_in_place_is_checked_against_the_images_it_was_given_and_changes_nothing():
     x = torch.full((2, 1, 4, 4), 0.4)
     with pytest.raises(ValueError, match=r'moved an image 0.47 out of its ball Linf\(0.03\)'):
         InPlace()(nn.Identity(), x)
-    assert (InPlace(0.02)(nn.Identity(), x) - x).max() == pytest.approx(0.02) and x.unique().tolist() == [x[0, 0, 0, 0]]
+    target = torch.tensor([1, 2])
+    assert (InPlace(0.02)(nn.Identity(), x, target=target) - x).max() == pytest.approx(0.02)
+    assert x.unique().tolist() == [x[0, 0, 0, 0]] and target.tolist() == [1, 2]
 
 
 def test_a_transferred_function_that_works_in_place_moves_no_image():
     x = torch.full((2, 1, 4, 4), 0.4)
     moved = Transfer(nn.Identity(), brightens)(nn.Identity(), x)
     assert (moved - x).min() == pytest.approx(0.5)
-
-
-def test_a_make_that_writes_into_its_targets_changes_no_others():
-    target = torch.tensor([1, 2])
-    InPlace(0.02)(nn.Identity(), torch.rand(2, 1, 4, 4), target=target)
-    assert target.tolist() == [1, 2]
 
 
 class L1(Ball):

@@ -40,6 +40,7 @@ def script(cwd, code, *args):
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
     d = tmp_path_factory.mktemp('demo')
+    (d / 'settings.ini').write_text('[smoke]\nn_train = 64\nn_valid = 64\n')
     r = script(d, 'main(sys.argv[1:])', *'--profile smoke --eps 8/255 --seed 7 --out here/there'.split())
     assert r.returncode == 0, r.stderr
     return d / 'here' / 'there', r
@@ -74,22 +75,14 @@ def test_demo_prints_the_table_of_its_files(run):
     for m in ('plain', 'robust'):
         rows = json.loads((out / m / 'report.json').read_text())['rows']
         assert [f"{100 * o['accuracy']:.1f}" for o in rows] == [f'{o:.1f}' for o in t[m]]
-        assert all(o['n'] == 128 and o['seed'] == 7 for o in rows)
-    assert 'eps=8/255, n=128, seed=7' in r.stdout and 'smoke' not in r.stderr
+        assert all(o['n'] == 64 and o['seed'] == 7 for o in rows)
+    assert 'eps=8/255, n=64, seed=7' in r.stdout and 'smoke' not in r.stderr
 
 
-def test_a_second_run_gives_the_same_table(run, tmp_path):
+def test_a_second_run_gives_the_same_table(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(run[0].parents[1])
     run_demo(demo_settings('smoke', 8 / 255, None, 7, None), tmp_path, bar=False, say=noop)
     assert (tmp_path / 'robust_demo.csv').read_text() == (run[0] / 'robust_demo.csv').read_text()
-
-
-@pytest.mark.slow
-def test_number_of_images_is_the_one_measured(tmp_path):
-    """Where a dataset is not to be had, fewer images than the profile asks for may be measured, and that number is
-    printed"""
-    s = demo_settings('smoke')
-    s = datasets.RunSettings(s, dataset='imagenet100', imagenet100=None, size=None, n_train=128, n_valid=1500, steps=1)
-    assert run_demo(s, tmp_path, bar=False, say=noop).attrs['n'] == 1000
 
 
 # --- robust-eval: attacks as text
@@ -119,10 +112,7 @@ def small(n=10, c=1, seed=0):
     'text,attacks',
     [
         ('clean , FGSM,pgd20', [None, FGSM(8 / 255), PGD(8 / 255, steps=20)]),
-        ('pgd20_dlr', [PGD(8 / 255, steps=20, loss=dlr)]),
-        ('pgd5_l2', [PGD(0.5, norm='L2', steps=5)]),
         ('apgd-l2-margin,\n apgd', [APGD(0.5, norm='L2', loss=margin), APGD(8 / 255)]),
-        ('PGD(8/255, steps=20, restarts=2),fgsm', [PGD(8 / 255, steps=20, restarts=2), FGSM(8 / 255)]),
         ('pgd(4/255, rand=False, alpha=1e-2)', [PGD(4 / 255, rand=False, alpha=0.01)]),
         ('PGD(.5, norm="L2", loss=margin)', [PGD(0.5, norm='L2', loss=margin)]),
     ],
@@ -147,7 +137,7 @@ def test_eps_and_norm_of_the_command_line():
     ]
 
 
-@pytest.mark.parametrize('eps', [12.75 / 255, 0.1, 1 / 3000])
+@pytest.mark.parametrize('eps', [12.75 / 255, 1 / 3000])
 def test_a_printed_eps_can_be_typed(eps):
     assert number(eps_str(eps)) == pytest.approx(eps, rel=1e-4)
 
@@ -160,14 +150,10 @@ def test_a_printed_eps_can_be_typed(eps):
         ('PGD(step=3)', 'steps'),
         ('fgsm5', 'FGSM'),
         ('', 'expected'),
-        ('"PGD"', 'expected an attack'),
         ('PGD(eps=open("x"))', 'open'),
         ('PGD(2**9)', 'neither'),
-        ('PGD(loss=os)', 'os'),
         ('fgsm],[pgd', 'list of attacks'),
         ('(' * 3000, 'cannot be read'),
-        ('pgd_l7', 'norm'),
-        ('PGD("a"*9)', 'neither'),
     ],
 )
 def test_bad_attacks_are_refused_in_words(text, says):
@@ -234,7 +220,6 @@ def test_attacks_of_ones_own_module(tmp_path, monkeypatch):
         'of_my_own.attacks:Nope(1)': "has no 'Nope'",
         'of_my_own.other:Scale(1)': 'cannot be imported',
         'of_my_own.attacks:Scale(amont=1)': 'it takes amount',
-        'os:system("x")': 'no class of attacks',
         'os:system': 'an attack is called as',
     }.items():
         with pytest.raises((ValueError, TypeError), match=re.escape(says)):
@@ -267,7 +252,6 @@ def forms(m, d):
     ddp, comp = ({f'{p}{k}': v for k, v in sd.items()} for p in ('module.', '_orig_mod.'))
     for k, o in dict(
         net=net,
-        ddp=ddp,
         comp=dict(model={f'module.{k}': v for k, v in comp.items()}, opt={'state': {}}),
         train=dict(state_dict=ddp, args=argparse.Namespace(a=1), epoch=3),
     ).items():
@@ -285,7 +269,7 @@ def test_every_form_of_checkpoint_gives_the_same_outputs(tmp_path):
     x = torch.rand(3, 1, 28, 28)
     want = m(x)
     fs = forms(m, tmp_path)
-    assert len(fs) == 6
+    assert len(fs) == 5
     for f in fs:
         kw = dict(mean=[0.3], std=[0.4]) if f.stem == 'net' else {}
         got, line, _ = eval_model(SMALL, f, size=28, **kw)
@@ -310,11 +294,10 @@ def test_checkpoints_that_do_not_fit_say_what(tmp_path):
         eval_model('resnet18', f)
     with pytest.raises(FileNotFoundError, match='no checkpoint'):
         eval_model(SMALL, tmp_path / 'b.pth')
-    for name, o in dict(c=b'', d=b'garbage' * 99).items():
-        for end in ('.pth', '.safetensors'):
-            (g := tmp_path / (name + end)).write_bytes(o)
-            with pytest.raises(ValueError, match='not a file of weights'):
-                eval_model(SMALL, g)
+    for name, o in {'c.pth': b'', 'd.safetensors': b'garbage' * 99}.items():
+        (g := tmp_path / name).write_bytes(o)
+        with pytest.raises(ValueError, match='not a file of weights'):
+            eval_model(SMALL, g)
     torch.save(dict(epoch=1), g := tmp_path / 'e.pth')
     with pytest.raises(ValueError, match='holds no state dict'):
         eval_model(SMALL, g)
@@ -336,9 +319,7 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path, monkeypatch):
 def test_timm_names():
     for spec, says in {
         'cifar10_vit_robst': 'near: cifar10_vit_robust,',
-        'fashion_mnist_vt': 'near: fashion_mnist_vit,',
         'models/nowhere': 'no folder models/nowhere',
-        'vit_smal_patch16_224': 'near: vit_small_patch16_224',
         'resnet18(nope=1)': 'nope',
         'resnet18(': 'name',
         'vit_tiny_patch16_224(patch_size=open)': 'open',
@@ -386,27 +367,17 @@ def evaluate(model, data, out, attacks='fgsm', **kw):
 
 def test_folders(folder, tmp_path):
     rep = evaluate(SMALL, folder, tmp_path / 'o')
-    assert (
-        rep.meta['n'] == 24 and 'data, all 24 images' in rep.meta['title'] and any('random' in w for w in rep.warnings)
-    )
-    assert (
-        rep.verdicts['clean'].shape == (24,)
-        and (tmp_path / 'o' / 'report.json').exists()
-        and 'random weights' in (tmp_path / 'o' / 'report.json').read_text()
-    )
+    assert rep.meta['n'] == 24 and 'data, all 24 images' in rep.meta['title']
+    assert 'random weights' in (tmp_path / 'o' / 'report.json').read_text()
     rep = evaluate(SMALL, folder, None, n=10)
     assert rep.meta['n'] == 10 and '10 of the 24 images, balanced over classes, seed 42' in rep.meta['title']
     with pytest.raises(ValueError, match='25 images asked for, 24 exist'):
         evaluate(SMALL, folder, None, n=25)
-    for k in ('val', 'test'):
-        new = folder.with_name(f'with_{k}')
-        new.mkdir()
-        folder.rename(new / k)
-        rep = evaluate(SMALL, new, None)
-        assert f"all 24 images of the part {k}" in rep.meta["title"] and not any(
-            "folder train" in w for w in rep.warnings
-        )
-        (new / k).rename(folder)
+    (new := folder.with_name('with_val')).mkdir()
+    folder.rename(new / 'val')
+    rep = evaluate(SMALL, new, None)
+    assert 'all 24 images of the part val' in rep.meta['title'] and not any('folder train' in w for w in rep.warnings)
+    (new / 'val').rename(folder)
     new = folder.with_name('only_train')
     new.mkdir()
     folder.rename(new / 'train')
@@ -416,13 +387,13 @@ def test_folders(folder, tmp_path):
 def test_the_report_is_the_one_that_robust_report_gives(tmp_path):
     m = small()
     torch.save(m.state_dict(), f := tmp_path / 'm.pth')
-    rep = evaluate(SMALL, 'fashion_mnist', tmp_path / 'o', 'fgsm,pgd3', checkpoint=f, n=1000)
+    rep = evaluate(SMALL, 'fashion_mnist', tmp_path / 'o', 'pgd3', checkpoint=f, n=1000)
     src = datasets.embedded_fashion()
     x, y = src.splits['test']
     want = robust_report(
         m,
         (torch.from_numpy(x)[:, None].float() / 255, torch.from_numpy(y)),
-        [FGSM(0.02), PGD(0.02, steps=3)],
+        [PGD(0.02, steps=3)],
         seed=rep.meta['seed'],
     )
     assert rep.df.accuracy.tolist() == want.df.accuracy.tolist() and all(
@@ -434,15 +405,15 @@ def test_the_report_is_the_one_that_robust_report_gives(tmp_path):
 
 def test_classes_of_model_and_images(folder):
     with pytest.raises(ValueError, match='10 outputs and the images have 2 classes.*--n-classes 10'):
-        evaluate('resnet18(num_classes=10)', folder, None)
-    assert evaluate('resnet18', folder, None, n_classes=10).meta['n'] == 24
+        evaluate('test_resnet(num_classes=10)', folder, None)
+    assert evaluate('test_resnet', folder, None, n_classes=10).meta['n'] == 24
     with pytest.raises(ValueError, match='cannot take images'):
         evaluate('vit_tiny_patch16_224(depth=1, img_size=32)', folder, None)
     new = folder.with_name('in')
     new.mkdir()
     for o, k in zip('ab', ('n02102040', 'n01440764')):
         (folder / o).rename(new / k)
-    rep = evaluate('resnet18(num_classes=1000)', new, None)
+    rep = evaluate('test_resnet(num_classes=1000)', new, None)
     assert 'the 2 of its 1000 outputs' in rep.meta['title']
     net, _ = of_imagenet(timm_model('resnet18').eval(), ['n02102040', 'tench'])
     x = torch.rand(2, 3, 32, 32)
@@ -485,18 +456,6 @@ def test_fastai_export(folder, tmp_path):
         eval_model(checkpoint=tmp_path / 'bad.pkl')
 
 
-def test_one_sentence_about_pickles(tmp_path, capsys):
-    "In place of fastai's warning of several lines with its place in the code"
-    exported(d := photos(tmp_path / 'train', SIX), tmp_path)
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        warnings.simplefilter('always', UserWarning)
-        robust_eval(checkpoint=str(tmp_path / 'few.pkl'), data=str(d), attacks='fgsm', size=28, out=str(tmp_path / 'o'))
-    assert capsys.readouterr().err.splitlines() == [
-        'robust-eval: a .pkl file is a pickle, and opening one can run code: open only files that you trust'
-    ]
-
-
 def test_statistics_for_a_learner_that_has_none(tmp_path):
     "They are used, one without the other is not, and for a model that has its own they are refused"
     from fastai.vision.all import CrossEntropyLossFlat, Learner
@@ -513,28 +472,27 @@ def test_statistics_for_a_learner_that_has_none(tmp_path):
         eval_model('fashion_mnist_vit', std=[0.7])
 
 
-@pytest.mark.parametrize('by_fastai', [False, True])
-def test_a_learner_is_shown_images_of_the_size_it_was_trained_on(tmp_path, by_fastai):
-    "And not of the size that timm knows its network by; in the same way of cutting, with the numbers of the Learner"
-    from fastai.vision.all import ImageDataLoaders, Learner, Resize, ResizeMethod, accuracy, nn
+def test_a_learner_of_fastai_is_shown_images_cut_as_it_cut_them(tmp_path):
+    from fastai.vision.all import Resize, ResizeMethod
 
-    d, net = photos(tmp_path / 'd', ('bag', 'coat'), size=80), timm.create_model('resnet18', num_classes=2)
-    kw = dict(bs=6, num_workers=0, device='cpu')
-    if by_fastai:
-        squash = Resize((32, 48), ResizeMethod.Squish)
-        dls = ImageDataLoaders.from_folder(d, valid_pct=0.5, seed=0, item_tfms=squash, batch_tfms=[], **kw)
-    else:
-        dls = datasets.image_dls(d, size=48, pct=0.7, interp='bicubic', valid='holdout', n_valid=6, **kw)
+    d = photos(tmp_path / 'd', ('bag', 'coat'), size=80)
+    by_fastai(d, tmp_path, item_tfms=Resize((32, 48), ResizeMethod.Squish), batch_tfms=[])
+    rep = evaluate(None, d, None, checkpoint=tmp_path / 'm.pkl', size=None)
+    assert 'cut to 32x48 (crop_pct 1, bilinear, squash)' in rep.meta['title']
+
+
+def test_a_learner_is_shown_images_of_the_size_it_was_trained_on(tmp_path):
+    "And not of the size that timm knows its network by; in the same way of cutting, with the numbers of the Learner"
+    from fastai.vision.all import Learner, accuracy, nn
+
+    d = photos(tmp_path / 'd', ('bag', 'coat'), size=80)
+    net, how = timm.create_model('test_resnet', num_classes=2), dict(bs=6, num_workers=0, device='cpu')
+    dls = datasets.image_dls(d, size=48, pct=0.7, interp='bicubic', valid='holdout', n_valid=6, **how)
     learn = Learner(dls, net, loss_func=nn.CrossEntropyLoss(), metrics=accuracy, path=tmp_path)
     learn.export('m.pkl')
-    how = {} if by_fastai else dict(valid='holdout', n=6)
-    rep = evaluate(None, d, None, checkpoint=tmp_path / 'm.pkl', size=None, **how)
-    said = (
-        'cut to 32x48 (crop_pct 1, bilinear, squash)' if by_fastai else 'cut to 48x48 (crop_pct 0.7, bicubic, center)'
-    )
-    assert said in rep.meta['title']
-    if not by_fastai:
-        assert rep.df.accuracy[0] == pytest.approx(learn.validate()[1], abs=1e-5)
+    rep = evaluate(None, d, None, checkpoint=tmp_path / 'm.pkl', size=None, valid='holdout', n=6)
+    assert 'cut to 48x48 (crop_pct 0.7, bicubic, center)' in rep.meta['title']
+    assert rep.df.accuracy[0] == pytest.approx(learn.validate()[1], abs=1e-5)
     assert 'cut to 64x64' in evaluate(None, d, None, checkpoint=tmp_path / 'm.pkl', size=64).meta['title']
 
 
@@ -543,7 +501,7 @@ def by_fastai(d, path, **kw):
     from fastai.vision.all import ImageDataLoaders, Learner, nn
 
     dls = ImageDataLoaders.from_folder(d, valid_pct=0.5, seed=0, bs=6, num_workers=0, device='cpu', **kw)
-    learn = Learner(dls, timm.create_model('resnet18', num_classes=2), loss_func=nn.CrossEntropyLoss(), path=path)
+    learn = Learner(dls, timm.create_model('test_resnet', num_classes=2), loss_func=nn.CrossEntropyLoss(), path=path)
     learn.export('m.pkl')
     return learn
 
@@ -587,13 +545,15 @@ def test_a_traceback_where_it_is_asked_for(monkeypatch, tmp_path):
 # --- checkpoints and classes as people have them
 
 
+SIX = ('bag', 'coat', 'dress', 'shirt', 'shoe', 'boot')
+
+
 def photos(d, classes, n=6, size=28):
     "Folders of grey pictures: the brightness tells the class, and every third picture is of another class"
-    every = ('bag', 'coat', 'dress', 'shirt', 'shoe', 'boot')
     for c in classes:
         (d / c).mkdir(parents=True)
         for i in range(n):
-            level = every.index(c) if i % 3 else (every.index(c) + 1) % 6
+            level = SIX.index(c) if i % 3 else (SIX.index(c) + 1) % 6
             Image.new('RGB', (size, size), (40 * level + 10 + i,) * 3).save(d / c / f'{i}.png')
     return d
 
@@ -614,13 +574,9 @@ def exported(folder, path, **kw):
     from fastai.vision.all import CrossEntropyLossFlat, Learner
 
     dls = datasets.image_dls(folder, size=28, bs=4, num_workers=0, device='cpu', batch_tfms=None, **kw)
-    every = ('bag', 'coat', 'dress', 'shirt', 'shoe', 'boot')
-    learn = Learner(dls, Brightness([every.index(o) for o in dls.vocab]), loss_func=CrossEntropyLossFlat(), path=path)
+    learn = Learner(dls, Brightness([SIX.index(o) for o in dls.vocab]), loss_func=CrossEntropyLossFlat(), path=path)
     learn.export('few.pkl')
     return learn
-
-
-SIX = ('bag', 'coat', 'dress', 'shirt', 'shoe', 'boot')
 
 
 def test_a_folder_without_one_of_the_classes(tmp_path):
@@ -664,17 +620,15 @@ def test_the_folder_of_the_training_is_recognised(tmp_path):
 
 
 def test_files_of_learn_save(tmp_path):
-    "With the optimiser, as SaveModelCallback(with_opt=True) writes them, and without"
-    from fastai.vision.all import SaveModelCallback
+    "With the optimiser and without"
     from robust_nbdev.test_utils import synth_learner
 
     learn = synth_learner(path=tmp_path)
-    with learn.no_bar(), learn.no_logging():
-        learn.fit(1, 1e-3, cbs=SaveModelCallback(monitor='valid_loss', with_opt=True, fname='best'))
+    learn.create_opt()
     learn.save('all')
     learn.save('weights', with_opt=False)
     want = unwrap(learn.model).state_dict()
-    for f in ('all', 'weights', 'best'):
+    for f in ('all', 'weights'):
         sd, mean, std = read_checkpoint(tmp_path / 'models' / f'{f}.pth')
         assert all(torch.equal(sd[k], v) for k, v in want.items()) and set(sd) == set(want)
 
@@ -687,13 +641,11 @@ def test_a_pickled_module_is_not_opened_and_the_cure_is_named(tmp_path):
 
 
 def test_folders_of_hugging_face(tmp_path):
-    timm_net = timm.create_model(
-        'vit_tiny_patch16_224', img_size=32, patch_size=8, depth=1, num_classes=2, embed_dim=24, num_heads=2
-    )
+    timm_net = timm_like()
     timm.models.save_for_hf(
-        timm_net.eval(),
+        timm_net,
         tmp_path / 'timm',
-        model_args=dict(img_size=32, patch_size=8, depth=1, embed_dim=24, num_heads=2),
+        model_args=dict(img_size=32, **TINY),
         model_config=dict(num_classes=2, label_names=['b', 'a'], input_size=[3, 32, 32]),
     )
     x = torch.rand(2, 3, 32, 32)
@@ -706,20 +658,17 @@ def test_folders_of_hugging_face(tmp_path):
 
 def test_a_checkpoint_of_another_size(tmp_path):
     "Without --size the images get the size of the weights; with it the position embedding is resized, which is said"
-    spec = 'vit_tiny_patch16_224(patch_size=8, depth=1, embed_dim=24, num_heads=2)'
-    net = timm.create_model(
-        'vit_tiny_patch16_224', img_size=64, patch_size=8, depth=1, embed_dim=24, num_heads=2, num_classes=2
-    )
+    net = timm_like(64)
     torch.save(net.state_dict(), f := tmp_path / 'm.pth')
     d = photos(tmp_path / 'd', ('bag', 'coat'), size=80)
-    rep = evaluate(spec, d, None, checkpoint=f, size=None)
+    rep = evaluate(SPEC, d, None, checkpoint=f, size=None)
     assert 'cut to 64x64' in rep.meta['title'] and 'resized' not in rep.meta['title']
-    rep = evaluate(spec, d, None, checkpoint=f, size=32)
+    rep = evaluate(SPEC, d, None, checkpoint=f, size=32)
     assert (
         'position embedding resized from 64 to 32 pixels' in rep.meta['title'] and 'cut to 32x32' in rep.meta['title']
     )
     net.set_input_size(img_size=(32, 32))
-    got = eval_model(spec, f, size=32)[0]
+    got = eval_model(SPEC, f, size=32)[0]
     assert cli.fixed_size(got) == 64
     got, _ = cli._at_size(got, '', 32)
     x = torch.rand(2, 3, 32, 32)
@@ -729,18 +678,14 @@ def test_a_checkpoint_of_another_size(tmp_path):
 def test_models_of_two_sizes_are_compared_at_that_of_the_first(tmp_path):
     "Which is said of the one whose position embedding is resized, and its accuracy is that of robust-eval at this size"
     torch.manual_seed(0)
-    spec = 'vit_tiny_patch16_224(patch_size=8, depth=1, embed_dim=24, num_heads=2)'
     for side in (32, 64):
-        net = timm.create_model(
-            'vit_tiny_patch16_224', img_size=side, patch_size=8, depth=1, embed_dim=24, num_heads=2, num_classes=2
-        )
-        torch.save(net.state_dict(), tmp_path / f'at{side}.pth')
+        torch.save(timm_like(side).state_dict(), tmp_path / f'at{side}.pth')
     d = photos(tmp_path / 'd', ('bag', 'coat'), size=80)
     s = eval_settings('smoke', data=str(d), eps=0.02, device='cpu')
-    found = run_compare(s, [f'{spec}@{tmp_path}/at{side}.pth' for side in (32, 64)], [FGSM(0.02)])
+    found = run_compare(s, [f'{SPEC}@{tmp_path}/at{side}.pth' for side in (32, 64)], [FGSM(0.02)])
     assert any('at64: ' in o and 'resized from 64 to 32 pixels' in o for o in found.warnings)
     assert not any('at32: ' in o and 'resized' in o for o in found.warnings)
-    rep = evaluate(spec, d, None, checkpoint=tmp_path / 'at64.pth', size=32)
+    rep = evaluate(SPEC, d, None, checkpoint=tmp_path / 'at64.pth', size=32)
     assert rep.df.accuracy[0] == pytest.approx(found.df.loc['at64', 'clean'], abs=1e-5)
 
 
@@ -764,11 +709,13 @@ def test_without_a_network_it_ends_at_once(monkeypatch):
 # --- how images are cut to size
 
 
-def timm_like(**cfg):
+TINY = dict(patch_size=8, depth=1, embed_dim=24, num_heads=2)
+SPEC = 'vit_tiny_patch16_224(patch_size=8, depth=1, embed_dim=24, num_heads=2)'
+
+
+def timm_like(side=32, **cfg):
     "A small timm model whose configuration is what a pretrained one's would be"
-    m = timm.create_model(
-        'vit_tiny_patch16_224', img_size=32, patch_size=8, depth=1, embed_dim=24, num_heads=2, num_classes=2
-    )
+    m = timm.create_model('vit_tiny_patch16_224', img_size=side, num_classes=2, **TINY)
     m.pretrained_cfg = {**m.pretrained_cfg, 'input_size': (3, 32, 32), **cfg}
     return m.eval()
 
@@ -783,24 +730,16 @@ def wide(d):
     return d
 
 
-@pytest.mark.parametrize(
-    'cfg',
-    [
-        dict(crop_pct=0.8, interpolation='bilinear'),
-        dict(crop_pct=0.9, interpolation='bicubic', crop_mode='squash'),
-    ],
-)
-def test_the_models_own_configuration_decides(tmp_path, cfg):
+def test_the_models_own_configuration_decides(tmp_path):
+    cfg = dict(crop_pct=0.9, interpolation='bicubic', crop_mode='squash')
     from timm.data import create_transform, resolve_model_data_config
 
     m, d = timm_like(**cfg), wide(tmp_path / 'd')
     dl, line = eval_images(d, Normalized(m), device='cpu')
-    found = resolve_model_data_config(m)
-    assert all(found[k] == v for k, v in cfg.items())
-    want = create_transform(**{**found, 'mean': (0.0,) * 3, 'std': (1.0,) * 3})
+    want = create_transform(**{**resolve_model_data_config(m), 'mean': (0.0,) * 3, 'std': (1.0,) * 3})
     x = dl.one_batch()[0]
     ref = torch.stack([want(Image.open(d / c / '0.png')) for c in 'ab'])
-    assert (x - ref).abs().mean() < 0.03 and f"crop_pct {cfg['crop_pct']:g}, {cfg['interpolation']}" in line
+    assert (x - ref).abs().mean() < 0.03 and 'crop_pct 0.9, bicubic' in line
     other, _ = eval_images(d, Normalized(m), device='cpu', pct=0.5, crop_mode='center')
     assert (other.one_batch()[0] - ref).abs().mean() > 0.08
 
@@ -829,13 +768,10 @@ def typed(d, cmd, line):
 BAD = {
     'robust-demo': {
         '--eps 8': '8/255',
-        '--eps -1': '>= 0',
         '--eps 0': 'above 0',
         '--eps abc': 'abc',
         '--eps nan': 'nan',
-        '--eps 1/0': '1/0',
         '--epochs 0': 'at least 1, got 0',
-        '--epochs 1.5': '1.5',
         '--profile nope': 'nope',
         '--device nope': 'nope',
         '--seed 99999999999999999999': '99999999999999999999',
@@ -844,27 +780,17 @@ BAD = {
     },
     'robust-eval': {
         '': '--model NAME',
-        '--model fashion_mnist_vit_robst': 'near: fashion_mnist_vit_robust',
-        '--model resnet18 --data nowhere': "'nowhere'",
         '--model resnet18 --data camvid_not': 'fashion_mnist, cifar10',
         '--model resnet18 --data empty': 'no images',
         '--model resnet18 --attacks pgdd': 'there are: clean, ',
-        '--model resnet18 --attacks ""': 'expected',
-        '--model resnet18 --eps 1/2/3': '1/2/3',
-        '--model resnet18 --attacks PGD(1/2/3)': 'got 1 / 2 / 3',
         '--model resnet18 --attacks PGD(1/2/3)': 'got 1 / 2 / 3',
         '--model resnet18 --crop-mode border': 'squash',
-        '--model resnet18 --interpolation nope': 'bicubic',
         '--model resnet18 --crop-pct 2': 'pct',
         '--model resnet18 --norm L7': 'Linf',
         '--model resnet18 --n 0': 'at least 1',
-        '--model resnet18 --bs 0': 'at least 1',
         '--model resnet18 --checkpoint no.pth': 'no.pth',
-        '--checkpoint no.pth': '--model NAME',
         '--model resnet18 --checkpoint a.pth --pretrained': 'choose one',
-        '--model resnet18 --checkpoint afile': 'not a file of weights',
         '--model resnet18 --out afile': 'is a file',
-        '--model resnet18 --std 0': 'std must be positive',
         '--model resnet18 --mean 1,2': 'one per channel (1), got 2',
     },
 }
@@ -922,11 +848,6 @@ SLOW = [
 ]
 
 
-# a shell's background job ignores them, and so would its children
-def hears_interrupts():
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def started(d, name):
     "robust-eval in a process of its own, once its first row is on disk"
     env = os.environ | dict(OMP_NUM_THREADS='1', PYTHONWARNINGS='ignore', ROBUST_PROFILE='smoke')
@@ -938,7 +859,6 @@ def started(d, name):
         stderr=subprocess.PIPE,
         text=True,
         env=env,
-        preexec_fn=hears_interrupts,
     )
     j, t = d / name / 'report.json', time.time()
     while not j.exists() and p.poll() is None and time.time() - t < 60:
@@ -955,10 +875,6 @@ def test_a_killed_run_is_continued(tmp_path):
     p.kill()
     p.wait()
     assert [r['attack'] for r in rows] == ['clean', 'FGSM(0.001)'] and p.returncode == -signal.SIGKILL
-    q, _ = started(d, 'other')
-    q.send_signal(signal.SIGINT)
-    _, err = q.communicate()
-    assert q.returncode == 130 and 'same command continues' in err and 'Traceback' not in err
     r = script(
         d,
         "a = json.loads(sys.argv[1])\nfor o in ('out','whole'):\n    try: main(a+['--out',o], 'robust-eval')\n   "
@@ -971,58 +887,30 @@ def test_a_killed_run_is_continued(tmp_path):
     # not computed again
     assert a['rows'][1]['seconds'] == old['seconds'] and a['rows'][1] == old
     cut = lambda rs: [{k: v for k, v in o.items() if k != 'seconds'} for o in rs]
-    assert (
-        cut(a['rows']) == cut(b['rows'])
-        and a['warnings'] == b['warnings']
-        and a['meta'] == b['meta']
-        and len(a['rows']) == 5
-    )
+    assert cut(a['rows']) == cut(b['rows']) and len(a['rows']) == 5
+    assert (a['warnings'], a['meta']) == (b['warnings'], b['meta'])
     with np.load(d / 'out' / 'verdicts.npz') as u, np.load(d / 'whole' / 'verdicts.npz') as v:
         assert {*u} == {*v} and all(np.array_equal(u[k], v[k]) for k in u)
     # no bar where nobody looks
-    assert (
-        'worst case' in r.stdout and '%|' not in r.stdout + r.stderr and '\r' not in r.stdout and '\x1b' not in r.stdout
-    )
+    assert 'worst case' in r.stdout and '%|' not in r.stdout + r.stderr
 
 
 # --- robust_bench
 
 
-def idx(d, n=40):
-    src = datasets.embedded_fashion()
-    for k, f in (('train', 'train'), ('test', 't10k')):
-        for a, kind in zip(src.take(k, np.arange(n)), ('images-idx3', 'labels-idx1')):
-            (d / f'{f}-{kind}-ubyte').write_bytes(
-                b'\0\0\x08' + bytes([a.ndim]) + np.array(a.shape, '>i4').tobytes() + a.astype(np.uint8).tobytes()
-            )
-    return src.take('test', np.arange(n))
-
-
 def test_bench_refuses(tmp_path):
-    idx(tmp_path)
-    m = small()
-    kw = dict(path=tmp_path, attacks=FGSM(8 / 255))
-    for says, o in {
-        'n=41.*40 test images': dict(n=41),
-        'n=0': dict(n=0),
-        'must be of Linf, eps=4/255': dict(eps=4 / 255),
-        'must be of L2': dict(norm='L2'),
-        'got none': dict(attacks=[None]),
-    }.items():
+    for says, o in {'must be of Linf, eps=4/255': dict(eps=4 / 255), 'got none': dict(attacks=[None])}.items():
         with pytest.raises(ValueError, match=says):
-            robust_bench(m, 'fashion_mnist', **{**kw, **o})
+            robust_bench(small(), 'fashion_mnist', **{**dict(path=tmp_path, attacks=FGSM(8 / 255)), **o})
     with pytest.raises(ValueError, match='there are: fashion_mnist'):
-        robust_bench(m, 'mnist', attacks=FGSM(8 / 255))
-    if 'AutoAttack' not in attack_types():
-        with pytest.raises(ValueError, match='no AutoAttack'):
-            robust_bench(m, 'fashion_mnist', path=tmp_path)
+        robust_bench(small(), 'mnist', attacks=FGSM(8 / 255))
 
 
 def test_bench_says_where_the_order_is_lost(tmp_path):
     for i in range(12):
         (f := tmp_path / 'c' / 'test' / f'class{i % 2}' / f'{i // 2}.png').parent.mkdir(parents=True, exist_ok=True)
         Image.new('RGB', (32, 32), (i, 20 * i, 9)).save(f)
-    m = Normalized(timm.create_model('resnet18', num_classes=2)).eval()
+    m = Normalized(timm.create_model('test_resnet', num_classes=2)).eval()
     kw = dict(path=tmp_path / 'c', attacks=FGSM(8 / 255), n=5)
     with pytest.raises(ValueError, match='cifar10: this copy does not have the test images in the order.*strict=False'):
         robust_bench(m, **kw)
@@ -1035,13 +923,11 @@ def test_bench_says_where_the_order_is_lost(tmp_path):
 
 
 def test_photos_are_cut_as_for_the_first_model_which_is_said_of_one_made_for_another_cut(tmp_path):
-    "The configurations of timm name 0.9 for this ViT and 0.95 for ResNet-18"
-    spec = 'vit_tiny_patch16_224(patch_size=8, depth=1, embed_dim=24, num_heads=2)'
-    kw = dict(img_size=32, patch_size=8, depth=1, embed_dim=24, num_heads=2, num_classes=2)
-    torch.save(timm.create_model('vit_tiny_patch16_224', **kw).state_dict(), tmp_path / 'vit.pth')
-    torch.save(timm.create_model('resnet18', num_classes=2).state_dict(), tmp_path / 'resnet.pth')
+    "The configurations of timm name 0.9 for this ViT and 0.95 for the ResNet"
+    torch.save(timm_like().state_dict(), tmp_path / 'vit.pth')
+    torch.save(timm.create_model('test_resnet', num_classes=2).state_dict(), tmp_path / 'resnet.pth')
     d = photos(tmp_path / 'd', ('bag', 'coat'), size=80)
-    models = [f'{spec}@{tmp_path}/vit.pth', f'resnet18@{tmp_path}/resnet.pth']
+    models = [f'{SPEC}@{tmp_path}/vit.pth', f'test_resnet@{tmp_path}/resnet.pth']
     found = run_compare(eval_settings('smoke', data=str(d), eps=0.02, device='cpu'), models, [FGSM(0.02)])
     (said,) = [o for o in found.warnings if 'cut otherwise' in o]
     assert said.startswith('resnet: ') and 'pct=0.95, not 0.9' in said

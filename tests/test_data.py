@@ -2,12 +2,10 @@
 only."""
 
 import gzip, io, json, pickle, random, sys
-from pathlib import Path
 import numpy as np, pytest, torch, timm
 import pyarrow as pa, pyarrow.parquet as pq
 from fastai.vision.all import (
     aug_transforms,
-    CrossEntropyLossFlat,
     Image,
     Learner,
     Normalize,
@@ -15,13 +13,11 @@ from fastai.vision.all import (
     TensorMask,
     accuracy,
     fastai_cfg,
-    get_image_files,
     load_learner,
     nn,
-    verify_images,
 )
 from robust_nbdev.core import Normalized
-from robust_nbdev.corruptions import ImageNetC, class_folders, wnid_images
+from robust_nbdev.corruptions import ImageNetC, wnid_images
 from robust_nbdev.datasets import *
 import robust_nbdev.datasets as D
 
@@ -82,8 +78,7 @@ def test_package_profiles_are_typed_and_complete():
     assert len(set(map(frozenset, keys.values()))) == 1
     s = settings('gpu')
     assert (s.profile, s.size, s.eps) == ('gpu', 32, 8 / 255) and isinstance(s.bs, int)
-    assert settings('paper').n_train is None and s.device is None
-    assert s == pickle.loads(pickle.dumps(s)) and not hasattr(s, 'nothing')
+    assert s == pickle.loads(pickle.dumps(s))
 
 
 def test_settings_key_by_key(tmp_path, monkeypatch):
@@ -100,22 +95,16 @@ def test_settings_key_by_key(tmp_path, monkeypatch):
     s = settings()
     assert (s.profile, s.bs, s.anything, s.model, s.seed) == ('mine', 3, 0.5, 'vit_100%', 7)
     assert s.cifar10 == tmp_path / 'data' / 'c10'
-    with pytest.raises(AttributeError, match='n_train'):
-        s.n_train
     assert (
         settings('smoke').eps == 3 / 255 and settings('smoke').n_train == settings('smoke').n_train and base.seed == 7
     )
     monkeypatch.setenv('ROBUST_PROFILE', 'gpu')
     assert settings().profile == 'gpu' and settings('smoke').profile == 'smoke'
-    monkeypatch.setenv('ROBUST_PROFILE', 'huge')
-    with pytest.raises(ValueError, match="'huge'.*smoke, laptop, gpu, paper, mine"):
-        settings()
 
 
 @pytest.mark.parametrize(
     'text',
     [
-        '[DEFAULT]\nlib_name = x\nseed_me = 1\n',
         '[other]\nuser = %(x)s\n',
         '\xff',
         '[DEFAULT]\nlib_name=a\nlib_name=b\n',
@@ -130,20 +119,7 @@ def test_foreign_settings_are_passed_over(tmp_path, monkeypatch, text):
     assert settings('smoke').bs == 11
 
 
-@pytest.mark.parametrize(
-    'line',
-    [
-        'bs = many',
-        'bs = 0',
-        'n_train = 1.5',
-        'eps = 8/0',
-        'eps = 1/2/3',
-        'eps = -1/255',
-        'eps = nan',
-        'device = gpu',
-        'seed = -1',
-    ],
-)
+@pytest.mark.parametrize('line', ['bs = 0', 'eps = -1/255', 'device = gpu', 'seed = -1'])
 def test_bad_values_name_file_section_key(tmp_path, monkeypatch, line):
     settings_at(tmp_path, monkeypatch, f'[smoke]\n{line}\n')
     with pytest.raises(ValueError) as e:
@@ -163,17 +139,8 @@ def test_subsets():
     c = fashion_mnist(100, 50, seed=3)
     random.seed(9)
     assert torch.equal(xs(c.train), xs(fashion_mnist(100, 50, seed=3).train))  # nobody else's random state matters
-    for kw in (
-        dict(n_train=6001),
-        dict(n_valid=1001),
-        dict(n_train=0),
-        dict(valid='holdout', n_train=5500, n_valid=501),
-    ):
-        with pytest.raises(ValueError, match=r'\d+ images asked for, \d+ exist'):
-            fashion_mnist(**kw)
     few = fashion_mnist(5, 5)
     assert len(few.train) == 1 and len(few.one_batch()[0]) == 5  # fewer than bs: no empty epoch
-    assert not fashion_mnist(100, 10).train.n % 64 == 0 and len(fashion_mnist(100, 10).train) == 1
 
 
 def test_holdout_never_meets_training():
@@ -185,10 +152,6 @@ def test_holdout_never_meets_training():
     assert not any(o in seen for o in held) and not any(o in test for o in held)
     only = fashion_mnist(valid='only', n_valid=100)
     assert len(only.train_ds) == len(only.valid_ds) == 100
-    with pytest.raises(ValueError, match="'val'"):
-        fashion_mnist(valid='val')
-    with pytest.raises(ValueError, match="got 'x'"):
-        fashion_mnist(valid='x')
 
 
 def test_fast_path_equals_item_path():
@@ -203,11 +166,9 @@ def test_fast_path_equals_item_path():
 
 def test_normalize_refused():
     n = Normalize.from_stats([0.5], [0.5], cuda=False)
-    for kw in (dict(batch_tfms=n), dict(batch_tfms=[*aug_transforms(), n]), dict(item_tfms=n), dict(item_tfms=[n])):
+    for kw in (dict(batch_tfms=[*aug_transforms(), n]), dict(item_tfms=n)):
         with pytest.raises(ValueError, match='remove it'):
             fashion_mnist(64, 8, **kw)
-    with pytest.raises(ValueError, match="got 'none'"):
-        fashion_mnist(64, 8, batch_tfms='none')
 
 
 # --- Learner
@@ -229,43 +190,21 @@ def tiny(c=1):
 
 
 def test_learner_round_trip(tmp_path):
-    dls = fashion_mnist(256, 64)
-    learn = Learner(dls, tiny(), metrics=accuracy, path=tmp_path)
-    assert isinstance(learn.loss_func, CrossEntropyLossFlat)
-    with learn.no_bar(), learn.no_logging():
-        learn.fit(1)
+    "Files, pictures, arrays and tensors are predicted alike, before and after the export"
+    learn = Learner(fashion_mnist(64, 64), tiny(), metrics=accuracy, path=tmp_path)
     learn.export('m.pkl')
     assert (tmp_path / 'm.pkl').stat().st_size < 5e5  # the images did not travel along
-    back = load_learner(tmp_path / 'm.pkl')
     a = embedded_fashion().splits['test'][0][3]
-    Image.fromarray(a).save(tmp_path / 'x.png')
-    forms = [
-        tmp_path / 'x.png',
-        str(tmp_path / 'x.png'),
-        (tmp_path / 'x.png').read_bytes(),
-        Image.fromarray(a),
-        a,
-        torch.from_numpy(a),
-        torch.from_numpy(a)[None],
-        Image.fromarray(a).convert('RGB'),
-    ]
+    Image.fromarray(a).save(f := tmp_path / 'x.png')
+    forms = [f, str(f), f.read_bytes(), a, torch.from_numpy(a)[None], Image.fromarray(a).convert('RGB')]
     want = nn.functional.softmax(learn.model.eval()(torch.from_numpy(a)[None, None] / 255.0), 1)[0]
-    for l in (learn, back):
+    for l in (learn, load_learner(tmp_path / 'm.pkl')):
         with l.no_bar():
             for o in forms:
                 c, i, p = l.predict(o)
-                assert c == dls.vocab[int(i)] and torch.allclose(p.cpu(), want.cpu(), atol=1e-5)
-            big = (
-                l.dls.test_dl([tmp_path / 'x.png', Image.new('RGB', (90, 40)), a], bs=2)
-                if l is learn
-                else back.dls.test_dl([tmp_path / 'x.png', a])
-            )
-            assert l.get_preds(dl=big)[0].shape[1] == 10
-    with learn.no_bar():
-        assert learn.get_preds(dl=dls.test_dl(np.stack([a] * 5)))[0].shape == (5, 10)
-        learn.show_results(max_n=2)
-    with pytest.raises(TypeError, match='uint8'):
-        learn.predict(torch.rand(1, 28, 28))
+                assert c == learn.dls.vocab[int(i)] and torch.allclose(p.cpu(), want.cpu(), atol=1e-5)
+            mixed = l.dls.test_dl([f, Image.new('RGB', (90, 40)), a], bs=2)
+            assert l.get_preds(dl=mixed)[0].shape == (3, 10)
     with pytest.raises(TypeError, match='uint8'):
         learn.predict(a / 255.0)
 
@@ -286,33 +225,21 @@ def test_folders(folders):
     src = read_images(folders)
     assert list(src.vocab) == ['a', 'b', 'c'] and len(src.splits['val'][0]) == 7
     dls = image_dls(folders, size=32, bs=4)
-    assert (
-        len(xs(dls.valid)) == 7
-        and sorted(ys(dls.valid)) == [0, 0, 0, 1, 1, 2, 2]
-        and dls.one_batch()[0].shape == (4, 3, 32, 32)
-    )
-    assert len(dls.train) == 3
+    assert sorted(ys(dls.valid)) == [0, 0, 0, 1, 1, 2, 2] and len(dls.train) == 3
     big = image_dls(folders, size=(80, 96), bs=4, num_workers=0)
-    assert big.one_batch()[0].shape == big.valid.one_batch()[0].shape == (4, 3, 80, 96) and not torch.equal(
-        xs(big.train), xs(big.train)
-    )
+    assert big.one_batch()[0].shape == big.valid.one_batch()[0].shape == (4, 3, 80, 96)
+    assert not torch.equal(xs(big.train), xs(big.train))
     still = image_dls(folders, size=(80, 96), bs=4, num_workers=0, item_tfms=None, batch_tfms=None, pct=1)
     assert sorted(xs(still.train).sum((1, 2, 3)).tolist()) == sorted(xs(still.train).sum((1, 2, 3)).tolist())
-    native = image_dls(folders, bs=4, num_workers=0)
-    assert native.one_batch()[0].shape == (4, 3, 40, 50)
+    assert image_dls(folders, bs=4, num_workers=0).one_batch()[0].shape == (4, 3, 40, 50)
 
 
-def test_folder_errors(folders, tmp_path):
+def test_folder_errors(folders):
     d = folders / 'valid' / 'new'
     d.mkdir()
     Image.fromarray(img(1)).save(d / '1.png')
     with pytest.raises(ValueError, match='no training images'):
         read_images(folders)
-    with pytest.raises(FileNotFoundError, match='does not exist'):
-        read_images(folders / 'no')
-    (folders / 'empty').mkdir()
-    with pytest.raises(FileNotFoundError, match='folder'):
-        read_images(folders / 'empty')
     (folders / 'a.txt').write_text('x')
     with pytest.raises(FileNotFoundError):
         read_images(folders / 'a.txt')
@@ -324,9 +251,6 @@ def test_one_level_of_folders(folders):
     # held out without asking, and `about` says so
     own = image_dls(folders / 'train', size=16, bs=4)
     assert 'held out' in own.about and (len(own.train_ds), len(own.valid_ds)) == (11, 1)
-    assert torch.equal(xs(own.valid), xs(image_dls(folders / 'train', size=16, bs=4, valid='holdout').valid))
-    with pytest.raises(ValueError, match='holdout'):
-        image_dls(folders / 'train', size=16, valid='test')
     # a named dataset without its test images is not whole
     with pytest.raises(ValueError, match='holdout'):
         imagenette(path=folders / 'train')
@@ -354,7 +278,7 @@ def test_held_out_images_do_not_come_class_by_class(tmp_path):
 def test_a_rare_class_is_not_held_out_whole():
     "Drawn evenly, the two images of a class of two were both held out, and the model never saw one"
     y = np.repeat([0, 1, 2, 3], [300, 200, 2, 1])
-    for n in (4, 50, 200, 400, 500):
+    for n in (4, 200, 400, 500):
         for seed in range(3):
             (_, tr), (_, va) = choose_images(
                 ImageSource(dict(train=(y, y)), list('abcd')), 'holdout', n_valid=n, seed=seed
@@ -364,27 +288,24 @@ def test_a_rare_class_is_not_held_out_whole():
                 assert set(y[tr]) == {0, 1, 2, 3} and np.bincount(y[va], minlength=4)[2:].tolist() == [1, 0]
     same = np.repeat(range(4), 50)
     # nothing changes where classes are alike
-    for n in (1, 7, 100, 150, 199):
+    for n in (7, 150):
         assert (balanced(same, n) == balanced(same, n, spare=True)).all()
     with pytest.raises(ValueError, match='503 of 503 images held out leave none'):
         choose_images(ImageSource(dict(train=(y, y)), list('abcd')), 'holdout', n_valid=503)
 
 
 def test_a_broken_file_is_named(tmp_path):
-    size = 80
     for i in range(8):
         d = tmp_path / 'ab'[i % 2]
         d.mkdir(exist_ok=True)
         Image.fromarray(img(i, 90, 90)).save(d / f'{i}.jpg')
     (tmp_path / 'a' / '.DS_Store').write_bytes(b'x')  # passed over
-    assert len(image_dls(tmp_path, size=size, num_workers=0).train_ds) == 7
     whole = (tmp_path / 'a' / '0.jpg').read_bytes()
-    for bad in (b'not an image', b'', whole[: len(whole) // 2]):
+    for bad in (b'', whole[: len(whole) // 2]):
         (tmp_path / 'a' / '0.jpg').write_bytes(bad)
         with pytest.raises(OSError, match=r'0\.jpg cannot be read as an image .*verify_images'):
-            dls = image_dls(tmp_path, size=size, n_valid=4, bs=2, num_workers=0)
+            dls = image_dls(tmp_path, size=80, n_valid=4, bs=2, num_workers=0)
             xs(dls.train), xs(dls.valid)
-        assert [o.name for o in verify_images(get_image_files(tmp_path))] == ['0.jpg']
 
 
 def test_every_kind_of_file_becomes_rgb(tmp_path):
@@ -423,13 +344,8 @@ def test_every_kind_of_file_becomes_rgb(tmp_path):
         assert (x.flatten(1).std(1) > 0.02).all(), x.flatten(1).mean(1)
 
 
-def test_sizes_that_differ_are_told(folders):
-    for i, (w, h) in enumerate(((80, 60), (40, 50))):
-        Image.fromarray(img(i, h, w)).save(folders / 'train' / 'a' / f'x{i}.png')
-    with pytest.raises(ValueError, match='several sizes, among them .* give size='):
-        image_dls(folders, bs=4)
-    assert image_dls(folders, size=32, bs=4).one_batch()[0].shape == (4, 3, 32, 32)
-    # somebody's own transform may bring them to one
+def test_a_transform_of_ones_own_may_bring_images_to_one_size(folders):
+    Image.fromarray(img(1, 60, 80)).save(folders / 'train' / 'a' / 'x.png')
     assert image_dls(folders, bs=4, num_workers=0, item_tfms=Resize(24)).one_batch()[0].shape == (4, 3, 24, 24)
 
 
@@ -503,18 +419,15 @@ def test_parquet_which_dataset(tmp_path):
 
 
 def test_parquet_errors(tmp_path, monkeypatch):
-    write(tmp_path / 'train.parquet', 4, label=None)
-    with pytest.raises(ValueError, match='label'):
-        read_images(tmp_path)
-    write(tmp_path / 'train.parquet', 4, label=list('abcd'))
-    with pytest.raises(ValueError, match='whole numbers'):
-        read_images(tmp_path)
-    write(tmp_path / 'train.parquet', 4, label=[-1] * 4)
-    with pytest.raises(ValueError, match='no image has a label'):
-        read_images(tmp_path)
-    write(tmp_path / 'train.parquet', 4, NAMES, label=[0, 1, 2, 3])
-    with pytest.raises(ValueError, match='do not fit 2 classes'):
-        read_images(tmp_path)
+    for says, kw in {
+        'label': dict(label=None),
+        'whole numbers': dict(label=list('abcd')),
+        'no image has a label': dict(label=[-1] * 4),
+        'do not fit 2 classes': dict(meta=NAMES, label=[0, 1, 2, 3]),
+    }.items():
+        write(tmp_path / 'train.parquet', 4, **kw)
+        with pytest.raises(ValueError, match=says):
+            read_images(tmp_path)
     monkeypatch.setitem(sys.modules, 'pyarrow.parquet', None)
     with pytest.raises(ImportError, match=r"pip install pyarrow"):
         read_images(tmp_path)
@@ -527,7 +440,7 @@ def idx(a):
     return bytes([0, 0, 8, a.ndim]) + b''.join(int(o).to_bytes(4, 'big') for o in a.shape) + a.tobytes()
 
 
-@pytest.mark.parametrize('sub,zip', [('', True), ('raw', False), ('FashionMNIST/raw', True)])
+@pytest.mark.parametrize('sub,zip', [('', True), ('raw', False)])
 def test_idx(tmp_path, sub, zip):
     d = tmp_path / sub
     d.mkdir(parents=True, exist_ok=True)
@@ -547,20 +460,16 @@ def test_idx(tmp_path, sub, zip):
 
 
 def test_cifar_batches(tmp_path):
-    d, e = tmp_path / 'cifar-10-batches-py', tmp_path / 'cifar-100-python'
-    d.mkdir()
+    ims, e = [img(i) for i in range(4)], tmp_path / 'cifar-100-python'
+    mkbatches(tmp_path, ims, [0, 1, 1, 0])
     e.mkdir()
-    a = np.stack([img(i) for i in range(4)])
-    flat = a.transpose(0, 3, 1, 2).reshape(4, -1)
-    for f in [f'data_batch_{i}' for i in range(1, 6)] + ['test_batch']:
-        (d / f).write_bytes(pickle.dumps({'data': flat, 'labels': [0, 1, 1, 0]}, protocol=2))
-    (d / 'batches.meta').write_bytes(pickle.dumps(dict(label_names=['x', 'y'])))
+    flat = np.stack(ims).transpose(0, 3, 1, 2).reshape(4, -1)
     for f in ('train', 'test'):
         (e / f).write_bytes(pickle.dumps({'data': flat, 'fine_labels': [2, 1, 1, 0], 'coarse_labels': [0] * 4}))
     (e / 'meta').write_bytes(pickle.dumps(dict(fine_label_names=['p', 'q', 'r'])))
     c10, c100 = cifar10(path=tmp_path, bs=4), cifar100(path=tmp_path, bs=4)
     assert len(c10.train_ds) == 20 and c100.c == 3 and ys(c100.valid) == [2, 1, 1, 0]
-    assert torch.equal((xs(c10.valid) * 255).round().byte(), torch.from_numpy(a).permute(0, 3, 1, 2))
+    assert torch.equal((xs(c10.valid) * 255).round().byte(), torch.from_numpy(np.stack(ims)).permute(0, 3, 1, 2))
     assert cifar100(path=e, bs=4).c == 3
 
 
@@ -583,27 +492,11 @@ def test_camvid_folders(tmp_path):
             Image.fromarray(np.stack([masks()] * 3, -1) * 20).save(tmp_path / k / f'{i}.png')
     dls = camvid(path=tmp_path, size=(48, 64), bs=3, num_workers=0)
     xb, yb = dls.valid.one_batch()
-    assert (
-        type(yb) is TensorMask
-        and yb.dtype == torch.int64
-        and yb.shape == (3, 48, 64)
-        and dls.c == 11
-        and len(dls.vocab) == 11
-    )
-    assert yb.unique().tolist() == [*range(11), 255]
+    assert type(yb) is TensorMask and yb.dtype == torch.int64 and yb.unique().tolist() == [*range(11), 255]
     want = torch.where(yb == 255, torch.tensor(11), yb.as_subclass(torch.Tensor))
     assert torch.equal(
         (xb[:, 0] * 255).round().long().as_subclass(torch.Tensor), want * 20
     )  # masks sit on their images
-    # also after crops and flips (resampled, so nearly)
-    xb, yb = dls.one_batch()
-    ok = yb != 255
-    near = ((xb[:, 0] * 255 / 20).round().long() - yb).as_subclass(torch.Tensor)[ok.as_subclass(torch.Tensor)]
-    assert (near.abs() <= 1).float().mean() > 0.95
-    z = torch.zeros(3, 11, 48, 64, requires_grad=True)
-    loss = dls.loss_func(z, yb)
-    loss.backward()
-    assert loss.isfinite() and z.grad.isfinite().all()
     assert 'val' in camvid(path=tmp_path, size=(48, 64), valid='val', bs=3).about
     learn = Learner(dls, nn.Conv2d(3, 11, 1))
     with learn.no_bar(), learn.no_logging():
@@ -670,11 +563,6 @@ def test_settings_name_the_copy(tmp_path, monkeypatch, folders):
     # a wrong path is not passed over
     with pytest.raises(FileNotFoundError, match='nowhere'):
         profile_dls(RunSettings(settings('paper'), n_valid=2))
-    debian = Path('/usr/share/datasets/fashion-mnist').exists()
-    with pytest.raises(
-        ValueError if debian else FileNotFoundError, match='60000 exist' if debian else 'dataset-fashion-mnist'
-    ):
-        fashion_mnist(full=True, n_train=10**6)
 
 
 def test_profile_falls_back_with_a_notice(capsys):
@@ -683,13 +571,8 @@ def test_profile_falls_back_with_a_notice(capsys):
     out = capsys.readouterr().out
     assert out.count('\n') == 1 and 'cifar10' in out and 'embedded Fashion-MNIST' in out and '/' not in out
     assert dls.one_batch()[0].shape == (32, 1, 32, 32) and len(dls.valid_ds) == 1000
-    assert len(profile_dls(s, valid='holdout').train_ds) == 5000
-    capsys.readouterr()
     held = profile_dls(settings('laptop'), valid='holdout', bs=10)
     assert (len(held.train_ds), len(held.valid_ds), held.bs) == (5000, 1000, 10) and capsys.readouterr().out == ''
-    assert len(profile_dls(settings('smoke'), download=False).train_ds) == 512
-    with pytest.raises(ValueError, match='there are'):
-        profile_dls(RunSettings(s, dataset='mnist'))
 
 
 # --- the published order
@@ -803,12 +686,6 @@ def from_folders(root):
     return image_dls(root, valid='only', size=32).valid
 
 
-def from_splits(root):
-    tree(root / 'train')
-    tree(root / 'test')
-    return image_dls(root, size=32).valid
-
-
 def from_hf_parquet(root):
     meta = dict(
         huggingface=json.dumps(dict(info=dict(features=dict(label=dict(names={o: f'c{o}' for o in sorted(N12)})))))
@@ -841,25 +718,8 @@ def from_text_index(root):
     return dl
 
 
-def from_parquet_parts(root):
-    for i in range(12):
-        write(
-            root / f'test-{i}-of-12.parquet',
-            1,
-            dict(class_names=json.dumps(N12)),
-            label=[i],
-            image=[png(np.full((32, 32, 3), 20 * i, np.uint8))],
-        )
-    assert read_images(root).labels('test').tolist() == list(range(12))
-    return image_dls(root, valid='only', size=32).valid
-
-
 def from_wnid_images(root):
     return wnid_images(tree(root), size=32, num_workers=0)
-
-
-def from_subset(root):
-    return wnid_images(tree(root), subset=True, size=32, num_workers=0)
 
 
 def from_imagenet_c(root):
@@ -867,21 +727,7 @@ def from_imagenet_c(root):
     return ImageNetC(root, size=32, num_workers=0).pick('fog', 1)
 
 
-def from_own_classes(root):
-    return wnid_images(tree(root), classes=N12, size=32, num_workers=0)
-
-
-BY_VALUE = [
-    from_folders,
-    from_splits,
-    from_hf_parquet,
-    from_text_index,
-    from_parquet_parts,
-    from_wnid_images,
-    from_subset,
-    from_imagenet_c,
-    from_own_classes,
-]
+BY_VALUE = [from_folders, from_hf_parquet, from_text_index, from_wnid_images, from_imagenet_c]
 
 
 @pytest.mark.parametrize('make', BY_VALUE, ids=lambda f: f.__name__)
@@ -892,9 +738,7 @@ def test_a_perfect_model_is_right_on_classes_named_by_numbers(make, tmp_path):
 @pytest.mark.parametrize(
     'names,want',
     [
-        (['10', '9', '1'], ['1', '9', '10']),
         (['010', '9', '001'], ['001', '9', '010']),
-        (['b', '10', '9'], ['10', '9', 'b']),
         (['-1', '-10', '2.5', '2'], ['-10', '-1', '2', '2.5']),
         (['12345678901234567891', '12345678901234567890'], ['12345678901234567890', '12345678901234567891']),
         (['²', '1'], ['1', '²']),
@@ -904,16 +748,15 @@ def test_order_of_names(names, want):
     assert by_value(names) == want and by_value(names[::-1]) == want
 
 
-@pytest.mark.parametrize('make', [image_dls, read_images, class_folders, wnid_images], ids=lambda f: f.__name__)
-def test_one_number_for_two_classes_is_refused(make, tmp_path):
+def test_one_number_for_two_classes_is_refused(tmp_path):
     with pytest.raises(ValueError, match="'1' and '01' are the same number|'01' and '1' are the same number"):
-        make(tree(tmp_path, ['0', '1', '01']))
+        wnid_images(tree(tmp_path, ['0', '1', '01']))
 
 
 # --- class by class
 
 
-@pytest.mark.parametrize('valid', ['test', 'only', 'holdout'])
+@pytest.mark.parametrize('valid', ['test', 'holdout'])
 def test_data_that_are_mixed_keep_their_order(valid):
     for n in (None, 100):
         for k, i in choose_images(embedded_fashion(), valid, n_valid=n):
@@ -949,9 +792,8 @@ def test_the_published_order_is_kept(published, tmp_path):
 @pytest.mark.parametrize(
     'bad,f',
     [
-        *((n, lambda n: balanced([0, 1, 1], n)) for n in (0, -1, 1.5, True, '3', float('nan'))),
-        (0, lambda n: fashion_mnist(n_train=n)),
-        (2.0, lambda n: fashion_mnist(n_valid=n)),
+        (0, lambda n: balanced([0, 1, 1], n)),
+        (float('nan'), lambda n: balanced([0, 1, 1], n)),
         (True, lambda n: fashion_mnist(n_valid=n, valid='holdout')),
         (1.5, lambda n: image_dls(embedded_fashion(), n, mode='L')),
     ],
@@ -964,9 +806,7 @@ def test_numbers_of_images_are_whole_and_positive(bad, f):
 # --- a model's own way of cutting images
 
 
-@pytest.mark.parametrize(
-    'name,size', [('deit_tiny_patch16_224', 224), ('resnet18', None), ('xcit_nano_12_p16_224', None)]
-)
+@pytest.mark.parametrize('name,size', [('deit_tiny_patch16_224', 224), ('resnet18', None)])
 def test_images_are_cut_as_timm_cuts_them(name, size, tmp_path):
     m = timm.create_model(name)
     cfg = timm.data.resolve_model_data_config(m, use_test_size=size is None)
@@ -983,34 +823,22 @@ def test_images_are_cut_as_timm_cuts_them(name, size, tmp_path):
     assert f'pct {cfg["crop_pct"]:g}, bicubic, center' in dl.about
 
 
-@pytest.mark.parametrize('kw', [dict(crop_mode='border'), dict(interp='random'), dict(pct=0), dict(pct=1.2)])
-def test_other_ways_of_cutting_are_refused(kw, folders):
-    with pytest.raises(ValueError, match='crop_mode|interp|pct'):
-        image_dls(folders, size=32, **kw)
-
-
-# --- transforms and the tensors they are given
-
-
 # --- profiles ask for more than there is
 
 
-@pytest.mark.parametrize('valid', ['test', 'holdout', 'only'])
+@pytest.mark.parametrize('valid', ['test', 'holdout'])
 def test_a_profile_takes_what_there_is(valid, tmp_path, capsys):
     for k in ('train', 'test'):
         tree(tmp_path / k, n=4)
     s = RunSettings(settings('gpu'), dataset='cifar10', cifar10=tmp_path)
     dls = profile_dls(s, valid=valid, num_workers=0)
-    n = dict(test=(48, 48), holdout=(44, 4), only=(48, 48))[valid]
+    n = dict(test=(48, 48), holdout=(44, 4))[valid]
     assert (len(dls.train_ds), len(dls.valid_ds)) == n and 'fewer images' in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    'profile,name', [('smoke', 'cifar10'), ('laptop', 'cifar10'), ('gpu', 'imagenet'), ('gpu', 'fashion_mnist')]
-)
-def test_every_profile_runs_without_its_dataset(profile, name, monkeypatch):
+def test_a_profile_runs_without_the_files_of_fashion_mnist(monkeypatch):
     monkeypatch.setitem(D._SETS, 'fashion_mnist', dict(D._SETS['fashion_mnist'], dirs=[]))
-    dls = profile_dls(RunSettings(settings(profile), dataset=name))
+    dls = profile_dls(RunSettings(settings('gpu'), dataset='fashion_mnist'))
     assert len(dls.train_ds) > 500 and len(dls.valid_ds) > 100
 
 
@@ -1035,11 +863,6 @@ def test_classes_are_numbered_as_the_model_has_them(photos):
     assert '5 of 6 classes' in dls.about
 
 
-def test_classes_that_the_model_does_not_know_are_named(photos):
-    with pytest.raises(ValueError, match='not among those of the model: coat, shoe; the model also has boot, jacket'):
-        image_dls(photos, size=32, vocab='bag boot dress jacket shirt'.split())
-
-
 def test_words_and_folders_of_imagenet_are_the_same(tmp_path):
     for c in ('n02102040', 'n01440764'):
         (tmp_path / 'd' / c).mkdir(parents=True)
@@ -1057,8 +880,6 @@ def test_a_share_of_the_images_is_held_out(photos):
     )
     with pytest.raises(ValueError, match='one of them'):
         image_dls(photos, size=32, n_valid=5, valid_pct=0.2)
-    with pytest.raises(ValueError, match='share'):
-        image_dls(photos, size=32, valid_pct=20)
 
 
 def test_photos_are_turned_upright(tmp_path):

@@ -1,34 +1,23 @@
 "Two processes on the CPU (gloo) train what one trains on the joined batch, and measure what it measures (R24)."
 
-import json, os, subprocess, sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+import json
 import pytest
+from two_processes import running
 
 pytest.importorskip('accelerate')
-
-JOB = Path(__file__).with_name('distributed_job.py')
-ENV = dict(OMP_NUM_THREADS='1', PYTHONWARNINGS='ignore', ACCELERATE_USE_CPU='true', CUDA_VISIBLE_DEVICES='')
-
-
-def launch(d, world, which):
-    (d / 'out').mkdir()
-    how = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', str(world)] if world > 1 else []
-    env = {k: v for k, v in os.environ.items() if k not in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT')} | ENV
-    env['PYTHONPATH'] = os.pathsep.join([str(JOB.parents[1]), os.environ.get('PYTHONPATH', '')])
-    cmd = [sys.executable, *how, str(JOB), 'out', which]
-    r = subprocess.run(cmd, cwd=d, env=env, capture_output=True, text=True, timeout=300)
-    assert r.returncode == 0, r.stdout + r.stderr
-    return [json.loads((d / 'out' / f'res{i}.json').read_text()) for i in range(world)], d / 'out'
 
 
 @pytest.fixture(scope='module', params=['few', pytest.param('all', marks=pytest.mark.slow)])
 def runs(request, tmp_path_factory):
     "(results of one process, [of rank 0, of rank 1], the folder that the two wrote to)"
-    ds = [tmp_path_factory.mktemp(k) for k in ('one', 'two')]
-    with ThreadPoolExecutor() as ex:
-        (one, _), (two, out) = ex.map(launch, ds, (1, 2), [request.param] * 2)
-    return one[0], two, out
+    import distributed_job
+
+    one, two = [tmp_path_factory.mktemp(k) for k in ('one', 'two')]
+    out = two / 'out'
+    out.mkdir()
+    with running(distributed_job.__file__, two, request.param):
+        res = json.loads(json.dumps(distributed_job.results(one, request.param)))
+    return res, [json.loads((out / f'res{i}.json').read_text()) for i in range(2)], out
 
 
 TRAINED = ('mart', 'ema', 'trades', 'gat')

@@ -46,9 +46,8 @@ def validate(l, metrics, cbs=None):
 # --- metric ---
 
 
-@pytest.mark.parametrize('a', [PGD(0.6, norm='L2', steps=3), APGD(EPS, steps=5)], ids=repr)
-def test_robust_accuracy_is_the_number_by_hand(learn, a):
-    x, y = valid(learn)
+def test_robust_accuracy_is_the_number_by_hand(learn):
+    (x, y), a = valid(learn), PGD(0.6, norm='L2', steps=3)
     got = validate(learn, [accuracy, RobustAccuracy(a)])
     assert got[1] == pytest.approx(1.0, abs=0.02)
     assert got[2] == pytest.approx(by_hand(learn.model, x, y, a), abs=1e-6)
@@ -56,17 +55,10 @@ def test_robust_accuracy_is_the_number_by_hand(learn, a):
 
 
 @pytest.mark.parametrize(
-    'a,name',
-    [
-        (PGD(0.1), 'pgd10_acc'),
-        (FGSM(0.1), 'fgsm_acc'),
-        (PGD(0.1, norm='L2', steps=50), 'pgd50_l2_acc'),
-        (APGD(0.1, loss=dlr), 'apgd100_dlr_acc'),
-    ],
+    'a,name', [(PGD(0.1, norm='L2', steps=50), 'pgd50_l2_acc'), (APGD(0.1, loss=dlr), 'apgd100_dlr_acc')]
 )
 def test_column_names(a, name):
     assert RobustAccuracy(a).name == name
-    assert RobustAccuracy(a, name='mine').name == 'mine'
 
 
 def test_different_attacks_have_different_columns():
@@ -81,9 +73,10 @@ def test_different_attacks_have_different_columns():
         l.validate()
 
 
-def test_metric_does_nothing_in_training(learn):
+@pytest.mark.parametrize('how', [lambda a: dict(metrics=RobustAccuracy(a)), lambda a: dict(cbs=AdvValid(a))])
+def test_no_training_batch_is_attacked(how):
     n = []
-    l = synth_learner(metrics=RobustAccuracy(lambda m, x, y, seed=0: n.append(len(x)) or x))
+    l = synth_learner(**how(lambda m, x, y, seed=0: n.append(len(x)) or x))
     l.fit(1, 1e-3)
     assert sum(n) == len(l.dls.valid_ds)
 
@@ -125,18 +118,6 @@ def test_the_metric_starts_from_clean_images_under_adv_valid(learn):
     assert got[1] == pytest.approx(by_hand(learn.model, x, y, strong), abs=1e-6)
 
 
-def test_adv_valid_attacks_no_training_batch():
-    seen = []
-
-    def a(m, x, y, seed=0):
-        seen.append(len(x))
-        return x
-
-    l = synth_learner(cbs=AdvValid(a))
-    l.fit(1, 1e-3)
-    assert sum(seen) == len(l.dls.valid_ds)
-
-
 # --- predict and self_check ---
 
 
@@ -160,12 +141,9 @@ class Net(nn.Module):
 
 
 FAULTS = dict(
-    zero=(lambda m, x: m(x.round()), 'gradient is exactly zero for 100%'),
     quantised=(lambda m, x: m((x * 255).round() / 255), 'gradient is exactly zero'),
     nan=(lambda m, x: m(x) + (x.flatten(1).sum(1) * 0).sqrt()[:, None] * torch.arange(4), 'not finite for 100%'),
-    softmax=(lambda m, x: m(x).softmax(1), 'probabilities'),
     confident=(lambda m, x: m(x) * 1e5, 'cross-entropy underflows'),
-    noise=(lambda m, x: m(x + 0.1 * torch.randn_like(x)), 'the model is random'),
 )
 
 
@@ -344,7 +322,7 @@ def test_soft_labels_count_as_their_largest_entry_in_every_number(learn):
     assert a.df.accuracy.tolist() == b.df.accuracy.tolist()
 
 
-@pytest.mark.parametrize('bs', [0, True, '64'])
+@pytest.mark.parametrize('bs', [0, True])
 def test_a_batch_size_of_nothing_is_refused(bs):
     "Else no image would be attacked, and all would count as wrong"
     m, (x, y) = tiny_vit(num_classes=4), next(iter(synth_dls().valid))

@@ -1,11 +1,9 @@
 """Explorers: the functions that make scenes, widgets without a front end, and static twins, also in a browser where
 there is one."""
 
-import base64, html, io, json, re, shutil, subprocess, sys
-import numpy as np, pytest, torch
-from PIL import Image
+import html, json, re, shutil, subprocess, sys
+import pytest, torch
 from torch import nn
-from torchvision.transforms import Normalize as TVNormalize
 
 from robust_nbdev.core import *
 from robust_nbdev.vit import *
@@ -19,7 +17,6 @@ from robust_nbdev.tora import *
 from robust_nbdev.afat import *
 from robust_nbdev.aas import *
 from robust_nbdev.explorer import *
-from robust_nbdev.explorer import _options, _png64
 from robust_nbdev.test_utils import *
 
 
@@ -36,29 +33,8 @@ def grey(t):
     )
 
 
-def decode(s):
-    return torch.as_tensor(np.array(Image.open(io.BytesIO(base64.b64decode(s))))).float() / 255
-
-
 # --- scenes
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('c', [1, 3])
-def test_png_is_the_picture_to_eight_bits(c):
-    x = images(1, c, 9)[0]
-    d = decode(_png64(x))
-    assert torch.equal((d if c == 3 else d[..., None]).permute(2, 0, 1), x)
-
-
-def test_what_is_no_picture_is_refused():
-    for t in (torch.rand(2, 4, 4), torch.rand(4, 4), torch.rand(1, 3, 4, 4)):
-        with pytest.raises(ValueError, match='picture is a tensor'):
-            _png64(t)
-    with pytest.raises(ValueError, match='0,1'):
-        _png64(torch.full((1, 2, 2), 2.0))
-    with pytest.raises(TypeError, match='floating point'):
-        _png64(torch.ones(1, 2, 2).long())
 
 
 def test_a_scene_draws_every_kind_of_value_and_escapes_names():
@@ -68,19 +44,8 @@ def test_a_scene_draws_every_kind_of_value_and_escapes_names():
     t = s._repr_html_()
     assert [p[0] for p in s.slots] == ['src', 'text', 'text', 'text', 'width', 'text', 'height', 'height']
     assert [p[1] for p in s.slots[1:]] == ['0.333', '<i>', '<u>', 26, '26%', 25, 100]
-    assert '<b>"' not in t
-    assert '&lt;b&gt;' in t
-    assert '&lt;i&gt;' in t
-    assert '&lt;u&gt;' in t
-    assert '&quot;x&quot;' in t
-    assert 'aria-live="polite"' in t
+    assert '<b>"' not in t and all(o in t for o in ('&lt;b&gt;', '&lt;i&gt;', '&lt;u&gt;', '&quot;x&quot;'))
     assert Scene({'a': {'h': torch.zeros(3)}}).slots == [('height', 0)] * 3
-
-
-@pytest.mark.parametrize('v', [torch.rand(2, 2), None, [1, 2]], ids=['matrix', 'None', 'list'])
-def test_a_scene_says_what_it_cannot_draw(v):
-    with pytest.raises(TypeError, match="'b' is shown as a picture"):
-        Scene({'a': {'b': v}}).body()
 
 
 # --- twins
@@ -91,12 +56,10 @@ def data_of(t):
     return json.loads(re.search(r'const D = (\{.*?\});\n', t, re.S)[1])
 
 
-def test_twin_is_self_contained_and_has_no_ids():
+def test_twin_loads_nothing_and_has_one_script():
     t = static_twin(grey, dict(t=[0.0, 0.5, 1.0]))
-    assert not re.search(r'(https?:)?//[a-z]', t)
-    assert not re.search(r'[\s"]id=|[\s"]name=', t)
+    assert not re.search(r'(https?:)?//[a-z]|\bsrc="(?!data:)|url\(|@import|fetch\(|import\(', t)
     assert t.count('<script') == t.count('</script>') == 1
-    assert not re.search(r'\bsrc="(?!data:)|url\(|@import|fetch\(|import\(', t)
 
 
 def test_twin_holds_every_state_in_order_and_the_first_without_a_script():
@@ -117,69 +80,11 @@ def test_twin_stores_nothing_twice_and_nothing_that_stands_still():
     assert len(d['pictures']) == 3 and len(d['texts']) == 3 and len(d['slots']) == 2 and len(d['states']) == 9
 
 
-def test_states_that_differ_in_shape_are_refused():
-    for bad in (
-        lambda t: Scene({'p': {'a': 1} if t else {'b': 1}}),
-        lambda t: Scene({'p': {'a': {'x': 0.5} if t else {'x': 0.5, 'y': 0.5}}}),
-        lambda t: Scene({f'p{t}': {'a': 1}}),
-    ):
-        with pytest.raises(ValueError, match="state {'t': 1} shows other things"):
-            static_twin(bad, dict(t=[0, 1]))
-
-
-@pytest.mark.parametrize(
-    'controls,error,match',
-    [
-        ({}, ValueError, 'needs controls'),
-        (dict(t=[]), ValueError, "'t' has no values"),
-        (dict(t=0.5), TypeError, 'list of values'),
-        (dict(t='abc'), TypeError, 'list of values'),
-    ],
-    ids=['none', 'empty', 'number', 'text'],
-)
-def test_bad_controls(controls, error, match):
-    with pytest.raises(error, match=match):
-        static_twin(grey, controls)
-
-
-def test_too_many_states_and_unknown_starts_are_refused_before_anything_is_computed():
-    def never(**kw):
-        raise AssertionError
-
-    with pytest.raises(ValueError, match='10000 states'):
-        static_twin(never, dict(a=range(100), b=range(100)))
-    with pytest.raises(ValueError, match="start names \\['x'\\]"):
-        Explorer(never, dict(t=[0]), dict(x=1))
-
-
-def test_numbers_are_sliders_and_the_rest_are_menus():
-    assert _options('eps', [0, 0.5 / 255, 8 / 255, 0.1]) == (
-        False,
-        ['0', '0.5/255', '8/255', '0.1'],
-        [0, 0.5 / 255, 8 / 255, 0.1],
-    )
-    assert _options('lam', np.array([0.1, 0.5]))[1] == ['0.1', '0.5']
-    assert _options('on', [True, False])[0]
-    assert _options('k', ['a', 'b'])[0]
-    assert _options('k', {'a': 1}) == (True, ['a'], [1])
-
-
-def test_names_are_escaped_in_controls_and_data():
+def test_names_are_escaped_in_controls_data_and_title(tmp_path):
     t = static_twin(lambda a: Scene({'p': {'t': a}}), {'a': ['</script><img src=x>', 'b&"c']})
     assert '</script><img' not in t
     assert data_of(t)['texts'] == ['</script><img src=x>', 'b&"c']
     assert t.count('</script>') == 1
-
-
-def test_twin_saves_a_page_and_prints_short(tmp_path):
-    t = static_twin(grey, dict(t=[0.0, 1.0]))
-    t.save(tmp_path / 't.html', 'A <title>')
-    p = (tmp_path / 't.html').read_text()
-    assert p.startswith('<!doctype html>')
-    assert '<title>A &lt;title&gt;</title>' in p
-    assert 'width=device-width' in p
-    assert str(t) in p
-    assert re.fullmatch(r'Twin\(\d+ kB\)', repr(t)) and t._repr_html_() == t
 
 
 # --- widgets
@@ -187,20 +92,15 @@ def test_twin_saves_a_page_and_prints_short(tmp_path):
 
 
 def test_widget_fires_when_its_value_is_set():
-    ipw = pytest.importorskip('ipywidgets')
+    pytest.importorskip('ipywidgets')
     seen = []
-
-    def show(kind, t):
-        seen.append((kind, t))
-        return grey(t)
-
-    w = live_widget(show, dict(kind={'first': 1, 'second': 2}, t=[0.0, 0.5, 1.0]), start=dict(t=0.5))
-    assert isinstance(w.controls['kind'], ipw.Dropdown)
-    assert isinstance(w.controls['t'], ipw.SelectionSlider)
-    assert seen == [(1, 0.5)]
-    before = w.scene.value
+    w = live_widget(
+        lambda kind, t: seen.append((kind, t)) or grey(t),
+        dict(kind={'first': 1, 'second': 2}, t=[0.0, 0.5, 1.0]),
+        start=dict(t=0.5),
+    )
     w.controls['t'].value = 1.0
-    assert w.scene.value != before and '<span data-slot="text">1</span>' in w.scene.value
+    assert '<span data-slot="text">1</span>' in w.scene.value
     w.controls['kind'].value = 2
     assert seen == [(1, 0.5), (1, 1.0), (2, 1.0)]
 
@@ -231,10 +131,8 @@ def data():
 def test_attention_of_the_class_token(nets, data):
     x = data[0][:3]
     for m in (
-        nets['plain'],
         small_model('xcit', data='fashion_mnist'),
         add_tokens(tiny_vit(), 3),
-        tiny_vit(reg_tokens=2),
         tiny_vit(class_token=False, global_pool='avg'),
     ):
         a = class_attention(m, x)
@@ -250,18 +148,10 @@ def test_eps_moves_picture_and_numbers_and_stays_in_the_ball(nets, data):
     x, y = [o[:2] for o in data]
     before = {k: state_of(m) for k, m in nets.items()}
     e = explore_attack(nets, x, y, eps=[0, 0.02, 0.1], steps=[3])
-    got = [e(eps=o, attack=e.controls['attack']['PGD']) for o in (0, 0.02, 0.1)]
-    for sc, eps in zip(got, (0, 0.02, 0.1)):
-        for k in nets:
-            assert (
-                (sc[k]['attacked'] - x[0]).abs().max() <= eps + 1e-6
-                and sc[k]['attention'].shape == (3, 4, 4)
-                and sc[k]['change, magnified'].shape == (1, 28, 28)
-            )
-    assert torch.equal(got[0]['plain']['attacked'], x[0]) and got[0]['plain']['largest change'] == '0.0/255'
-    assert not torch.equal(got[1]['plain']['attacked'], got[2]['plain']['attacked'])
-    assert got[1]['plain']['probabilities'] != got[2]['plain']['probabilities']
-    assert got[2]['plain']['largest change'] == '25.5/255'
+    got = [e(eps=o, attack=e.controls['attack']['PGD'])['plain'] for o in (0, 0.02, 0.1)]
+    assert all((o['attacked'] - x[0]).abs().max() <= eps + 1e-6 for o, eps in zip(got, (0, 0.02, 0.1)))
+    assert torch.equal(got[0]['attacked'], x[0]) and not torch.equal(got[1]['attacked'], got[2]['attacked'])
+    assert got[1]['probabilities'] != got[2]['probabilities'] and got[2]['largest change'] == '25.5/255'
     assert {k: state_of(m) for k, m in nets.items()} == before
 
 
@@ -270,15 +160,12 @@ def test_attack_view_is_the_attack_that_was_given(nets, data):
     a = PGD(0.05, steps=2, norm='Linf')
     got = attack_view(nets['plain'], x, y, a, vocab=list('abcdefghij'), seed=5)
     assert torch.equal(torch.stack([o['model']['attacked'] for o in got]), a(nets['plain'], x, y, seed=5))
-    assert len(got) == 3
     p = nets['plain'](a(nets['plain'], x, y, seed=5)).softmax(1)
     for i, o in enumerate(got):
-        assert sum(o['model']['probabilities'].values()) == pytest.approx(1, abs=1e-5)
         assert (
             o['model']['prediction']
             == f'{"abcdefghij"[p[i].argmax()]}, {"correct" if p[i].argmax() == y[i] else "wrong"}'
         )
-        assert o['image']['attack'] == 'PGD(0.05, steps=2)'
 
 
 def test_fgsm_ignores_steps_and_settings_are_attacked_once(nets, data):
@@ -308,13 +195,6 @@ def test_attacks_are_told_apart_and_those_inside_others_move(nets, data):
         explore_attack(nets, x, y, attacks=[PGD])
 
 
-def test_errors_of_attacks_reach_the_reader(nets, data):
-    with pytest.raises(ValueError, match='images must lie in'):
-        explore_attack(nets, data[0] * 255, data[1])()
-    with pytest.raises(TypeError, match='give learn.model'):
-        explore_attack(synth_learner(), *data)()
-
-
 def test_corruption_explorer(nets, data):
     x, y = data
     e = explore_corruption(nets, x, y, ['fog', 'gaussian_noise'], shown=2, seed=3)
@@ -325,10 +205,6 @@ def test_corruption_explorer(nets, data):
     assert torch.equal(sc['image']['corrupted'], xc[1])
     for k, m in nets.items():
         assert sc[k]['accuracy'] == f'{100 * (predict(m, xc) == y).float().mean():.1f}% of 16 images'
-    with pytest.raises(ValueError, match="no corruption 'rain'"):
-        corruption_view(nets, x, y, 'rain', 1)
-    with pytest.raises(ValueError, match='severity must be'):
-        corruption_view(nets, x, y, 'fog', 6)
 
 
 def probes(n=3):
@@ -380,7 +256,7 @@ def test_lam_explorer_shows_the_gates_of_its_lam_and_gives_the_old_ones_back(dat
     got = {o: e(lam=o, image=1) for o in (0.1, 0.5, 0.9)}
     assert all(torch.equal(v, was[k]) for k, v in gates_of(d.model).items()) and state_of(d.model) == st
     title = 'weight of the accuracy adapter, block by block'
-    assert len(got[0.1][title]) == 6 and not torch.equal(got[0.1][title]['block 3'], got[0.9][title]['block 3'])
+    assert not torch.equal(got[0.1][title]['block 3'], got[0.9][title]['block 3'])
     m = d(0.5)
     p = m(x).softmax(1)
     assert got[0.5]['clean']['probabilities'] == chances(p[1], int(y[1]))
@@ -447,20 +323,6 @@ def test_scale_explorer_moves_the_histogram_and_counts_as_two_models_does(nets, 
     assert state_of(m) == before
 
 
-def test_plain_attack_is_made_once_for_all_scales(nets, data):
-    x, y = data
-    calls = []
-
-    class Spy(PGD):
-        def __call__(self, model, *args, **kw):
-            calls.append(type(model).__name__)
-            return super().__call__(model, *args, **kw)
-
-    e = explore_scales(nets['robust'], x, y, Spy(0.1, steps=1), scales=[0.5, 1.0, 2.0])
-    e.twin()
-    assert calls.count('Normalized') == 1
-
-
 @pytest.mark.parametrize('view', [attack_view, lam_view])
 def test_a_function_that_works_in_place_leaves_the_pictures_alone(view, nets, data):
     x, y = [o[:2].clone() for o in data]
@@ -485,27 +347,6 @@ def test_images_out_of_their_ball_are_not_shown(nets, data):
 
 # --- what holds, and what no longer does
 # ------------------------------------------------------------------------------------------
-
-
-FEW = dict(
-    attack=lambda m, x, y: explore_attack(m, x, y, attacks=[FGSM(), PGD()], eps=[0.1], steps=[2]),
-    corruption=lambda m, x, y: explore_corruption(m, x, y, ['fog'], [0, 3], shown=2),
-    masks=lambda m, x, y: explore_masks(m, x, y, {0: occlusion_for(m, x)}, shares=[0, 0.25], shown=2),
-    scales=lambda m, x, y: explore_scales(m, x, y, PGD(0.1, steps=2), scales=[0.1, 1.0]),
-)
-
-
-@pytest.mark.parametrize('k', ['corruption', 'masks'])
-def test_a_model_that_was_trained_further_is_asked_again(k, data):
-    x, y = [o[:4] for o in data]
-    m = small_model('vit', data='fashion_mnist')
-    e = FEW[k](m, x, y)
-    old = e.twin()
-    assert e.twin() == old
-    for p in m.parameters():
-        p.data.mul_(1.2)
-    new = e.twin()
-    assert new != old and new == FEW[k](m, x, y).twin()
 
 
 def test_a_model_whose_code_was_repaired_is_asked_again(nets, data):
@@ -613,52 +454,33 @@ def drive(e):
     return got
 
 
-@pytest.mark.parametrize(
-    'make',
-    [
-        lambda: (cnn(), x3[:1]),
-        lambda: (
-            nn.Sequential(TVNormalize([0.5] * 3, [0.5] * 3), tiny_vit(size=32, patch=8, in_chans=3)).train(),
-            images(2, 3, 32),
-        ),
-    ],
-    ids=['batch of one, train mode', 'Normalize inside'],
-)
-def test_own_models_stay_as_they_are(make):
+def test_own_models_stay_as_they_are():
+    "A batch of one, in training mode"
     pytest.importorskip('ipywidgets')
-    m, x = make()
-    y = torch.arange(len(x))
+    m, x, y = cnn(), x3[:1], torch.arange(1)
     before, weights = state_of(m), {k: v.clone() for k, v in m.state_dict().items()}
     for e in (
         explore_attack(m, x, y, eps=[0, 0.1], steps=[1]),
         explore_corruption(m, x, y, ['fog', 'contrast'], [0, 5]),
     ):
-        assert len(set(drive(e))) >= 3 and len(e.twin())
+        assert len(set(drive(e))) >= 3
     assert state_of(m) == before
     assert all(torch.equal(v, weights[k]) for k, v in m.state_dict().items())
     assert all(p.grad is None for p in m.parameters())
 
 
-LAM = lambda *a, **kw: explore_lam(cnn(), *a, PGD(0.1), **kw)
-
-
 @pytest.mark.parametrize(
     'make,error,match',
     [
-        (
-            lambda: explore_attack(cnn(), x3[0], 0),
-            ValueError,
-            r'batch of images \[B,C,H,W\], got shape \[1, 28, 28\]: x\[None\]',
-        ),
-        (lambda: explore_attack(cnn(), x3, y3[:2]), ValueError, '3 images need 3 labels'),
+        (lambda: static_twin(grey, {}), ValueError, 'needs controls'),
+        (lambda: static_twin(grey, dict(t=[])), ValueError, "'t' has no values"),
+        (lambda: Explorer(grey, dict(t=[0]), dict(x=1)), ValueError, "start names \\['x'\\]"),
         (lambda: explore_attack(cnn(), x3, y3.float()), TypeError, 'use y.long'),
-        (lambda: explore_attack(cnn(), x3, y3, vocab=['a', 'b']), ValueError, 'label 2, and vocab names 2'),
         (
             lambda: explore_attack(cnn(), x3[:1], [0], vocab=['a', 'b'])(),
             ValueError,
             'names 2 classes, the model has 5',
         ),
-        (lambda: explore_attack(cnn(), (x3 * 255).byte(), y3), TypeError, 'floating point'),
         (lambda: explore_attack(cnn(), x3 * 4 - 2, y3), ValueError, 'images must lie in'),
         (lambda: explore_attack(cnn(), x3, y3, eps=[0, 8]), ValueError, 'write 8/255'),
         (lambda: explore_attack(cnn(), x3, y3, steps=[-1]), ValueError, 'steps must be'),
@@ -669,14 +491,10 @@ LAM = lambda *a, **kw: explore_lam(cnn(), *a, PGD(0.1), **kw)
             ValueError,
             "no corruption .'rain'., there are: gaussian_noise",
         ),
-        (lambda: explore_corruption(cnn(), x3, y3, severities=[0, 6]), ValueError, r'from 0 \(none\) to 5, got .6'),
         (lambda: explore_tokens(cnn(), x3, y3), ValueError, "two classifiers, such as `LinearProbe`.*got Sequential"),
-        (lambda: LAM(x3, y3), TypeError, 'needs a GateDial'),
-        (lambda: explore_masks(cnn(), x3, y3, {}), TypeError, 'corruption models by the number of steps'),
-        (lambda: explore_scales(cnn(), x3, y3, None), TypeError, 'expected an attack'),
+        (lambda: explore_lam(cnn(), x3, y3, PGD(0.1)), TypeError, 'needs a GateDial'),
         (lambda: explore_scales(cnn(), x3, y3, PGD(0.1))(), TypeError, 'timm families'),
         (lambda: static_twin(lambda a: 3, dict(a=[1, 2])), TypeError, r'must return a scene.*got int'),
-        (lambda: Explorer(lambda a: {'v': a}, dict(a=[1, 2])).twin(), TypeError, "its panel 'v' is 1"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_shown(make, error, match):
@@ -789,18 +607,3 @@ def test_twins_on_one_page_do_not_disturb_each_other(tmp_path):
     )
     at = {t: [p[1] for p in grey(t).slots] for t in (0.0, 1.0)}
     assert got == [[at[0.0], ['text 1'], at[1.0]], [at[0.0], ['text 2'], at[1.0]], 'SELECT']
-
-
-@browser
-def test_twin_fits_a_phone(nets, data, tmp_path):
-    width = 320
-    e = explore_attack(
-        nets, data[0][:1], data[1][:1], eps=[0, 0.1], steps=[1], vocab=[f'a long name {i}' for i in range(10)]
-    )
-    got = in_browser(
-        tmp_path,
-        f'<div style="width:{width}px">{e.twin()}</div>',
-        'const r = document.querySelector("[data-twin]"); return [r.scrollWidth, r.clientWidth, r.offsetWidth,'
-        ' r.querySelector("img").offsetWidth, getComputedStyle(r.querySelector("img")).imageRendering];',
-    )
-    assert got[0] <= got[1] and got[2] <= width and got[3] >= 80 and got[4] == 'pixelated'

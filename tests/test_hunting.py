@@ -1,11 +1,10 @@
 """`hunt`, `run_attack`, `robust_report`: verdicts against the plain call, costs, resumption, planted faults, files
-(R26-R29, R31-R33, R35, R42)."""
+(R26, R27, R29, R31-R33, R42)."""
 
 import os, shutil, signal, subprocess, sys, time, warnings
 from functools import partial
 import numpy as np, pytest, torch, torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from fastai.callback.schedule import *
 import robust_nbdev.evaluate as ev
 from robust_nbdev.core import *
@@ -14,11 +13,11 @@ from robust_nbdev.autoattack import *
 from robust_nbdev.patch_attacks import *
 from robust_nbdev.evaluate import *
 from robust_nbdev.eval_data import Feed, eval_batches
-from robust_nbdev.evaluate import How, _judge, _Progress, hunt, run_attack, to_8bit
+from robust_nbdev.evaluate import How, _judge, _Progress, hunt, run_attack
 from robust_nbdev.test_utils import *
 import test_verdicts
 
-C, H, W, N = 4, 6, 7, 61
+C, H, W, N = 4, 6, 7, 41
 Dense = partial(test_verdicts.Dense, dtype=torch.float64)
 
 
@@ -62,33 +61,26 @@ ZOO = dict(
     pgd=lambda e, n: PGD(e, norm=n, steps=6),
     pgd_far=lambda e, n: PGD(e, norm=n, steps=6, alpha=2 * e if n == 'L2' else 1.7 * e),
     fgsm=lambda e, n: FGSM(e, norm=n),
-    fgsm_rs=lambda e, n: FGSM_RS(e, norm=n),
-    mifgsm=lambda e, n: MIFGSM(e, norm=n, steps=5),
-    cwpgd=lambda e, n: CWPGD(e, norm=n, steps=5),
-    gama=lambda e, n: GAMAPGD(e, norm=n, steps=8),
     gamafw=lambda e, n: GAMAFW(e, norm=n, steps=8),
     apgd=lambda e, n: APGD(e, norm=n, steps=9),
-    apgd_dlr=lambda e, n: APGD(e, norm=n, steps=9, loss=dlr),
     pgd_kl=lambda e, n: PGD(e, norm=n, steps=5, loss=kl),
     pgd_restarts=lambda e, n: PGD(e, norm=n, steps=2, restarts=4),
-    apgd_restarts=lambda e, n: APGD(e, norm=n, steps=3, restarts=3),
     gama_restarts=lambda e, n: GAMAPGD(e, norm=n, steps=4, restarts=2),
     mifgsm_restarts=lambda e, n: MIFGSM(e, norm=n, steps=3, rand=True, restarts=3),
+    apgd_restarts=lambda e, n: APGD(e, norm=n, steps=3, restarts=3),
+    apgdt=lambda e, n: APGDT(e, norm=n, steps=4, targets=3, restarts=2),
 )
-ALL = [(k, n) for k in ZOO for n in EPS]
-each = pytest.mark.parametrize('kind,norm', ALL, ids=[f'{k}-{n}' for k, n in ALL])
+# the norms take turns; the rounds of APGDT stop at another point than its call
+EACH = [(k, list(EPS)[i % 2]) for i, k in enumerate(ZOO) if k != 'apgdt']
 
 
 def make(kind, norm):
     return ZOO[kind](EPS[norm], norm)
 
 
-APGDT_ = dict(Linf=APGDT(0.03, steps=4, targets=3), L2=APGDT(0.14, norm='L2', steps=4, targets=3, restarts=2))
-
-
-def ran(m, a, batches, left, bs=64, seed=0):
+def ran(m, a, batches, left, bs=64):
     "`run_attack` on the images that are left"
-    return run_attack(m, a, batches, _Progress(left), How(bs, seed))
+    return run_attack(m, a, batches, _Progress(left), How(bs, 0))
 
 
 def all_found(a, m, batches, n, judge, bs):
@@ -99,25 +91,21 @@ def all_found(a, m, batches, n, judge, bs):
     return found
 
 
-def hunted(m, x, y, a, bs=64, seed=0, parts=None):
+def hunted(m, x, y, a, bs=64):
     "[N] bool: right, by `hunt`"
-    b = (
-        [(torch.arange(len(x))[i : i + 13], x[i : i + 13], y[i : i + 13]) for i in range(0, len(x), 13)]
-        if parts is None
-        else parts
-    )
-    return torch.as_tensor(ran(m, a, b, np.ones(len(x), bool), bs, seed).found.share > 0)
+    parts = eval_batches((x, y), bs=13)
+    return torch.as_tensor(ran(m, a, parts, np.ones(len(x), bool), bs).found.share > 0)
 
 
-def plain(m, x, y, a, seed=0):
-    return predict(m, a(m, x, y, seed=seed)) == y
+def plain(m, x, y, a):
+    return predict(m, a(m, x, y)) == y
 
 
 # --- verdicts
 # ------------------------------------------------------------------------------------------------------------------
 
 
-@each
+@pytest.mark.parametrize('kind,norm', EACH, ids=lambda o: o)
 def test_right_under_the_hunt_means_right_under_the_plain_call(net, data, kind, norm):
     x, y = data
     a = make(kind, norm)
@@ -135,8 +123,7 @@ class Band(nn.Module):
         return torch.stack([0.1 * s, ((s - 0.53).abs() < 0.012) * 1.0 - 0.5 + s], 1)
 
 
-@pytest.mark.parametrize('bs', [1, 5, 64])
-def test_pgd_survives_the_hunt_if_every_point_on_its_way_is_right(bs):
+def test_pgd_survives_the_hunt_if_every_point_on_its_way_is_right(bs=5):
     x = (
         torch.rand(40, generator=torch.Generator().manual_seed(0)).double()[:, None, None, None].expand(-1, 1, 4, 4)
         * 0.1
@@ -157,14 +144,7 @@ def test_pgd_survives_the_hunt_if_every_point_on_its_way_is_right(bs):
 
 
 @pytest.mark.parametrize(
-    'kind,norm,bs',
-    [
-        ('pgd', 'L2', 1),
-        ('apgd_restarts', 'L2', 3),
-        ('gama_restarts', 'L2', 7),
-        ('gamafw', 'Linf', 5),
-        ('mifgsm_restarts', 'L2', 5),
-    ],
+    'kind,norm,bs', [('pgd', 'Linf', 1), *((k, 'L2', 7) for k in ('apgd_restarts', 'gama_restarts', 'apgdt'))]
 )
 def test_batch_size_and_order_change_no_verdict(net, data, kind, norm, bs):
     x, y = data
@@ -174,18 +154,10 @@ def test_batch_size_and_order_change_no_verdict(net, data, kind, norm, bs):
     assert torch.equal(hunted(net, x[p], y[p], a, bs), want[p])
 
 
-@pytest.mark.parametrize('norm,bs', [('Linf', 1), ('L2', 7)])
-def test_targeted_rounds_are_independent_of_the_batch_and_as_strong(net, data, norm, bs):
-    x, y = data
-    a = APGDT_[norm]
-    h, p = hunted(net, x, y, a, bs), plain(net, x, y, a)
-    assert torch.equal(h, hunted(net, x, y, a)) and abs(int(h.sum()) - int(p.sum())) <= 2 and 0 < h.sum() < N - 5
-
-
 def test_every_judged_image_is_inside_the_ball(net, data):
     "And the classes that are recorded are those of the image that was judged (R27)"
     x, y = data
-    for a in (make('apgd', 'Linf'), make('pgd_restarts', 'L2'), make('gama', 'Linf')):
+    for a in (make('apgd', 'Linf'), make('pgd_restarts', 'L2'), make('gama_restarts', 'Linf')):
         seen = {}
 
         def judge(v, y):
@@ -205,13 +177,8 @@ def test_every_judged_image_is_inside_the_ball(net, data):
 
 
 def test_cascades_have_the_same_worst_case(net, data):
-    att = [
-        make('fgsm', 'Linf'),
-        make('pgd_restarts', 'Linf'),
-        APGDT_['Linf'],
-        WorstCase([make('apgd', 'Linf'), Square(0.03, queries=20)]),
-    ]
-    a, b = robust_report(net, data, att, bs=9, cascade=False), robust_report(net, data, att, bs=64)
+    att = [make('fgsm', 'Linf'), WorstCase([APGDT(0.03, steps=4, targets=3), Square(0.03, queries=20)])]
+    a, b = robust_report(net, data, att, bs=16, cascade=False), robust_report(net, data, att, bs=64)
     assert (
         np.minimum.reduce([a.verdicts[repr(o)] for o in att]) == np.minimum.reduce([b.verdicts[repr(o)] for o in att])
     ).all()
@@ -220,14 +187,6 @@ def test_cascades_have_the_same_worst_case(net, data):
 
 # --- loaders, costs, memory
 # -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize('odd,bs', [(1, 64), (5, 4), (200, 64)])
-def test_loaders_of_any_batch_size(net, data, odd, bs):
-    a = make('apgd_restarts', 'Linf')
-    want = robust_report(net, data, [a]).verdicts[repr(a)]
-    rep = robust_report(net, DataLoader(TensorDataset(*data), batch_size=odd), [a], bs=bs)
-    assert (rep.verdicts[repr(a)] == want).all()
 
 
 class Never(nn.Module):
@@ -250,38 +209,22 @@ class Never(nn.Module):
     ids=repr,
 )
 def test_passes_of_a_model_that_never_falls(a, want, bs=3):
-    x, y = images(16), torch.zeros(16).long()
-    m = Stop(Never())
-    t = ran(m, a, eval_batches((x, y), bs=5), np.ones(16, bool), bs)
-    assert t.found.share.all() and t.passes == 16 * want
-    assert robust_report(Never(), (x, y), [a], bs=bs).rows[1]['passes'] == 16 * want
-
-
-def test_wrong_images_are_never_attacked(net, data):
-    x, y = data
-    seen = []
-
-    class See(nn.Module):
-        def forward(self, v):
-            seen.append(v.detach())
-            return net(v)
-
-    ran(See(), PGD(0.03, steps=2), eval_batches(data), np.arange(N) >= 5, 8)
-    near = torch.cat([(v[:, None] - x[None]).flatten(2).abs().amax(2) for v in seen]).argmin(1)
-    assert near.min() == 5 and set(near.tolist()) == set(range(5, N))
+    x, y = images(8), torch.zeros(8).long()
+    t = ran(Never(), a, eval_batches((x, y), bs=5), np.ones(8, bool), bs)
+    assert t.found.share.all() and t.passes == 8 * want
 
 
 def test_the_hunt_holds_few_images_and_batches_stay_full():
     "Drawn from the source and neither out nor in the batch: less than two batches; all calls but the last few are full"
     drawn, worst, sizes, m = 0, 0, [], Dense()
-    x = images(400)
+    x = images(200)
     y = predict(m, x)
 
     def src():
         nonlocal drawn
-        for i in range(0, 400, 11):
-            drawn += min(11, 400 - i)
-            yield torch.arange(i, min(i + 11, 400)), x[i : i + 11], y[i : i + 11]
+        for i in range(0, 200, 11):
+            drawn += min(11, 200 - i)
+            yield torch.arange(i, min(i + 11, 200)), x[i : i + 11], y[i : i + 11]
 
     class See(nn.Module):
         def forward(self, v):
@@ -290,14 +233,14 @@ def test_the_hunt_holds_few_images_and_batches_stay_full():
 
     out = 0
     with attack_mode(m):
-        for i, _ in hunt(PGD(0.03, steps=6), See(), Feed(src(), np.ones(400, bool)), partial(_judge, m), 16):
+        for i, _ in hunt(PGD(0.03, steps=6), See(), Feed(src(), np.ones(200, bool)), partial(_judge, m), 16):
             out += len(i)
             worst = max(worst, drawn - out)
-    assert out == 400 and worst <= 3 * 16 and max(sizes) == 16 and np.mean(np.array(sizes) >= 10) > 0.85
+    assert out == 200 and worst <= 3 * 16 and max(sizes) == 16 and np.mean(np.array(sizes) >= 10) > 0.85
 
 
 # --- resumption
-# -----------------------------------------------------------------------------------------------------------------------  # noqa: E501
+# ----------------------------------------------------------------------------------------------------------------------
 
 drop = lambda rep: [{k: v for k, v in r.items() if k not in ('seconds', 'passes', 'parts')} for r in rep.rows]
 
@@ -318,11 +261,10 @@ def killed(m, data, attacks, out, at, **kw):
     return s
 
 
-ROWS = [PGD(0.01, steps=5), APGD(0.01, steps=8, restarts=2)]
+ROWS = [PGD(0.01, steps=3), APGD(0.01, steps=5, restarts=2)]
 
 
-@pytest.mark.parametrize('share,bs', [(0.6, 4), (0.9, 64)])
-def test_killed_in_the_middle_of_a_row(net, data, tmp_path, share, bs):
+def test_killed_in_the_middle_of_a_row(net, data, tmp_path, share=0.6, bs=8):
     whole = Stop(net)
     want = robust_report(whole, data, ROWS, bs=bs)
     killed(net, data, ROWS, tmp_path, int(share * whole.calls), bs=bs)
@@ -330,58 +272,39 @@ def test_killed_in_the_middle_of_a_row(net, data, tmp_path, share, bs):
     got = robust_report(again, data, ROWS, out=tmp_path, bs=bs)
     assert same(got, want) and not (tmp_path / 'running.npz').exists()
     # the first pass and the images under way are lost
-    assert (
-        again.images < whole.images
-        if bs == 64
-        else again.images <= (1 - share) * whole.images + 2 * N + 8 * 2 * 4 * 9 + 64
-    )
+    assert again.images < 0.8 * whole.images
     third = Stop(net)
     assert same(robust_report(third, data, ROWS, out=tmp_path, bs=bs), want) and third.images <= 2 * N + 64
 
 
 def test_a_damaged_state_is_ignored(net, data, tmp_path):
-    want = robust_report(net, data, ROWS, bs=16)
-    killed(net, data, ROWS, tmp_path / 'killed', 20, bs=16)
+    want = robust_report(net, data, ROWS[:1], bs=4)
+    killed(net, data, ROWS[:1], tmp_path / 'killed', 20, bs=4)
     state = (tmp_path / 'killed' / 'running.npz').read_bytes()
     for name, junk in dict(zip=b'PK\x03\x04', cut=state[: len(state) // 2]).items():
         shutil.copytree(tmp_path / 'killed', tmp_path / name)
         (tmp_path / name / 'running.npz').write_bytes(junk)
-        assert same(robust_report(net, data, ROWS, out=tmp_path / name, bs=16), want)
+        assert same(robust_report(net, data, ROWS[:1], out=tmp_path / name, bs=4), want)
 
 
-CHANGED = dict(
-    seed=lambda d: dict(kw=dict(seed=5)),
-    model=lambda d: dict(model=Dense(seed=7)),
-    order=lambda d: dict(data=(d[0].flip(0), d[1].flip(0))),
-)
-
-
-@pytest.mark.parametrize('what,row', [('seed', 0), ('model', 1), ('order', 1)])
-def test_a_state_begun_on_something_else_is_not_taken(tmp_path, what, row):
+@pytest.mark.parametrize('what', ['seed', 'model', 'order'])
+def test_a_state_begun_on_something_else_is_not_taken(tmp_path, what):
     "Killed in the first row there is no report.json yet that could refuse"
-    att = [PGD(0.01, steps=1, alpha=0.005), APGD(0.01, steps=8)]
-    x = images(31)
+    att, x, whole = [PGD(0.01, steps=1, alpha=0.005)], images(31), Stop(Dense())
     # all right, so that the set that stands is the same
-    y = predict(Dense(), x)
-    whole = Stop(Dense())
-    robust_report(whole, (x, y), att[:1], bs=4)
-    killed(Dense(), (x, y), att, tmp_path, int(whole.calls * 0.7) if row == 0 else whole.calls + 30, bs=4)
-    ch = CHANGED[what]((x, y))
-    m, d = ch.get('model', Dense()), ch.get('data', (x, y))
-    d = (d[0], predict(m, d[0]))
-    try:
-        got = robust_report(Stop(m), d, att, out=tmp_path, bs=4, **ch.get('kw', {}))
-    except ValueError as e:
-        assert 'overwrite=True' in str(e)
-    else:
-        for o in att:
-            assert (
-                got.verdicts[repr(o)] == robust_report(Stop(m), d, att, bs=4, **ch.get('kw', {})).verdicts[repr(o)]
-            ).all()
+    d = x, predict(Dense(), x)
+    robust_report(whole, d, att, bs=4)
+    killed(Dense(), d, att, tmp_path, int(whole.calls * 0.7), bs=4)
+    assert (tmp_path / 'running.npz').exists()
+    m = Dense(seed=7 if what == 'model' else 0)
+    x = x.flip(0) if what == 'order' else x
+    d, kw = (x, predict(m, x)), dict(bs=4, seed=5 if what == 'seed' else 0)
+    got, want = robust_report(Stop(m), d, att, out=tmp_path, **kw), robust_report(Stop(m), d, att, **kw)
+    assert same(got, want)
 
 
 def test_an_ensemble_goes_on_where_it_was_killed(net, data, tmp_path):
-    a = [WorstCase([PGD(0.01, steps=8), APGD(0.01, steps=8)])]
+    a = [WorstCase([PGD(0.01, steps=4), APGD(0.01, steps=4)])]
     whole = Stop(net)
     want = robust_report(whole, data, a, bs=4)
     killed(net, data, a, tmp_path, int(0.9 * whole.calls), bs=4)
@@ -391,16 +314,10 @@ def test_an_ensemble_goes_on_where_it_was_killed(net, data, tmp_path):
 
 def test_attacks_added_before_and_after(net, data, tmp_path):
     a, b, c = make('fgsm', 'Linf'), make('pgd', 'Linf'), make('apgd', 'Linf')
-    z = PGD(0.1, norm='L2', steps=2)
-    for att in ([b, c], [z, b, c], [a, b, c], [c, b]):
-        got, want = robust_report(net, data, att, out=tmp_path), robust_report(net, data, att)
-        assert all((got.verdicts[repr(o)] == want.verdicts[repr(o)]).all() for o in att), att
-    s = Stop(net)
-    robust_report(s, data, [c, b], out=tmp_path / 'n')
-    k = s.images
-    s2 = Stop(net)
-    robust_report(s2, data, [c, b, z], out=tmp_path / 'n')
-    assert s2.images < k + 2 * N + 12 * N
+    robust_report(net, data, [b, c], out=tmp_path)
+    att = [PGD(0.1, norm='L2', steps=2), a, c, b]
+    got, want = robust_report(net, data, att, out=tmp_path), robust_report(net, data, att)
+    assert all((got.verdicts[repr(o)] == want.verdicts[repr(o)]).all() for o in att)
 
 
 class Slow(nn.Module):
@@ -463,8 +380,8 @@ def test_a_real_kill(tmp_path, monkeypatch, wait=0.6):
     assert same(got, want) and again < whole - 5
 
 
-# --- R26, R28, R29
-# ------------------------------------------------------------------------------------------------------------------------  # noqa: E501
+# --- R26, R29
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_no_number_mixes_threat_models(net, data):
@@ -487,22 +404,6 @@ def test_no_number_mixes_threat_models(net, data):
         assert worst[w]['accuracy'] == pytest.approx(
             np.minimum.reduce([rep.verdicts[repr(att[i])] for i in rows]).mean(), abs=1e-6
         )
-
-
-def test_n_is_what_was_measured(net, data):
-    "R28"
-    for n in (1, 13, N):
-        rep = robust_report(net, data, [FGSM(0.03)], n=n, bs=4)
-        assert (
-            rep.df.n.tolist() == [n] * 2
-            and rep.meta['n'] == n
-            and len(rep.verdicts['clean']) == n
-            and all(lo <= a <= hi for lo, a, hi in zip(rep.df.low, rep.df.accuracy, rep.df.high))
-        )
-    with pytest.raises(ValueError, match=f'n={N + 1} images, the data has {N}'):
-        robust_report(net, data, [FGSM(0.03)], n=N + 1)
-    with pytest.raises(ValueError, match='drop'):
-        robust_report(net, DataLoader(TensorDataset(*data), batch_size=8, drop_last=True), [])
 
 
 class Noisy(nn.Module):
@@ -532,22 +433,19 @@ def test_random_state_does_not_steer_a_random_model(net, data):
     "Reports seed their own draws and put the state back"
     m = Noisy(net)
     torch.manual_seed(1)
-    a = robust_report(m, data, [FGSM(0.03)])
     before = torch.get_rng_state()
+    a = robust_report(m, data, [FGSM(0.03)])
+    assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
     b = robust_report(m, data, [FGSM(0.03)])
     assert all((a.verdicts[k] == b.verdicts[k]).all() for k in a.verdicts)
-    torch.manual_seed(1)
-    robust_report(m, data, [FGSM(0.03)])
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 # --- R32
-# ----------------------------------------------------------------------------------------------------------------------------------------  # noqa: E501
+# ----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('norm,eps', [('Linf', 4 / 255), ('L2', 0.3)])
-def test_saved_images_stay_in_the_ball_and_are_scored_as_they_come_back(tmp_path, norm, eps):
+def test_saved_images_stay_in_the_ball_and_are_scored_as_they_come_back(tmp_path, norm='L2', eps=0.3):
     from PIL import Image
 
     m = Dense(dtype=torch.float32)
@@ -563,24 +461,24 @@ def test_saved_images_stay_in_the_ball_and_are_scored_as_they_come_back(tmp_path
     assert got['exact'] <= got['png']
 
 
-# --- R33: planted faults
-# ------------------------------------------------------------------------------------------------------------------------  # noqa: E501
+# --- R33: faults, and none
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope='module')
 def honest():
-    "An adversarially trained small model, and 1000 images"
+    "An adversarially trained small model, and 300 images"
     from robust_nbdev.adv_train import AdvTrain
 
     l = synth_learner(dls=synth_dls(n=512, bs=32, seed=1), bar=False)
     l.fit_one_cycle(4, 4e-3)
     l.add_cb(AdvTrain(PGD(0.05, steps=2)))
-    l.fit_one_cycle(3, 2e-3)
+    l.fit_one_cycle(2, 2e-3)
     x, y = [
-        torch.stack([torch.as_tensor(o[i]).as_subclass(torch.Tensor) for o in synth_dls(n=4000, seed=9).valid_ds])
+        torch.stack([torch.as_tensor(o[i]).as_subclass(torch.Tensor) for o in synth_dls(n=1200, seed=9).valid_ds])
         for i in (0, 1)
     ]
-    x = (x + 0.25 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))).clamp(0, 1)  # not too easy
+    x = (x + 0.35 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))).clamp(0, 1)  # not too easy
     return l.model.eval(), x, y.long().flatten()
 
 
@@ -589,59 +487,22 @@ LIST = [FGSM(0.05), PGD(0.05, steps=10), APGD(0.05, steps=15), Square(0.05, quer
 
 def test_an_honest_model_gets_no_warning_but_that_of_few_images(honest):
     m, x, y = honest
-    rep = robust_report(m, (x[:250], y[:250]), LIST, bs=250)
-    assert len(rep.warnings) == 1 and '250 images only' in rep.warnings[0]
-    assert 0.3 < rep.rows[2]['accuracy'] < rep.rows[0]['accuracy'] < 1
+    rep = robust_report(m, (x[:100], y[:100]), LIST, bs=100)
+    assert len(rep.warnings) == 1 and '100 images only' in rep.warnings[0]
+    assert 0.3 < rep.rows[2]['accuracy'] < rep.rows[0]['accuracy']
 
 
-class Of(nn.Module):
-    def __init__(self, m, f):
-        super().__init__()
-        self.m, self.f = m, f
-        self.eval()
+def test_gradients_hidden_from_all_but_a_black_box_attack_are_named():
+    class Rounds(nn.Module):
+        "The mean of rounded pixels, above one half or not"
 
-    def forward(self, x):
-        return self.f(self.m, x)
+        def forward(self, x):
+            s = (x * 16).round().flatten(1).mean(1) / 16 - 0.5
+            return torch.stack([s, -s], 1)
 
-
-FAULTS = dict(
-    masked=(lambda m, x: m(x.detach() + 0 * x), LIST[:2], 'exactly zero'),
-    weak=(lambda m, x: m(x), [PGD(0.05, steps=10, alpha=1e-5)], 'too weak'),
-    black_box=(
-        lambda m, x: m((x * 16).round() / 16),
-        [PGD(0.3, steps=10), Square(0.3, queries=300)],
-        'hiding its gradients',
-    ),
-)
-
-
-@pytest.mark.parametrize('k', list(FAULTS))
-def test_planted_faults_are_named(honest, k):
-    m, x, y = honest
-    f, att, words = FAULTS[k]
-    rep = robust_report(Of(m, f), (x[:150], y[:150]), att, bs=150)
-    assert any(words in o for o in rep.warnings), rep.warnings
-    assert words in repr(rep) and words in rep._repr_html_().replace('&#x27;', "'")
-
-
-def test_a_masked_model_that_is_random_elsewhere_is_probed(honest):
-    "The gradient is not zero, and useless: an attack at a radius where any image can become grey breaks too little"
-    m, x, y = honest
-    board = 2 * ((torch.arange(28)[:, None] + torch.arange(28)) % 2) - 1
-    # in which a chequered delta is gone
-    coarse = lambda x: F.interpolate(F.avg_pool2d(x.detach(), 4), scale_factor=4)
-    rep = robust_report(
-        Of(
-            m,
-            lambda m, x: (
-                m(coarse(x)) + 1e-3 * (x * board).sum((1, 2, 3))[:, None] * torch.tensor([1.0, -1.0, 1.0, -1.0])
-            ),
-        ),
-        (x[:300], y[:300]),
-        [PGD(0.05, steps=10)],
-        bs=100,
-    )
-    assert any('too weak' in o for o in rep.warnings)
+    x, y = 0.5 + 0.1 * images(60, dtype=torch.float32), torch.zeros(60).long()
+    rep = robust_report(Rounds(), (x, y), [PGD(0.3), Square(0.3, queries=10)])
+    assert any('hiding its gradients' in o for o in rep.warnings), rep.df
 
 
 def test_batch_norm_left_in_training_mode(honest):
@@ -652,9 +513,9 @@ def test_batch_norm_left_in_training_mode(honest):
     m[1].running_mean.fill_(-0.2)
     y = predict(m, x)
     stats = {k: v.clone() for k, v in m.state_dict().items()}
-    a = [robust_report(m, (x[:50], y[:50]), LIST[:2], bs=bs) for bs in (1, 64)]
+    a = [robust_report(m, (x[:20], y[:20]), LIST[:2], bs=bs) for bs in (1, 64)]
     assert all(o.training for o in m.modules()) and all(torch.equal(v, stats[k]) for k, v in m.state_dict().items())
-    b = robust_report(m.eval(), (x[:50], y[:50]), LIST[:2])
+    b = robust_report(m.eval(), (x[:20], y[:20]), LIST[:2])
     for o in a:
         assert any('training mode' in w for w in o.warnings) and all(
             abs(int(o.verdicts[k].sum()) - int(b.verdicts[k].sum())) <= 1 for k in b.verdicts
@@ -662,37 +523,25 @@ def test_batch_norm_left_in_training_mode(honest):
     assert b.verdicts['clean'].all() and not any('training mode' in w for w in b.warnings)
 
 
-def test_images_whose_gradient_was_zero_once_are_not_called_stuck(data):
+def test_images_whose_gradient_was_zero_once_are_not_called_stuck():
     "A gradient that is zero at one point of the way is no attack whose every gradient was zero"
+    calls = []
 
     class Once(nn.Module):
-        """No gradient at every third call; always right, but that half of the images fall, one at each call, so that
-        the batch is packed anew each time"""
-
-        def __init__(self):
-            super().__init__()
-            self.n = 0
+        "No gradient at every third call"
 
         def forward(self, x):
-            self.n += x.requires_grad
-            v = x.flatten(1)
-            s = v.mean(1) if self.n % 3 else v.mean(1).detach() + 0 * v.mean(1)
-            fall = 20.0 * ((v[:, 0] > 0.5) & ((v[:, 1] * 20).round() == self.n - 2))
-            return torch.stack([9 - s - fall, s * 0.1, s, s * 0], 1)
+            calls.extend([1] * x.requires_grad)
+            s = x.flatten(1).mean(1)
+            s = s if len(calls) % 3 else s.detach() + 0 * s
+            return torch.stack([9 - s, s * 0.1, s, s * 0], 1)
 
-    x = images(40) * 0.5
-    x[::2, 0, 0, 0] = 0.9
-    x[1::2, 0, 0, 0] = 0.1
-    x[:, 0, 0, 1] = (torch.arange(40) // 2 % 12 + 1) / 20
-    y = torch.zeros(40).long()
-    rep = robust_report(Once(), (x, y), [PGD(0.01, steps=13)], bs=64)
-    assert 0.2 < rep.rows[1]['accuracy'] < 0.8 and not any(
-        'every gradient was exactly zero' in o for o in rep.warnings
-    ), rep.warnings
+    rep = robust_report(Once(), (images(20), torch.zeros(20).long()), [PGD(0.01, steps=7)])
+    assert rep.rows[1]['accuracy'] == 1 and not any('every gradient was exactly zero' in o for o in rep.warnings)
 
 
 # --- precision
-# ------------------------------------------------------------------------------------------------------------------------------------  # noqa: E501
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_half_precision_hunts_stay_in_the_ball():
@@ -713,7 +562,7 @@ def test_half_precision_hunts_stay_in_the_ball():
 def test_fast_attacks_are_judged_by_the_model_itself(honest, monkeypatch):
     m, x, y = honest
     monkeypatch.setattr(ev, 'Fast', lambda m: Fast(m, compile=False))
-    a, b = [robust_report(m, (x[:60], y[:60]), LIST[1:2], fast=f) for f in (False, True)]
+    a, b = [robust_report(m, (x[:30], y[:30]), LIST[1:2], fast=f) for f in (False, True)]
     assert (
         (a.verdicts['clean'] == b.verdicts['clean']).all()
         and all(abs(int(a.verdicts[k].sum()) - int(b.verdicts[k].sum())) <= 4 for k in a.verdicts)
@@ -739,69 +588,25 @@ def test_the_last_point_is_judged_even_where_the_attacked_copy_was_wrong_about_t
     assert not all_found(a, copy_, [(torch.arange(4), x, y)], 4, partial(_judge, m), 4).share.any()
 
 
-# --- R35: rectangles
-# ------------------------------------------------------------------------------------------------------------------------------  # noqa: E501
-
-
-@pytest.mark.parametrize('size,patch', [((30, 20), (5, 10))])
-def test_rectangular_images_and_patches(size, patch):
-    m = tiny_vit(size=size, patch=patch, num_classes=4)
-    x = images(10, dtype=torch.float32, shape=(1, *size))
-    y = predict(m, x)
-    att = [
-        PGD(0.2, steps=3),
-        APGDT(0.03, steps=3, targets=2),
-        Square(0.03, queries=8),
-        Square(0.5, norm='L2', queries=8),
-        FAB(0.03, steps=2, targets=1),
-    ]
-    rep = robust_report(m, (x, y), att, bs=8, cascade=False)
-    assert (
-        rep.rows[0]['accuracy'] == 1
-        and all(rep.verdicts[repr(a)].shape == (10,) for a in att)
-        and rep.verdicts[repr(att[0])].mean() < 1
-    )
-    with pytest.raises(Exception):
-        m(x.transpose(2, 3))
-
-
 # --- R42
-# ---------------------------------------------------------------------------------------------------------------------------------------------  # noqa: E501
+# ----------------------------------------------------------------------------------------------------------------------
 
 
-def _lpips():
+def test_perceptual_distance():
     lpips = pytest.importorskip('lpips')
-    torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
-        return lpips.LPIPS(net='alex', pnet_rand=True, verbose=False).train()
-
-
-@pytest.mark.parametrize('c,size', [(1, (28, 42)), (3, (70, 96))])
-def test_perceptual_distance(c, size):
-    net = _lpips()
-    a, b = [images(3, s, torch.float32, (c, *size)) for s in (0, 1)]
+        net = lpips.LPIPS(net='alex', pnet_rand=True, verbose=False).train()
+    a, b = [images(3, s, torch.float32, (1, 28, 42)) for s in (0, 1)]
+    big = [F.interpolate(o, size=(64, 64), mode='bilinear').repeat(1, 3, 1, 1) for o in (a, b)]
     state = state_of(net)
     got = lpips_dist(a, b, net)
-    assert state_of(net) == state and got.shape == (3,) and not got.requires_grad and (got > 0).all()
-    big = [
-        (F.interpolate(o, size=(64, 64), mode='bilinear') if min(size) < 64 else o).repeat(1, 3 // c, 1, 1)
-        for o in (a, b)
-    ]
-    with torch.no_grad():
-        net.eval()
-        assert torch.allclose(got, net(*[2 * o - 1 for o in big]).flatten(), rtol=1e-4) and not torch.allclose(
-            got, net(*big).flatten(), rtol=1e-2
-        )
-    assert (
-        (lpips_dist(a, a, net) == 0).all()
-        and torch.allclose(lpips_dist(b, a, net), got, rtol=1e-4)
-        and torch.allclose(lpips_dist(a.double(), b, net), got, rtol=1e-4)
-    )
+    assert state_of(net) == state and not got.requires_grad and (got > 0).all()
+    assert all(torch.allclose(got, lpips_dist(*o, net), rtol=1e-4) for o in ((a.double(), b), big))
 
 
 # --- the report as an object
-# -----------------------------------------------------------------------------------------------------------------------------  # noqa: E501
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_pages_escape_what_they_show(net, data, tmp_path):
@@ -820,7 +625,7 @@ def test_pages_escape_what_they_show(net, data, tmp_path):
 
 
 # --- found by a reviewer
-# ---------------------------------------------------------------------------------------------------------------------------  # noqa: E501
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_an_attack_of_ones_own_is_run_as_it_is_written(net, data):
@@ -837,17 +642,6 @@ def test_an_attack_of_ones_own_is_run_as_it_is_written(net, data):
         assert rep.df.accuracy.iloc[1] == rep.df.accuracy.iloc[0]
 
 
-def test_a_random_model_is_not_asked_until_it_errs(net, data):
-    m = Noisy(net)
-    rep = robust_report(m, data, [PGD(1e-6, steps=40)])
-    many = robust_report(m, data, [PGD(1e-6, steps=4), PGD(2e-6, steps=4)], draws=8)
-    assert (
-        rep.df.accuracy.iloc[1] > rep.df.accuracy.iloc[0] - 0.25
-        and (many.df.accuracy - many.df.accuracy.iloc[0]).abs().max() < 0.06
-        and 'worst case' not in many.df.attack.tolist()
-    )
-
-
 def test_patch_attacks_of_other_budgets_stand_alone(honest):
     m, x, y = honest
     d, a, b = (x[:24], y[:24]), RandomOcclusion(share=1.0), RandomOcclusion(share=0.1)
@@ -861,7 +655,7 @@ def test_patch_attacks_of_other_budgets_stand_alone(honest):
 
 def test_short_steps_are_scaled_with_the_probe(honest):
     m, x, y = honest
-    d = (x[:300], y[:300])
+    d = (x[:60], y[:60])
     assert not any('weak' in o for o in robust_report(m, d, [PGD(8 / 255, steps=10, alpha=2 / 255)]).warnings)
     assert any('cannot cross' in o for o in robust_report(m, d, [PGD(8 / 255, steps=10, alpha=0.1 / 255)]).warnings)
 

@@ -7,7 +7,7 @@ from robust_nbdev.experiments import images_of, profile_for
 from robust_nbdev.methods import method_run, methods_table
 from robust_nbdev import experiments as ex, methods
 
-LITTLE = dict(n_train=64, n=16, bs=16, budget=2, attacks='fgsm')
+LITTLE = dict(n_train=32, n=16, bs=8, budget=2, attacks='fgsm')
 
 
 @pytest.fixture

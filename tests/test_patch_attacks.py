@@ -4,7 +4,6 @@ invariances, messages (R34, R35, R36, F07)."""
 import copy
 import pytest, timm, torch, torch.nn.functional as F
 from torch import nn
-from fastai.callback.schedule import *
 from robust_nbdev.core import *
 from robust_nbdev.attacks import *
 from robust_nbdev.patch_attacks import *
@@ -131,20 +130,15 @@ def test_agrees_with_the_paper_retold(depth, how):
 def test_only_the_chosen_patches_change(k):
     m, x = vit(), images()
     y = own(m, x)
-    for a in (
-        quick.but(patches=k),
-        quick.but(patches=k, select='random'),
-        RandomOcclusion(share=k / 16, fill='noise'),
-        RandomOcclusion(share=k / 16),
-    ):
+    for a in (quick.but(patches=k), quick.but(patches=k, select='random')):
         out = a(m, x, y)
         assert patches_changed(out, x, 8).sum(1).tolist() == [k] * len(x) and 0 <= out.min() and out.max() <= 1
 
 
 def test_first_fooling_point_is_returned():
-    m, x = vit(), images(16)
+    m, x = vit(), images(8)
     y = own(m, x)
-    short, long = PatchFool(steps=10)(m, x, y), PatchFool(steps=30)(m, x, y)
+    short, long = PatchFool(steps=10)(m, x, y), PatchFool(steps=20)(m, x, y)
     won = fooled(m, short, y)
     assert won.any() and torch.equal(short[won], long[won]) and fooled(m, long, y).sum() >= won.sum()
 
@@ -154,8 +148,6 @@ def test_first_fooling_point_is_returned():
     [
         (PatchFool(steps=5), 6, 5 * 4),
         (PatchFool(steps=5, weight=0.0), 6, 5),
-        (PatchFool(steps=5, select='random'), 5, 20),
-        (RandomOcclusion(), 0, 0),
         (RandomOcclusion(draws=3), 3, 0),
     ],
     ids=repr,
@@ -196,16 +188,9 @@ def test_stops_when_all_are_fooled():
 def test_targeted():
     m, x = vit(), images(12)
     t = (own(m, x) + 1) % 4
-    a = PatchFool(steps=30)
+    a = PatchFool(steps=20)
     out = a(m, x, target=t, targeted=True)
     assert (own(m, out) == t).sum() > (own(m, RandomOcclusion(share=1 / 16, fill='noise')(m, x)) == t).sum()
-
-
-def test_more_draws_never_help_the_model():
-    m, x = vit(), images(40)
-    y = own(m, x)
-    n = [fooled(m, RandomOcclusion(share=0.3, fill='noise', draws=d)(m, x, y), y) for d in (1, 3, 8)]
-    assert not (n[0] & ~n[1]).any() and not (n[1] & ~n[2]).any() and n[2].sum() > n[0].sum()
 
 
 # nothing is left behind; batch mates do not matter
@@ -239,9 +224,8 @@ def test_invariances(a):
 # R34, F07: attention fused or not, families
 
 
-@pytest.mark.parametrize('a', [PatchFool(steps=4, weight=0.5, patches=2)], ids=repr)
-def test_fused_and_plain_attention_agree(a):
-    m, x = vit(depth=4).double(), images(dtype=torch.float64)
+def test_fused_and_plain_attention_agree():
+    a, m, x = PatchFool(steps=4, weight=0.5, patches=2), vit(depth=4).double(), images(dtype=torch.float64)
     y = own(m, x)
     outs = []
     for on in (True, False):
@@ -254,15 +238,12 @@ def test_fused_and_plain_attention_agree(a):
 
 MODELS = dict(
     no_class_token=lambda: vit(class_token=False, global_pool='avg'),
-    registers=lambda: vit(reg_tokens=4, no_embed_class=True),
+    registers=lambda: vit(reg_tokens=4, no_embed_class=True, qk_norm=True, norm=False),
     dist=lambda: vit(name='deit_tiny_distilled_patch16_224'),
     extra=lambda: add_tokens(vit(), 7),
     cait=lambda: vit(name='cait_xxs24_224'),
-    qk_norm=lambda: vit(qk_norm=True),
     one_block=lambda: vit(depth=1),
-    raw=lambda: vit(norm=False),
-    wrapped=lambda: nn.DataParallel(vit()) if not torch.cuda.is_available() else vit(),
-    logits=lambda: Logits(Tup(vit()), 0),
+    wrapped=lambda: Logits(Tup(nn.DataParallel(vit()) if not torch.cuda.is_available() else vit()), 0),
 )
 
 
@@ -287,54 +268,35 @@ def test_families(name):
     )
 
 
-@pytest.mark.parametrize(
-    'name,kw',
-    [
-        (
-            'swin_tiny_patch4_window7_224',
-            dict(img_size=32, embed_dim=12, depths=(1, 1), num_heads=(1, 1), window_size=4),
-        ),
-        ('xcit_nano_12_p8_224', dict(img_size=32, embed_dim=16, depth=1, num_heads=2)),
-    ],
-)
-def test_models_without_patch_attention_are_named(name, kw):
-    m, x = timm.create_model(name, num_classes=4, **kw).eval(), images(2)
-    before, z = state_of(m), m(x)
-    with pytest.raises(TypeError, match=f'{type(m).__name__} has no attention between all patches.*RandomOcclusion'):
-        quick(m, x, own(m, x))
-    out = RandomOcclusion(share=0.25, patch=8, fill='noise', draws=2)(m, x, own(m, x))
-    assert patches_changed(out, x, 8).sum(1).tolist() == [4, 4] and state_of(m) == before and torch.equal(m(x), z)
-
-
-def test_gradient_checkpointing():
-    m, x = vit(depth=4), images()
-    y = own(m, x)
-    out = quick(m, x, y)
-    m.model.set_grad_checkpointing(True)
-    assert torch.allclose(quick(m, x, y), out)
+def test_models_without_patch_attention_are_named():
+    kw = dict(img_size=32, embed_dim=12, depths=(1, 1), num_heads=(1, 1), window_size=4, num_classes=4)
+    m, x = timm.create_model('swin_tiny_patch4_window7_224', **kw).eval(), images(2)
+    before, y = state_of(m), own(m, x)
+    with pytest.raises(TypeError, match='SwinTransformer has no attention between all patches.*RandomOcclusion'):
+        quick(m, x, y)
+    assert state_of(m) == before
 
 
 # R35: sizes
 
 
-@pytest.mark.parametrize('h,w,p,dyn', [(224, 160, 32, False), (30, 20, (10, 5), False), (16, 64, 16, True)])
-def test_rectangles(h, w, p, dyn):
-    ph, pw = p if isinstance(p, tuple) else (p, p)
-    m = vit(size=(h, w) if not dyn else (2 * ph, 2 * pw), patch=p, dynamic_img_size=dyn)
-    x = images(3, h=h, w=w)
-    y = own(m, x)
-    k = patches_changed(quick(m, x, y), x, ph, pw)
-    assert k.shape[1] == h // ph * (w // pw) and k.sum(1).tolist() == [1] * 3
-    a = patch_attention(m, x)[2].exp().mean(1)
-    assert torch.equal(k.int().argmax(1), a.argmax(1))
+DYNAMIC = dict(dynamic_img_size=True)
 
 
-def test_padding_models_take_any_size():
-    m = vit(dynamic_img_size=True, dynamic_img_pad=True)
-    x = images(3, h=33, w=38)
-    y = own(m, x)
-    k = patches_changed(quick(m, x, y), x, 8)
-    assert k.shape[1] == 25 and torch.equal(k.int().argmax(1), patch_attention(m, x)[2].exp().mean(1).argmax(1))
+@pytest.mark.parametrize(
+    'h,w,n,kw',
+    [
+        (30, 20, 12, dict(size=(30, 20), patch=(5, 10))),
+        (16, 64, 16, dict(size=32, patch=8, **DYNAMIC)),
+        (33, 38, 25, dict(size=32, patch=8, **DYNAMIC, dynamic_img_pad=True)),
+    ],
+)
+def test_images_of_any_size(h, w, n, kw):
+    m, x = vit(**kw), images(3, h=h, w=w)
+    ph, pw = kw['patch'] if isinstance(kw['patch'], tuple) else (kw['patch'],) * 2
+    k = patches_changed(quick(m, x, own(m, x)), x, ph, pw)
+    assert k.shape[1] == n and k.sum(1).tolist() == [1] * 3
+    assert torch.equal(k.int().argmax(1), patch_attention(m, x)[2].exp().mean(1).argmax(1))
 
 
 def test_occlusion_sizes():
@@ -365,11 +327,10 @@ def test_occlusion_draws_every_patch_equally_often():
 @pytest.mark.parametrize('inner', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_after_a_first_run(inner):
     torch._dynamo.reset()
-    m = vit(depth=4)
-    x = images()
+    m, x, runs = vit(depth=2), images(), []
     y = own(m, x)
-    want = quick(m, x, y)
-    runs = []
+    attacks = quick, RandomOcclusion(draws=2), PGD(0.05, steps=2)
+    want = [a(m, x, y) for a in attacks]
 
     def backend(gm, ex):
         runs.append(1)
@@ -382,13 +343,11 @@ def test_compiled_after_a_first_run(inner):
         c = torch.compile(m, backend=backend)
     with torch.no_grad():
         z = c(x)
-    n = len(runs)
-    for _ in range(2):
-        assert (quick(c, x, y) - want).abs().max() < 1e-4
-    assert (RandomOcclusion(draws=2)(c, x, y) - RandomOcclusion(draws=2)(m, x, y)).abs().max() < 1e-5
+    assert runs
+    for a, o in zip((*attacks, quick), (*want, want[0])):
+        assert (a(c, x, y) - o).abs().max() < 1e-4
     with torch.no_grad():
         assert torch.allclose(c(x), z, atol=1e-6)
-    assert n >= 1
     torch._dynamo.reset()
 
 
@@ -398,17 +357,11 @@ def test_compiled_after_a_first_run(inner):
 @pytest.mark.parametrize(
     'cls,kw,say',
     [
-        (PatchFool, dict(steps=-1), 'whole number >= 0'),
         (PatchFool, dict(steps=2.5), 'whole number'),
-        (PatchFool, dict(patches=0), '>= 1'),
-        (PatchFool, dict(lr=-1), 'lr must be a number >= 0'),
         (PatchFool, dict(lr=float('nan')), 'lr must be a number >= 0'),
-        (PatchFool, dict(lr=float('inf')), 'lr must be a number >= 0'),
         (PatchFool, dict(select='best'), "'attention', 'random'"),
-        (PatchFool, dict(pcgrad='off'), 'paper-code'),
         (RandomOcclusion, dict(share=1.5), 'from 0 to 1'),
         (RandomOcclusion, dict(patch=0), 'side in pixels'),
-        (RandomOcclusion, dict(fill='red'), "'mean'"),
         (RandomOcclusion, dict(draws=0), '>= 1'),
     ],
 )

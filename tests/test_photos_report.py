@@ -170,15 +170,6 @@ class Scale(AttackBase):
         return x * (1 - self.amount)
 
 
-class ByHand(Attack):
-    def __init__(self, amount):
-        super().__init__(E)
-        object.__setattr__(self, 'amount', amount)
-
-    def make(self, model, x, y, target, seed):
-        return x * (1 - self.amount)
-
-
 class NoDataclass(AttackBase):
     def __init__(self, amount):
         self.amount = amount
@@ -193,12 +184,11 @@ def test_settings_of_an_own_attack_are_told_apart(dls, tmp_path):
     assert a.df.accuracy[1] == a.df.accuracy[0] > a.df.accuracy[2]
 
 
-@pytest.mark.parametrize('kind', [ByHand, NoDataclass])
-def test_fields_outside_the_dataclass_are_refused(dls, kind, tmp_path):
-    with pytest.raises(TypeError, match=f'{kind.__name__} keeps amount outside the fields.*amount: float'):
-        robust_report(flipped(), dls.valid, [kind(0.0)], out=tmp_path)
+def test_fields_outside_the_dataclass_are_refused(dls, tmp_path):
+    with pytest.raises(TypeError, match='NoDataclass keeps amount outside the fields.*amount: float'):
+        robust_report(flipped(), dls.valid, [NoDataclass(0.0)], out=tmp_path)
     with pytest.raises(TypeError, match='outside the fields'):
-        Run(flipped(), dls.valid).measure(kind(1.0))
+        Run(flipped(), dls.valid).measure(NoDataclass(1.0))
 
 
 # --- tables
@@ -209,11 +199,8 @@ def test_a_column_of_ones_own_is_one_function(dls, tmp_path):
     rep = robust_report(flipped(), dls.valid, [pgd], out=tmp_path)
     rep.add_column('dark', lambda row, ok, pred: (pred == 1).mean()).save(tmp_path)
     assert rep.df.dark.tolist() == pytest.approx([(rep.preds[k] == 1).mean() for k in ('clean', repr(pgd))])
-    assert 'dark' in repr(rep).splitlines()[1] and 'dark' in rep.to_markdown() and '<th>dark</th>' in rep._repr_html_()
     back = Report.load(tmp_path)
     assert back.df.dark.tolist() == rep.df.dark.tolist() and 'dark' in pd.read_csv(tmp_path / 'report.csv')
-    with pytest.raises(ValueError, match='already'):
-        rep.add_column('seconds', lambda *o: 0)
 
 
 def test_members_of_an_ensemble_have_no_value_of_ones_own(dls):
@@ -227,6 +214,3 @@ def test_passes_mean_one_thing(dls):
     printed = [float(l.split()[-2]) for l in repr(rep).splitlines()[2:4]]
     assert printed == pytest.approx(rep.df.passes.round(1).tolist()) and rep.df.passes[0] == 1
     assert rep.rows[1]['passes'] == pytest.approx(6 * rep.df.passes[1])
-
-
-# --- curves

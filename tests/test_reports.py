@@ -96,10 +96,6 @@ def test_rows_by_hand(model, data):
     assert acc(rep, 'worst case') == pytest.approx(worst.mean()) and 0 < worst.mean() < each[0].mean()
 
 
-def test_images_that_are_wrong_without_attack_stay_wrong(report):
-    assert not any(any(verdicts(report, a)[:7]) for a in THREE)
-
-
 def test_cascade_by_hand(model, data, report):
     left = (predict(model, data[0]) == data[1]).numpy()
     for a in THREE:
@@ -108,24 +104,15 @@ def test_cascade_by_hand(model, data, report):
     assert acc(report, 'worst case') == pytest.approx(left.mean())
 
 
-def test_eps_0_row_is_the_clean_row(model, data):
-    rep = robust_report(model, data, [PGD(0), FGSM(0, norm='L2')])
-    assert acc(rep, PGD(0)) == acc(rep, FGSM(0, norm='L2')) == acc(rep, 'clean')
-
-
 def test_the_seed_reaches_the_attack(model, data):
     rep = robust_report(model, data, [PGD_], seed=3)
     assert verdicts(rep, PGD_) == right(model, *data, PGD_, seed=3).tolist() and rep.rows[1]['seed'] == 3
 
 
 def test_the_batch_size_changes_nothing(model, data):
-    m, d = copy.deepcopy(model).double(), (data[0][:40].double(), data[1][:40])
-    one, other = robust_report(m, d, THREE), robust_report(m, d, THREE, bs=7)
-    assert all(verdicts(one, a) == verdicts(other, a) for a in THREE)
-
-
-def test_functions_are_models(model, data, report):
-    assert verdicts(robust_report(lambda x: model(x), data, [FGSM_]), FGSM_) == verdicts(report, FGSM_)
+    m, d = copy.deepcopy(model).double(), (data[0][:24].double(), data[1][:24])
+    one, other = [robust_report(m, d, [FGSM_, APGD_], bs=o) for o in (64, 7)]
+    assert all(verdicts(one, a) == verdicts(other, a) for a in (FGSM_, APGD_))
 
 
 def test_reports_leave_the_random_state(model, data):
@@ -138,15 +125,6 @@ def test_reports_leave_the_random_state(model, data):
 
 
 # --- one run ---
-
-
-def test_a_run_goes_on_after_its_report(model, data, report):
-    run = Run(model, data)
-    run.measure(FGSM_)
-    first = run.report()
-    run.measure(PGD_)
-    assert first.df.attack.tolist() == ['clean', repr(FGSM_)]
-    assert untimed(run.report())[1:3] == untimed(report)[1:3]
 
 
 def test_a_run_refuses_another_attack_of_the_same_name(model, data):
@@ -205,7 +183,6 @@ def loader(**kw):
 one_output = nn.Sequential(nn.Flatten(), nn.Linear(784, 1))
 REFUSED = {
     'fewer labels': (lambda m, d: (m, (d[0], d[1][:64])), 'labels'),
-    'more labels': (lambda m, d: (m, (d[0], d[1].repeat(2))), 'labels'),
     'dropped': (loader(drop_last=True), 'drop_last'),
     'shuffled': (loader(shuffle=True), 'changed between two passes'),
     'read once': (lambda m, d: (m, zip(d[0].split(50), d[1].split(50))), 'only once'),
@@ -213,14 +190,9 @@ REFUSED = {
     'three tensors': (lambda m, d: (m, [(d[0], d[1], d[1])]), 'of 3'),
     'Normalize': (normalised, 'ends with Normalize'),
     'range': (lambda m, d: (m, (d[0] * 2, d[1])), r'\[0,1\]'),
-    'several classes': (lambda m, d: (m, (d[0][:4], torch.ones(4, 4))), 'one class per image'),
     'DataLoaders': (lambda m, d: (m, synth_dls(n=16)), 'dls.valid'),
     'Learner': (lambda m, d: (synth_learner(), d), 'learn.model'),
     'one output': (lambda m, d: (one_output, (d[0], 0 * d[1])), 'one output'),
-    'one output, soft labels': (
-        lambda m, d: (one_output, (d[0], torch.zeros(100, 1))),
-        'one output|taken as soft labels',
-    ),
 }
 
 
@@ -233,7 +205,6 @@ def test_what_is_no_data_or_no_model(model, data, kind):
 
 NO_ATTACK = {
     'class': (PGD, 'PGD is a class'),
-    'number': (0.1, 'expected an attack'),
     'text': ('pgd', 'expected an attack'),
     'no seed': (lambda m, x, y: x, 'seed=0'),
 }
@@ -257,8 +228,13 @@ def test_weak_to_strong_is_checked(model, data):
     assert any('stronger than' in o for o in wrong) and not any('stronger than' in o for o in correct)
 
 
-def test_few_images_are_told(report):
-    assert [o for o in report.warnings if '100 images only' in o]
+def test_a_difference_of_chance_is_no_wrong_order():
+    from robust_nbdev.evaluate import _clearly_less
+
+    of_48, of_4800 = [np.repeat([1.0, 0.0], [13 * k, 35 * k]) for k in (1, 100)]
+    two_more, more = of_48.copy(), of_4800.copy()
+    two_more[-2:] = more[-200:] = 1
+    assert not _clearly_less(of_48, two_more) and _clearly_less(of_4800, more) and not _clearly_less(more, of_4800)
 
 
 def test_a_constant_answer_is_no_robustness(data):
@@ -285,14 +261,6 @@ def test_files_agree(model, data, tmp_path):
     with np.load(out / 'verdicts.npz') as v:
         for a in THREE:
             assert v[repr(a)].mean() == pytest.approx(acc(rep, a))
-
-
-def test_text_and_html(model, data):
-    rep = robust_report(model, data, [FGSM_, FGSM(E, loss=lambda z, y: ce(z, y))])
-    for words in ('clean', repr(FGSM_), 'worst case', 'warning: 100 images only', '95%', 'n=100', 'seed='):
-        assert words in repr(rep)
-    html = rep._repr_html_()
-    assert html.count('<tr') == 5 and 'FGSM(0.05)' in html and '&lt;lambda&gt;' in html
 
 
 def test_nothing_is_printed_unless_asked(model, data, capsys):
@@ -324,7 +292,7 @@ def three(fail=False):
 
 
 def test_after_a_kill_only_what_is_missing_is_measured(model, data, tmp_path):
-    data = data[0][:40], data[1][:40]
+    data = data[0][:20], data[1][:20]
     with pytest.raises(KeyboardInterrupt):
         robust_report(model, data, three(fail=True), out=tmp_path)
     again = three()
@@ -334,7 +302,7 @@ def test_after_a_kill_only_what_is_missing_is_measured(model, data, tmp_path):
 
 
 def test_a_finished_report_is_measured_again_only_to_overwrite_it(model, data, tmp_path):
-    data = data[0][:40], data[1][:40]
+    data = data[0][:20], data[1][:20]
     rep = robust_report(model, data, three(), out=tmp_path)
     done, fresh = three(), three()
     assert untimed(robust_report(model, data, done, out=tmp_path)) == untimed(rep)
@@ -389,7 +357,7 @@ CHANGES = dict(
 
 @pytest.mark.parametrize('what', CHANGES)
 def test_a_report_of_something_else_is_refused(model, data, tmp_path, what):
-    data = data[0][:40], data[1][:40]
+    data = data[0][:20], data[1][:20]
     robust_report(model, data, [FGSM_], out=tmp_path)
     old = (tmp_path / 'report.json').read_text()
     kw = dict(model=model, data=data, attacks=[FGSM_], out=tmp_path) | CHANGES[what](model, *data)
@@ -429,7 +397,7 @@ def test_a_file_is_no_folder(model, data, tmp_path):
 
 
 def test_the_worst_case_counts_the_rows_asked_for(model, data, tmp_path):
-    data = data[0][:40], data[1][:40]
+    data = data[0][:20], data[1][:20]
     robust_report(model, data, THREE, out=tmp_path)
     d = robust_report(model, data, [FGSM_, APGD_], out=tmp_path).df
     assert d.attack.tolist() == ['clean', repr(FGSM_), repr(APGD_), 'worst case']
@@ -451,22 +419,16 @@ def test_a_curve_by_hand(model, data, report):
     want = [right(model, *data, PGD(e, steps=3)).mean() for e in (0.02, E, 0.1)]
     assert c.df.accuracy.tolist() == pytest.approx([acc(report, 'clean'), *want])
     assert not any('rises' in o for o in c.warnings) and 'pgd3' in repr(c)
-    ax = c.plot(label='m')
-    assert ax.get_xlabel() == 'eps' and ax.lines[0].get_ydata().tolist() == c.df.accuracy.tolist()
 
 
-@pytest.mark.parametrize('eps', [(e for e in (0.0, E)), np.array([0.0, E])], ids=['generator', 'array'])
-def test_a_curve_of_any_iterable(model, data, eps):
-    assert eps_curve(model, data, FGSM(), eps).df.eps.tolist() == [0, E]
+def test_a_curve_of_any_iterable(model, data):
+    assert eps_curve(model, data, FGSM(), (e for e in (0.0, E))).df.eps.tolist() == [0, E]
 
 
 def test_a_curve_sees_an_attack_that_fails_at_large_eps(model, data):
-    def weak(m, x, y, seed=0, eps=0.1):
-        return PGD(eps, steps=3)(m, x, y, seed=seed) if eps < 0.15 else x
-
     class Weak(PGD):
         def __call__(self, model, x, y=None, **kw):
-            return weak(model, x, y, eps=self.eps)
+            return super().__call__(model, x, y, **kw) if self.eps < 0.15 else x
 
     c = eps_curve(model, data, Weak(steps=3), [0.1, 0.2])
     assert any('accuracy rises' in o for o in c.warnings)

@@ -1,6 +1,6 @@
 "TORA-ViT: the gate by hand, the two phases, the fastai contract, files, and a backbone left unchanged."
 
-import copy, io, math, pickle
+import copy, io, pickle
 import pytest, timm, torch, torch.nn.functional as F
 from safetensors import safe_open
 from torch import nn
@@ -8,10 +8,8 @@ from fastai.vision.all import (
     Callback,
     CancelFitException,
     CrossEntropyLossFlat,
-    CutMix,
     GradientAccumulation,
     MixUp,
-    set_seed,
 )
 from robust_nbdev.core import *
 from robust_nbdev.vit import *
@@ -19,7 +17,6 @@ from robust_nbdev.attacks import *
 from robust_nbdev.patch_attacks import *
 from robust_nbdev.adv_train import *
 from robust_nbdev.evaluate import *
-from robust_nbdev.datasets import fashion_mnist
 from robust_nbdev.tora import *
 from robust_nbdev.test_utils import *
 from copies import COPIES, grow
@@ -62,34 +59,28 @@ def changed(m, before):
 KINDS = dict(
     tora={},
     key=dict(gate='key'),
-    both=dict(gate='both'),
-    diagonal=dict(gate='diagonal'),
     folded=dict(folded=True),
-    mean=dict(gate='mean'),
-    sum=dict(average=False),
-    features=dict(values='features'),
     adapter_fusion=dict(kind='adapter_fusion'),
     single_adapter=dict(kind='single_adapter'),
     head_only=dict(kind='head_only'),
 )
-some = pytest.mark.parametrize('k', ['tora', 'adapter_fusion', 'single_adapter', 'head_only'])
 
 # --- the model
 # ------------------------------------------------------------------------------------------------------------------
 
 
-NETS = [dict(reg_tokens=2), dict(init_values=0.1), dict(pre_norm=True), dict(fc_norm=True), dict(qk_norm=True)]
+NETS = [dict(reg_tokens=2, init_values=0.1, pre_norm=True), dict(fc_norm=True, qk_norm=True)]
 
 
-@pytest.mark.parametrize('k,net', [*((k, {}) for k in KINDS), *(('tora', o) for o in NETS), ('head_only', NETS[0])])
+@pytest.mark.parametrize('k,net', [('tora', NETS[0]), ('tora', NETS[1]), ('head_only', NETS[0])])
 def test_step_0_is_the_pretrained_model(k, net):
     x, m = images(), tiny_vit(num_classes=4, **net)
     m.model.cls_token.data.normal_()
     m.model.head.weight.data.normal_()
     z = m(x)
     n = sum(p.numel() for p in m.parameters())
-    t = make(model=m, **KINDS[k])
-    assert (t(x) - z).abs().max() < 1e-5 and t is m and not t.training
+    t = make(k, model=m)
+    assert t is m and not t.training
     for fused in (False, True):
         for b in t.model.blocks:
             b.attn.fused_attn = fused
@@ -97,7 +88,7 @@ def test_step_0_is_the_pretrained_model(k, net):
     assert sum(p.numel() for p in m.parameters() if not p.requires_grad) == n
 
 
-@some
+@pytest.mark.parametrize('k', ['tora', 'single_adapter', 'head_only'])
 def test_remove_brings_the_model_back_to_the_bit(k):
     x, m = images(), tiny_vit(num_classes=4)
     next(m.parameters()).requires_grad_(False)
@@ -110,37 +101,25 @@ def test_remove_brings_the_model_back_to_the_bit(k):
         remove_tora(m)
 
 
-def test_a_model_without_the_right_place_is_refused():
-    for f in (
-        lambda: tora_vit(timm.create_model('resnet18')),
-        lambda: tora_vit(tiny_vit(class_token=False, global_pool='avg')),
-    ):
-        with pytest.raises(TypeError, match='class token'):
-            f()
-    with pytest.raises(ValueError, match='one head'):
-        tora_vit(tiny_vit(global_pool='avg'))
-    with pytest.raises(ValueError, match='one head'):
-        tora_vit(tiny_vit(num_classes=0))
-    with pytest.raises(ValueError, match='one head'):
-        tora_vit(timm.create_model('deit_tiny_distilled_patch16_224'))
-    with pytest.raises(ValueError, match='already'):
-        tora_vit(make())
-    with pytest.raises(ValueError, match='already'):
-        tora_vit(add_tokens(tiny_vit(), 2))
-    with pytest.raises(ValueError, match="gate must be one of"):
-        tora_vit(tiny_vit(), gate='row')
-    with pytest.raises(ValueError, match='folded'):
-        tora_vit(tiny_vit(), gate='key', folded=True)
-    with pytest.raises(ValueError, match='whole number'):
-        tora_vit(tiny_vit(), d=0)
-    with pytest.raises(TypeError, match='from its name'):
-        tora_vit(tiny_vit(), num_classes=3)
-    m = tiny_vit()
-    before = repr(state_of(m))
-    for f in (lambda: tora_vit(m, gate='row'), lambda: tora_vit(m, d=0.5)):
-        with pytest.raises(ValueError):
-            f()
-    assert repr(state_of(m)) == before  # a refusal changes nothing
+@pytest.mark.parametrize(
+    'call,err,words',
+    [
+        (lambda: tora_vit(tiny_vit(class_token=False, global_pool='avg')), TypeError, 'class token'),
+        (lambda: tora_vit(tiny_vit(num_classes=0)), ValueError, 'one head'),
+        (lambda: tora_vit(timm.create_model('deit_tiny_distilled_patch16_224', depth=1)), ValueError, 'one head'),
+        (lambda: tora_vit(add_tokens(tiny_vit(), 2)), ValueError, 'already'),
+        (lambda: tora_vit(tiny_vit(), d=0.5), ValueError, 'whole number'),
+        (lambda: tora_vit(tiny_vit(), num_classes=3), TypeError, 'from its name'),
+        (lambda: head_only(torch.compile(tiny_vit(), backend='eager')), ValueError, 'torch.compile'),
+        (lambda: OneHead(OneHead(make(), 'acc'), 'rob'), ValueError, "OneHead of 'acc' already"),
+        (lambda: make().model.forward_head(torch.rand(4, 18, 32), pre_logits=True), ValueError, 'use_head'),
+        (lambda: make().model(images(), is_causal=True), ValueError, 'attn_mask'),
+        (lambda: make().model.forward_intermediates(images()), ValueError, 'block_outputs'),
+    ],
+)
+def test_models_that_are_refused(call, err, words):
+    with pytest.raises(err, match=words):
+        call()
 
 
 def test_by_name_inside_normalized():
@@ -148,8 +127,10 @@ def test_by_name_inside_normalized():
     assert isinstance(m, Normalized) and m(images(2, 3, 32)).shape == (2, 5) and m.model.tora.about['d'] == 12
 
 
-@pytest.mark.parametrize('split', [True, False])
-@pytest.mark.parametrize('how', ['adapter', 'mean', 'key', 'both', 'diagonal'])
+@pytest.mark.parametrize(
+    'how,split',
+    [('adapter', True), ('mean', True), ('mean', False), ('key', False), ('both', True), ('diagonal', False)],
+)
 def test_fusion_against_loops(how, split):
     "Entry by entry, with no shared code"
     torch.manual_seed(0)
@@ -177,33 +158,18 @@ def test_fusion_against_loops(how, split):
         }[how]
         want[0, i] += sum(g[x, j] * (W['v'] @ deltas[x][j]) for x in (0, 1) for j in range(N))
     assert torch.allclose(b(z), want, atol=1e-4, rtol=1e-4)
-    w = b.gate.weights(z, *[torch.stack(f)[None] for f in feats])
-    assert torch.allclose(
-        {'key': w.sum(-1), 'both': w.sum((1, 3))}.get(how, w.sum(1)),
-        torch.ones(()),
-        atol=1e-5,
-    )
-
-
-@pytest.mark.parametrize('k', [k for k in KINDS if k not in ('head_only', 'single_adapter')])
-def test_every_part_gets_a_gradient(k):
-    m = make(noise=0.1, d=16, **KINDS[k])
-    m(images()).square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for o in tora_parts(m).values() for p in o)
-    assert all(p.grad is None for p in tora_splitter(m)[0])
 
 
 # --- size
 # -----------------------------------------------------------------------------------------------------------------------  # noqa: E501
 
 
-@pytest.mark.parametrize('kw', [{}, dict(reg_tokens=2)], ids=['class', 'registers'])
-def test_the_robust_class_token_is_no_patch(kw):
+def test_the_robust_class_token_is_no_patch():
     """[ROB] stands beside [ACC]: patches, their attention and their pictures begin behind both, and are those of the
     plain model at first"""
     from robust_nbdev.explorer import class_attention
 
-    m, x, r = tiny_vit(num_classes=4, **kw), images(), kw.get('reg_tokens', 0)
+    m, x = tiny_vit(num_classes=4, reg_tokens=2), images()
 
     def look(m):
         return [
@@ -212,17 +178,13 @@ def test_the_robust_class_token_is_no_patch(kw):
             class_attention(m, x),
         ]
 
-    want, n = look(m), prefix_tokens(m)
+    want = look(m)
     tora_vit(m, d=2)
-    assert n == 1 + r and prefix_tokens(m) == 2 + r and [o.shape[1] for o in block_outputs(m, x)] == [18 + r] * 2
+    assert prefix_tokens(m) == prefix_tokens(copy.deepcopy(m)) == 4
     for a, b in zip(look(m), want):
         assert a.shape == b.shape and torch.allclose(a, b, atol=1e-4)
-    assert (
-        prefix_tokens(copy.deepcopy(m)) == 2 + r
-        and prefix_tokens(remove_tora(m)) == 1 + r
-        and 'added_prefix' not in m.model.__dict__
-    )
-    assert prefix_tokens(adapter_fusion(m)) == 1 + r  # one class token for both heads
+    assert prefix_tokens(remove_tora(m)) == 3
+    assert prefix_tokens(adapter_fusion(m)) == 3  # one class token for both heads
 
 
 # --- training
@@ -246,13 +208,13 @@ class Parts(Callback):
         )
 
 
-@pytest.mark.parametrize('k', ['tora', 'both', 'adapter_fusion'])
+@pytest.mark.parametrize('k', ['tora', 'adapter_fusion'])
 def test_phases_move_what_they_should_and_the_backbone_stays_to_the_bit(k):
     m = make(noise=0.05, **KINDS[k])
     before, bid = state(m), backbone_id(m)
     l = learner(m, [Parts()])
-    l.fit_tora(2, 0)
-    assert l.parts.seen == [{'gate', 'rob'}, {'gate', 'acc'}] * 4
+    l.fit_tora(1, 0)
+    assert l.parts.seen == [{'gate', 'rob'}, {'gate', 'acc'}] * 2
     mid = state(m)
     l.fit_tora(0, 1)
     assert l.parts.seen == [{'gate'}] * 4 and l.tora.phase == 'gate'
@@ -299,21 +261,22 @@ class Grab(Callback):
             raise CancelFitException()
 
 
-@pytest.mark.parametrize('lam', [0.3, 0.0])
-def test_gate_loss_by_hand(lam):
-    m = make(noise=0.1)
-    l = learner(m, [g := Grab()], TORA(PGD1, lam))
+LOSSES = dict(weights=dict(weight=torch.tensor([1.0, 2.0, 5.0, 0.1])), sum=dict(reduction='sum'), plain={})
+
+
+@pytest.mark.parametrize('lam,k', [(0.3, 'weights'), (0.3, 'sum'), (0.0, 'plain')])
+def test_gate_loss_by_hand(lam, k):
+    "Two losses of the Learner's own kind; at lam 0 one of clean images, and no attack was paid for"
+    l = learner(make(noise=0.1), [g := Grab()], TORA(PGD1, lam), loss_func=CrossEntropyLossFlat(**LOSSES[k]))
     l.fit_tora(0, 1)
-    z = g.m.eval()(g.xs)
-    ce_ = lambda z: F.cross_entropy(z, g.y)
-    want = ce_(z) if lam in (0, 1) else (1 - lam) * ce_(z[: len(g.y)]) + lam * ce_(z[len(g.y) :])
-    assert g.v == pytest.approx(want.item(), abs=1e-5) and len(g.xs) == len(g.y) * (1 if lam in (0, 1) else 2)
-    # clean: no attack was paid for
+    losses = [F.cross_entropy(z, g.y, **LOSSES[k]) for z in g.m.eval()(g.xs).split(len(g.y))]
+    want = losses[0] if lam == 0 else (1 - lam) * losses[0] + lam * losses[1]
+    assert g.v == pytest.approx(want.item(), rel=1e-4) and len(losses) == (1 if lam == 0 else 2)
     if lam == 0:
         assert any(torch.equal(o, g.xs[0]) for o, _ in l.dls.train.dataset)
     ps = {n: p for n, p in g.m.named_parameters() if '.gate.' in n}
-    for (n, p), w in zip(ps.items(), torch.autograd.grad(want, list(ps.values()))):
-        assert torch.allclose(g.g[n], w, atol=1e-6, rtol=1e-3)
+    for n, w in zip(ps, torch.autograd.grad(want, list(ps.values()))):
+        assert torch.allclose(g.g[n], w, atol=1e-5, rtol=1e-3)
     assert all(v is None for n, v in g.g.items() if '.gate.' not in n)
 
 
@@ -365,10 +328,9 @@ def test_cost_is_the_minimum(phase, k):
 
 
 CBS = dict(
-    cutmix=lambda: [CutMix()],
     fp16=lambda: [HalfPrecision(torch.float16)],
     overfit=lambda: [CatchOverfit(gap=2)],
-    all=lambda: [MixUp(), GradientAccumulation(32), HalfPrecision(torch.bfloat16), AWP(0.01), EMA(0.9)],
+    all=lambda: [MixUp(), GradientAccumulation(16), HalfPrecision(torch.bfloat16), AWP(0.01), EMA(0.9)],
 )
 
 
@@ -376,23 +338,12 @@ CBS = dict(
 def test_composes_with(k):
     m = make(noise=0.05)
     bid, before = backbone_id(m), state(m)
-    l = learner(m, CBS[k]())
+    l = learner(m, CBS[k](), dls=synth_dls(32, bs=8))
     lf = l.loss_func
     l.fit_tora(1, 1)
-    assert (
-        backbone_id(m) == bid
-        and changed(m, before)
-        and l.loss_func is lf
-        and lf.reduction == 'mean'
-        and not torch.is_autocast_enabled('cpu')
-    )
-    assert (
-        all(p.isfinite().all() for p in m.parameters())
-        and math.isfinite(l.recorder.values[-1][1])
-        and m.model.tora.train_out == 'joint'
-        and l.tora.held is None
-        and l.tora.extra is None
-    )
+    assert backbone_id(m) == bid and changed(m, before) and all(p.isfinite().all() for p in m.parameters())
+    assert l.loss_func is lf and lf.reduction == 'mean' and not torch.is_autocast_enabled('cpu')
+    assert m.model.tora.train_out == 'joint' and l.tora.held is None and l.tora.extra is None
     assert all(len(b._forward_hooks) == 1 and len(b._forward_pre_hooks) <= 2 for b in m.model.blocks)
 
 
@@ -428,7 +379,7 @@ def test_each_phase_can_be_resumed(tmp_path):
 
         def new():
             # three batches: an odd number, so the sides of the second epoch begin the other way round
-            dls = synth_dls(48)
+            dls = synth_dls(24, bs=8)
             dls.train = dls.train.new(shuffle=False)
             return learner(make(noise=0.05), dls=dls, cb=TORA(PGD1, 0.5, phase), path=tmp_path, splitter=tora_splitter)
 
@@ -472,51 +423,19 @@ def test_a_lam_does_not_depend_on_the_one_before():
 
 
 def test_wrong_use_is_told():
-    with pytest.raises(ValueError, match='no TORA parts'):
-        learner(tiny_vit(num_classes=4)).fit(1)
-    with pytest.raises(ValueError, match='needs the callback'):
-        synth_learner(model=make()).fit_tora(1, 1)
-    m = make()
-    m.model.blocks[0].norm1.weight.requires_grad_(True)
-    with pytest.raises(
-        ValueError, match='1 parameters of the backbone would train, such as model.blocks.0.norm1.weight'
+    half = make()
+    half.model.blocks[0].norm1.weight.requires_grad_(True)
+    for f, err, words in (
+        (lambda: learner(tiny_vit(num_classes=4)).fit(1), ValueError, 'no TORA parts'),
+        (lambda: synth_learner(model=make()).fit_tora(1, 1), ValueError, 'needs the callback'),
+        (lambda: learner(half).fit(1), ValueError, '1 parameters of the backbone.*such as model.blocks.0.norm1.weight'),
+        (lambda: TORA(PGD1, 2), ValueError, 'between 0 and 1'),
+        (lambda: TORA(PGD1, phase='x'), ValueError, "'adapters' or 'gate'"),
+        (lambda: learner().fit_tora(0, 1, lam=-1), ValueError, 'between 0 and 1'),
+        (lambda: gate_maps(make('head_only'), images()), ValueError, 'no gates'),
     ):
-        learner(m).fit(1)
-    m = make()
-    m.requires_grad_(False)
-    l = learner(m)
-    l.create_opt = lambda: None
-    with pytest.raises(ValueError, match='every parameter is frozen'):
-        TORA.before_train(l.tora) if setattr(l, 'dl', l.dls.train) is None and setattr(l, 'epoch', 0) is None else 0
-    for f, w in (
-        (lambda: TORA(PGD1, 2), 'between 0 and 1'),
-        (lambda: TORA(PGD1, phase='x'), "'adapters' or 'gate'"),
-        (lambda: learner(make()).fit_tora(0, 1, lam=-1), 'between 0 and 1'),
-    ):
-        with pytest.raises(ValueError, match=w):
+        with pytest.raises(err, match=words):
             f()
-    with pytest.raises(TypeError, match='expected an attack'):
-        TORA(0.1)
-    assert repr(TORA(PGD1, 0.3)) == 'TORA(PGD(0.1, steps=1), lam=0.3)'
-
-
-@pytest.mark.slow
-def test_lam_moves_the_gate_the_right_way():
-    "From the same adapters, a larger lam gives a smaller loss on attacked images and a larger one on clean ones"
-    from robust_nbdev.models import small_model
-
-    m = make(d=8, model=small_model('vit', data='fashion_mnist'))
-    l = learner(m, cb=TORA(PGD(0.05, steps=2)), dls=fashion_mnist(256, 64, bs=32))
-    l.fit_tora(3, 0)
-    g0, out = gates_of(m), {}
-    x, y = [torch.cat([b[i].as_subclass(torch.Tensor) for b in l.dls.valid]) for i in (0, 1)]
-    for lam in (0.0, 1.0):
-        set_gates(m, g0)
-        set_seed(0)
-        l.fit_tora(0, 2, lam=lam)
-        m.eval()
-        out[lam] = [F.cross_entropy(m(v), y).item() for v in (x, PGD(0.05, steps=3)(m, x, y))]
-    assert out[1.0][1] < out[0.0][1] and out[0.0][0] < out[1.0][0], out
 
 
 JOB = '''
@@ -544,35 +463,22 @@ def test_two_processes_are_one(tmp_path):
 # --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('k', KINDS)
-def test_gate_maps(k):
+@pytest.mark.parametrize('k,shape', [('tora', (18, 17)), ('adapter_fusion', (17, 1))])
+def test_gate_maps(k, shape):
     m, x = make(noise=0.2, **KINDS[k]), images(3)
-    if k in ('single_adapter', 'head_only'):
-        with pytest.raises(ValueError, match='no gates'):
-            gate_maps(m, x)
-        return
     before = repr(state_of(m))
     maps, z = gate_maps(m, x, logits=True)
-    T = 17 if k == 'adapter_fusion' else 18
-    assert (
-        len(maps) == 2
-        and all(o.shape == (3, 2, T, 1 if k in ('mean', 'diagonal', 'adapter_fusion') else 17) for o in maps)
-        and torch.allclose(z, m(x), atol=1e-6)
-        and repr(state_of(m)) == before
-    )
-    p = gate_pictures(m, x)
-    assert p.shape == (2, 3, 2, 4, 4) and p.isfinite().all() and repr(state_of(m)) == before
-    w = WithGates(m)(x)
-    assert w.shape == (3, 6) and (w[:, 4:] < -90).all() and torch.allclose(w[:, :4], z, atol=1e-5)
-    if k not in ('key', 'both'):
-        assert ((w[:, 4:] + 100) <= 1 + 1e-4).all() and ((w[:, 4:] + 100) >= 0).all()
+    assert len(maps) == 2 and all(o.shape == (3, 2, *shape) for o in maps) and torch.allclose(z, m(x), atol=1e-6)
+    assert gate_pictures(m, x).shape == (2, 3, 2, 4, 4) and repr(state_of(m)) == before
+    w = WithGates(m)(x)[:, 4:] + 100
+    assert (w >= 0).all() and (w <= 1 + 1e-4).all()
 
 
 def test_what_is_added_to_the_class_token_does_not_decay():
     assert {'model.tora.shift.acc', 'model.tora.shift.rob'} <= no_decay_names(make())
 
 
-@pytest.mark.parametrize('k', ['tora', 'key', 'folded', 'sum', 'features', 'adapter_fusion', 'single_adapter'])
+@pytest.mark.parametrize('k', ['key', 'folded', 'adapter_fusion', 'single_adapter'])
 def test_files(k, tmp_path):
     m, x, f = make(noise=0.2, **KINDS[k]), images(), tmp_path / 'a.safetensors'
     save_adapters(m, f)
@@ -585,26 +491,25 @@ def test_files(k, tmp_path):
 def test_files_for_another_gate_are_refused(tmp_path):
     "The same names and shapes, but another function; a folded gate is the same one"
     f = tmp_path / 'a.safetensors'
-    for k in ('key', 'both', 'diagonal'):
-        save_adapters(make(noise=0.1, **KINDS[k]), f)
-        other = make()
-        before = state(other)
-        with pytest.raises(ValueError, match=f"gate.*{k}.*remove_tora"):
-            load_adapters(other, f)
-        assert not changed(other, before)
+    save_adapters(make(noise=0.1, gate='key'), f)
+    other = make()
+    before = state(other)
+    with pytest.raises(ValueError, match='gate.*key.*remove_tora'):
+        load_adapters(other, f)
+    assert not changed(other, before)
     m = make(noise=0.1)
     save_adapters(m, f)
-    with pytest.raises(ValueError, match='gate'):
-        load_adapters(make(gate='both'), f)
     assert torch.allclose(load_adapters(make(folded=True), f)(images()), m(images()), atol=1e-5)
 
 
 def test_files_that_do_not_fit(tmp_path):
+    from safetensors.torch import save_file
+
     m, f = make(noise=0.1), tmp_path / 'a.safetensors'
     save_adapters(m, f)
     for other, w in (
-        (tiny_vit(num_classes=4, seed=1), 'another backbone'),
         (tiny_vit(num_classes=5), 'another backbone'),
+        (tiny_vit(num_classes=4, act_layer='quick_gelu'), 'activation'),
         (make(d=3), 'does not fit'),
         (make('adapter_fusion'), 'does not fit'),
     ):
@@ -612,24 +517,22 @@ def test_files_that_do_not_fit(tmp_path):
         with pytest.raises(ValueError, match=w):
             load_adapters(other, f)
         assert not changed(other, before)
-    with pytest.raises(FileNotFoundError):
-        load_adapters(tiny_vit(), tmp_path / 'no.safetensors')
     with pytest.raises(ValueError, match='.safetensors'):
         save_adapters(m, tmp_path / 'a.pth')
     with pytest.raises(ValueError, match='no TORA parts'):
         save_adapters(tiny_vit(), f)
-    (tmp_path / 'b.safetensors').write_bytes(f.read_bytes()[:200])
-    with pytest.raises(ValueError, match='damaged'):
-        load_adapters(tiny_vit(num_classes=4), tmp_path / 'b.safetensors')
-    from safetensors.torch import save_file
 
-    save_file({'a': torch.ones(2)}, str(tmp_path / 'c.safetensors'))
-    with pytest.raises(ValueError, match='not written by save_adapters'):
-        load_adapters(tiny_vit(num_classes=4), tmp_path / 'c.safetensors')
+    def fails(words):
+        with pytest.raises(ValueError, match=words):
+            load_adapters(tiny_vit(num_classes=4), f)
+
+    f.write_bytes(f.read_bytes()[:200])
+    fails('damaged')
+    save_file({'a': torch.ones(2)}, str(f))
+    fails('not written by save_adapters')
     m.model.adapters[0].gate.q.weight.data[0] = float('nan')
     save_adapters(m, f)
-    with pytest.raises(ValueError, match='not finite'):
-        load_adapters(tiny_vit(num_classes=4), f)
+    fails('not finite')
 
 
 # --- copies and replicas
@@ -652,25 +555,17 @@ def shallow(m):
 WAYS = dict(
     **COPIES,
     copy=shallow,
-    save=lambda m: grow(saved(m)),
     compile=lambda m: torch.compile(grow(copy.deepcopy(m)), backend='eager'),
 )
 VIEWS = dict(model=lambda m: m, head=lambda m: OneHead(m, list(m.model.tora.heads)[-1]), network=lambda m: m.model)
 
 
 @pytest.mark.parametrize(
-    'k,way',
-    [
-        *(('tora', w) for w in WAYS),
-        ('both', 'deepcopy'),
-        ('adapter_fusion', 'replicate'),
-        ('single_adapter', 'pickle'),
-        ('head_only', 'copy'),
-    ],
+    'k,way', [*(('tora', w) for w in WAYS if w != 'pickle'), ('single_adapter', 'pickle'), ('head_only', 'copy')]
 )
 def test_a_copy_answers_with_its_own_weights(k, way):
     x, m, big = images(), make(noise=0.2, **KINDS[k]), grow(make(noise=0.2, **KINDS[k]))
-    for view in VIEWS.values():
+    for view in [*VIEWS.values()][: 1 if way == 'compile' else None]:
         a = view(m)
         z = a(x)
         want = view(big)(x)
@@ -678,31 +573,18 @@ def test_a_copy_answers_with_its_own_weights(k, way):
         assert torch.equal(a(x), z) and (z - want).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize('k,way', [('tora', 'deepcopy'), ('adapter_fusion', 'pickle'), ('head_only', 'save')])
-def test_parts_are_removed_from_a_copy_alone(k, way):
+@pytest.mark.parametrize('k,copied', [('tora', copy.deepcopy), ('head_only', saved)])
+def test_parts_are_removed_from_a_copy_alone(k, copied):
     x, m, plain = images(), make(noise=0.2, **KINDS[k]), tiny_vit(num_classes=4)
-    z = m(x)
-    c = dict(deepcopy=copy.deepcopy, pickle=lambda m: pickle.loads(pickle.dumps(m)), save=saved)[way](m)
-    remove_tora(c)
-    assert (
-        torch.equal(c(x), plain(x))
-        and type(c.model) is type(plain.model)
-        and all(p.requires_grad for p in c.parameters())
-    )
-    assert torch.equal(m(x), z) and sum(p.requires_grad for p in m.parameters()) < len(list(m.parameters()))
+    z, c = m(x), remove_tora(copied(m))
+    assert torch.equal(c(x), plain(x)) and type(c.model) is type(plain.model)
+    assert all(p.requires_grad for p in c.parameters()) and not all(p.requires_grad for p in m.parameters())
     c.model.reset_classifier(3)
-    assert c(x).shape == (4, 3)
+    assert c(x).shape == (4, 3) and torch.equal(m(x), z)
 
 
 # --- timm's other ways to the logits
 # -------------------------------------------------------------------------------------------------
-
-
-def test_whose_features_must_be_said():
-    m = make()
-    f = m.model.forward_features(images())
-    with pytest.raises(ValueError, match='use_head'):
-        m.model.forward_head(f, pre_logits=True)
 
 
 def block_half(n, dtype):
@@ -714,7 +596,7 @@ def block_half(n, dtype):
 
 @pytest.mark.parametrize(
     'k,dtype,fused',
-    [*((k, torch.bool, True) for k in KINDS), ('tora', torch.float32, True), ('tora', torch.bool, False)],
+    [('tora', torch.bool, True), ('tora', torch.float32, False), ('head_only', torch.bool, True)],
 )
 def test_a_given_mask_holds(k, dtype, fused):
     "At the start the masked model is the pretrained one with that mask; and the user's mask always matters"
@@ -728,16 +610,6 @@ def test_a_given_mask_holds(k, dtype, fused):
         z = plain(x, attn_mask=o)
         m = make(model=copy.deepcopy(plain), **KINDS[k])
         assert torch.allclose(m(x, attn_mask=o), z, atol=1e-5) and (m(x) - z).abs().max() > 1e-2
-
-
-def test_what_two_class_tokens_cannot_do_is_refused():
-    m = make().model
-    with pytest.raises(ValueError, match='attn_mask'):
-        m(images(), is_causal=True)
-    with pytest.raises(ValueError, match='block_outputs'):
-        m.forward_intermediates(images())
-    with pytest.raises(ValueError, match='torch.compile'):
-        head_only(torch.compile(tiny_vit(), backend='eager'))
 
 
 # --- what is frozen stands still
@@ -769,7 +641,7 @@ class Awake(Callback):
         self.seen |= {n for n, o in self.model.named_modules() if self.training and o.training}
 
 
-@some
+@pytest.mark.parametrize('k', ['tora', 'single_adapter'])
 def test_the_backbone_stands_still(k, tmp_path):
     "Weights, statistics and logits to the bit; its dropout is off; and the adapters know it again"
     x, plain = images(), hybrid()
@@ -785,31 +657,15 @@ def test_the_backbone_stands_still(k, tmp_path):
     assert torch.equal(remove_tora(m)(x), z)
 
 
-@some
-def test_the_backbone_stands_still_in_anybodys_loop(k):
-    m = make(model=hybrid(), **KINDS[k])
+def test_the_backbone_stands_still_in_anybodys_loop():
+    m = make(model=hybrid())
     bid = backbone_id(m)
-    dls = synth_dls(16, bs=8)
     opt = torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.1)
-    for x, y in dls.train:
+    for _ in range(2):
         m.train()
-        F.cross_entropy(m(x.as_subclass(torch.Tensor)), y.as_subclass(torch.Tensor)).backward()
+        F.cross_entropy(m(images()), torch.arange(4)).backward()
         opt.step()
     assert backbone_id(m) == bid and not any(o.training for o in m.eval().modules())
-
-
-def test_a_trained_model_is_that_of_training():
-    "With the backbone's dropout off, the loss of a batch is the same in training as in evaluation"
-    m = make(model=hybrid(), noise=0.1)
-    l = learner(m, cb=TORA(PGD1, lam=0.0, phase='gate'))
-    got = []
-
-    def look(self):
-        got.append((self.learn.loss.item(), F.cross_entropy(copy.deepcopy(self.model).eval()(self.x), self.y).item()))
-
-    l.add_cb(Callback(before_backward=look))
-    l.fit_tora(0, 1)
-    assert all(a == pytest.approx(b, abs=1e-5) for a, b in got)
 
 
 def net(*ms):
@@ -820,57 +676,19 @@ def frozen(m):
     return m.requires_grad_(False)
 
 
-def test_a_frozen_body_stands_still():
-    body = frozen(net(nn.Flatten(), nn.Linear(784, 8), nn.BatchNorm1d(8), nn.Dropout()))
-    l = synth_learner([TRADES(PGD1)], net(body, nn.Linear(8, 4)))
-    before = state(l.model)
-    l.fit(1, 0.1)
-    assert all(o.startswith('1.') for o in changed(l.model, before)) and changed(l.model, before)
-
-
-def test_statistics_without_weights_stand_still_behind_a_frozen_layer():
-    "The body of a network whose layers are not in one container: its features are the same to the bit after the fit"
-    conv, norm = frozen(nn.Conv2d(1, 4, 3)), nn.BatchNorm2d(4, affine=False)
-    l = synth_learner([AdvTrain(PGD1)], net(conv, norm, nn.Flatten(), nn.Linear(4 * 26 * 26, 4)))
-    before = state(l.model)
-    l.fit(1, 0.1)
-    assert changed(l.model, before) == ['3.weight', '3.bias']
-
-
-# --- the epochs of the Learner's life
-# -------------------------------------------------------------------------------------------------
-
-
-# --- the loss is the Learner's own
-# ------------------------------------------------------------------------------------------------------
-
-LOSSES = dict(
-    weights=dict(weight=torch.tensor([1.0, 2.0, 5.0, 0.1])),
-    sum=dict(reduction='sum'),
-    smooth=dict(label_smoothing=0.1),
+@pytest.mark.parametrize(
+    'layers,head',
+    [
+        (lambda: [frozen(net(nn.Flatten(), nn.Linear(784, 8), nn.BatchNorm1d(8), nn.Dropout())), nn.Linear(8, 4)], '1'),
+        # statistics without weights, and layers that are not in one container
+        (lambda: [frozen(nn.Conv2d(1, 4, 3)), nn.BatchNorm2d(4, affine=False), nn.Flatten(), nn.Linear(2704, 4)], '3'),
+    ],
 )
-
-
-@pytest.mark.parametrize('k', LOSSES)
-def test_lam_mixes_the_learners_loss(k):
-    lf, got = F.cross_entropy, []
-
-    def look(self):
-        m = copy.deepcopy(self.model).eval()
-        x = self.x
-        z, z_adv = m(x).chunk(2)
-        y = self.y.as_subclass(torch.Tensor)
-        want = 0.3 * lf(z_adv, y, **LOSSES[k]) + 0.7 * lf(z, y, **LOSSES[k])
-        got.append((self.learn.loss_grad.item(), want.item()))
-
-    l = learner(
-        make(noise=0.2),
-        [Callback(before_backward=look)],
-        cb=TORA(PGD1, lam=0.3),
-        loss_func=CrossEntropyLossFlat(**LOSSES[k]),
-    )
-    l.fit_tora(0, 1, lr=0.0)
-    assert len(got) == 4 and all(a == pytest.approx(b, rel=1e-4) for a, b in got)
+def test_a_frozen_body_stands_still(layers, head):
+    l = synth_learner([TRADES(PGD1)], net(*layers()))
+    before = state(l.model)
+    l.fit(1, 0.1)
+    assert changed(l.model, before) == [f'{head}.weight', f'{head}.bias']
 
 
 # --- models that change their input
@@ -902,20 +720,6 @@ def test_an_in_place_model_trains_the_same():
 # --- whose file is it?
 # --------------------------------------------------------------------------------------------------------------------
 
-OTHERS = dict(
-    weights=(dict(seed=3), 'another backbone'),
-    heads=(dict(num_heads=4), 'attention heads'),
-    activation=(dict(act_layer='quick_gelu'), 'activation'),
-)
-
-
-@pytest.mark.parametrize('k', OTHERS)
-def test_files_know_their_backbone(k, tmp_path):
-    kw, words = OTHERS[k]
-    save_adapters(make(noise=0.1), f := tmp_path / 'a.safetensors')
-    with pytest.raises(ValueError, match=words):
-        load_adapters(tiny_vit(num_classes=4, **kw), f)
-
 
 def test_files_know_how_images_were_normalised(tmp_path):
     m = make(noise=0.1)
@@ -927,28 +731,21 @@ def test_files_know_how_images_were_normalised(tmp_path):
 
 
 def test_older_files_are_taken_by_their_hash(tmp_path):
+    "And are of the first reading"
     from safetensors.torch import save_file
 
     m, f = make(noise=0.1), tmp_path / 'a.safetensors'
     save_adapters(m, f)
     with safe_open(f, 'pt') as h:
         ts, about = {k: h.get_tensor(k) for k in h.keys()}, h.metadata()
-    save_file(ts, f, {k: v for k, v in about.items() if k not in ('answer', 'mean', 'std')})
+    later = ('answer', 'mean', 'std', 'average', 'values', 'residual', 'tokens')
+    assert set(later) < set(about)
+    save_file(ts, f, {k: v for k, v in about.items() if k not in later})
     assert torch.equal(load_adapters(tiny_vit(num_classes=4), f)(images()), m(images()))
 
 
 # --- a second copy
 # --------------------------------------------------------------------------------------------------------------------------  # noqa: E501
-
-
-def test_only_one_attacks_the_training_images():
-    with pytest.raises(ValueError, match='has two'):
-        synth_learner(model=make(), cbs=[TORA(PGD1), TRADES(PGD1)]).fit_tora(1, 1)
-
-
-def test_a_head_of_a_head_is_refused():
-    with pytest.raises(ValueError, match="OneHead of 'acc' already"):
-        OneHead(OneHead(make(), 'acc'), 'rob')
 
 
 def test_a_new_head_beside_those_that_answer_is_refused():

@@ -1,17 +1,14 @@
-"""Every attack class, in both norms: what it may depend on, what it must leave alone, what it refuses (R07-R10,
-R14-R17, R30, R36)."""
+"""Every attack class, in both norms: what it may depend on, what it must leave alone, what it refuses (R07, R08,
+R10, R14-R17, R30)."""
 
-import copy, random, sys, warnings
+import random, sys, warnings
 import numpy as np, pytest, torch
-from hypothesis import given, settings, strategies as st
 from torch import nn
 from fastai.vision.core import TensorImage
-from fastai.callback.schedule import *
 from robust_nbdev.adv_train import BernoulliFGSM
 from robust_nbdev.core import *
 from robust_nbdev.attacks import *
 from robust_nbdev.autoattack import *
-from robust_nbdev.attacks import mse
 from robust_nbdev.evaluate import predict
 from robust_nbdev.test_utils import *
 
@@ -67,13 +64,10 @@ def labels(b, c=C, seed=0):
 SUR = Dense(seed=5)
 ZOO = dict(
     fgsm=lambda e, n: FGSM(e, norm=n),
-    fgsm_rs=lambda e, n: FGSM_RS(e, norm=n),
     pgd=lambda e, n: PGD(e, norm=n, steps=3),
     bernoulli=lambda e, n: BernoulliFGSM(e, norm=n),
     pgd_restarts=lambda e, n: PGD(e, norm=n, steps=2, restarts=3),
     mifgsm=lambda e, n: MIFGSM(e, norm=n, steps=3),
-    mifgsm_rand=lambda e, n: MIFGSM(e, norm=n, steps=3, rand=True),
-    cwpgd=lambda e, n: CWPGD(e, norm=n, steps=3),
     gama=lambda e, n: GAMAPGD(e, norm=n, steps=5),
     gama_clean=lambda e, n: GAMAPGD(e, norm=n, steps=5, ref='clean', restarts=2),
     gamafw=lambda e, n: GAMAFW(e, norm=n, steps=5),
@@ -86,7 +80,6 @@ ZOO = dict(
         e,
         norm=n,
         attacks=[
-            APGD(e, norm=n, steps=4),
             APGDT(e, norm=n, steps=3, targets=2),
             FAB(e, norm=n, steps=3, targets=2),
             Square(e, norm=n, queries=6),
@@ -94,10 +87,8 @@ ZOO = dict(
     ),
     worst=lambda e, n: WorstCase([PGD(e, norm=n, steps=1, alpha=e / 9), Square(e, norm=n, queries=6)]),
     transfer=lambda e, n: Transfer(SUR, PGD(e, norm=n, steps=3)),
-    pgd_kl=lambda e, n: PGD(e, norm=n, steps=3, loss=kl),
     apgd_kl=lambda e, n: APGD(e, norm=n, steps=4, loss=kl),
     pgd_feat=lambda e, n: PGD(e, norm=n, steps=3, loss=feat_cos),
-    apgd_mse=lambda e, n: APGD(e, norm=n, steps=4, loss=mse),
     pgd_scaled=lambda e, n: PGD(e, norm=n, steps=3, loss=scaled_ce),
 )
 # one norm each; both where the norms have code of their own
@@ -112,7 +103,10 @@ def make(kind, norm, eps=None):
 
 RAND = [k for k in ZOO if k not in ('fgsm', 'mifgsm')]
 PACKAGE = ('square', 'fab', 'fab_u', 'auto', 'worst')  # computed in float32 at least in part
-NO_TARGET = ('apgdt', 'square', 'fab', 'fab_u', 'auto', 'worst', 'pgd_kl', 'apgd_kl', 'pgd_feat', 'apgd_mse')
+NO_LABELS = ('apgd_kl', 'pgd_feat')
+NO_TARGET = ('apgdt', 'square', 'fab', 'fab_u', 'auto', 'worst', *NO_LABELS)
+# one for each way in which a class runs
+WAYS = ('pgd_restarts', 'apgd', 'gamafw', 'apgdt', 'square', 'fab', 'auto', 'worst')
 
 
 def size(x_adv, x, norm):
@@ -152,10 +146,8 @@ def test_images_do_not_depend_on_batch_mates(kind, norm):
     run = lambda i: a(m, x[i], y[i], **(dict(seed=11) if norm == 'Linf' else {}))
     whole = run(torch.arange(5))
     assert not torch.equal(whole, x)
-    p = torch.tensor([3, 0, 4, 1, 2])
-    assert torch.equal(run(p), whole[p])
-    assert torch.equal(torch.cat([run(torch.tensor([i])) for i in range(5)]), whole)
-    assert torch.equal(run(torch.tensor([1, 1, 1, 0, 2, 3, 4, 4]))[[3, 0, 4, 5, 6]], whole)
+    for p in (torch.tensor([3, 0, 4, 1, 1]), torch.tensor([2])):
+        assert torch.equal(run(p), whole[p])
 
 
 def test_random_restarts_of_fab_do_not_depend_on_batch_mates():
@@ -172,7 +164,7 @@ def test_random_restarts_of_fab_do_not_depend_on_batch_mates():
     )
 
 
-@pytest.mark.parametrize('kind,norm', [(k, n) for k, n in SOME if k in ('pgd', 'gama', 'apgdt', 'fab')])
+@pytest.mark.parametrize('kind,norm', [(k, n) for k, n in SOME if k in ('apgdt', 'fab')])
 def test_one_seed_per_image(kind, norm):
     "As an int64 tensor: each image keeps its own, whatever the batch"
     m, a, x, y, s = (
@@ -186,10 +178,9 @@ def test_one_seed_per_image(kind, norm):
     assert torch.equal(torch.cat([a(m, x[i : i + 1], y[i : i + 1], seed=s[i : i + 1]) for i in range(5)]), whole)
 
 
-@pytest.mark.parametrize('norm', ['Linf'])
-def test_square_has_one_seed_for_all(norm):
+def test_square_has_one_seed_for_all():
     with pytest.raises(ValueError, match='one integer'):
-        make('square', norm)(Pixels(), images(5), labels(5), seed=torch.arange(5))
+        make('square', 'Linf')(Pixels(), images(5), labels(5), seed=torch.arange(5))
 
 
 @each
@@ -204,21 +195,14 @@ def test_same_seed_same_images_and_another_seed_others(kind, norm):
     # FAB's answer is the nearest point, wherever it starts
     if kind in RAND and not kind.startswith('fab'):
         assert not torch.equal(a(m, x, y, seed=2), one)
-    elif kind in ('fgsm', 'mifgsm'):
-        assert torch.equal(a(m, x, y, seed=2), one)
 
 
-@pytest.mark.parametrize('norm', ['Linf', 'L2'])
-def test_global_random_state_is_left_by_the_package_as_a_whole(norm):
+def test_global_random_state_is_left_by_the_package_as_a_whole():
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
     before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
-    quiet(
-        lambda: AutoAttack(0.1 * EPS[norm], norm=norm, attacks='apgd-ce', reference=True)(
-            Dense(c=10), images(3), labels(3)
-        )
-    )
+    quiet(lambda: AutoAttack(0.01, attacks='apgd-ce', reference=True)(Dense(c=10), images(3), labels(3)))
     assert (
         torch.equal(torch.get_rng_state(), before[0])
         and (np.random.get_state()[1] == before[1]).all()
@@ -231,12 +215,6 @@ def test_global_random_state_is_left_by_the_package_as_a_whole(norm):
 
 
 def _net():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return _seeded()
-
-
-def _seeded():
     m = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Dropout(0.5), nn.Flatten(), nn.Linear(80, C)).train()
     m[1].eval()
     m[0].bias.requires_grad_(False)
@@ -266,7 +244,7 @@ def test_model_and_random_state_are_left(kind, norm):
     assert rng[1:] == (np.random.get_state()[1].tolist(), random.getstate(), sys.gettrace())
 
 
-@pytest.mark.parametrize('kind', [k for k in ZOO if k != 'transfer'])
+@pytest.mark.parametrize('kind', WAYS)
 def test_everything_is_restored_after_an_exception(kind):
     m, x, n = _net(), images(3), []
     y = predict(m, x)
@@ -296,9 +274,8 @@ def test_everything_is_restored_after_an_exception(kind):
 # ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16])
 @each
-def test_inside_the_ball_and_of_the_same_type(kind, norm, dtype):
+def test_inside_the_ball_and_of_the_same_type(kind, norm, dtype=torch.bfloat16):
     a, x = make(kind, norm), images(4, dtype, seed=2)
     if kind == 'transfer':
         object.__setattr__(a, 'surrogate', Dense(dtype, seed=5))
@@ -313,9 +290,9 @@ def test_eps_0_returns_the_input(kind, norm):
     assert torch.equal(make(kind, norm, 0)(Dense(), x, labels(3)), x)
 
 
-@each
-def test_works_in_inference_mode(kind, norm):
-    a, m, x, y = make(kind, norm), Dense(), images(3), labels(3)
+@pytest.mark.parametrize('kind', [*WAYS, 'transfer'])
+def test_works_in_inference_mode(kind):
+    a, m, x, y = make(kind, 'Linf'), Dense(), images(3), labels(3)
     want = a(m, x, y)
     with torch.inference_mode():
         # clones are inference tensors there
@@ -327,7 +304,7 @@ def test_works_in_inference_mode(kind, norm):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('kind,norm', [(k, n) for k, n in SOME if k not in NO_TARGET])
+@pytest.mark.parametrize('kind,norm', [(k, n) for k, n in SOME if k in ('pgd', 'gama', 'gamafw', 'apgd', 'transfer')])
 def test_targeted_reaches_more_targets(kind, norm):
     a, m, x = make(kind, norm, 3 * EPS[norm]), Dense(), images(24)
     if kind == 'transfer':
@@ -357,80 +334,57 @@ def test_targeted_cw_has_a_gradient_however_confident_the_model():
     assert hit(PGD(0.3, steps=20, loss=margin)) > 0.9 and hit(CWPGD(0.3, steps=20)) > 0.9
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    st.integers(2, 12), st.integers(1, 9), st.sampled_from(['random', 'likely', 'least', 'next']), st.integers(0, 99)
-)
-def test_chosen_targets(c, b, how, seed):
-    "In range, never the label, the last class included; by the definition; independent of the batch"
-    m, x = Dense(c=c, seed=seed), images(b, seed=seed)
-    y = labels(b, c, seed)
+@pytest.mark.parametrize('how', ['random', 'likely', 'least', 'next'])
+@pytest.mark.parametrize('c', [2, 6])
+def test_chosen_targets(how, c, b=9):
+    "Never the label, the last class included; by the definition; independent of the batch"
+    m, x, y = Dense(c=c), images(b), labels(b, c)
     y[-1] = c - 1
-    t = choose_target(m, x, y, how, seed=seed)
-    assert t.shape == (b,) and t.dtype == torch.long and (t != y).all() and t.min() >= 0 and t.max() < c
-    assert torch.equal(torch.cat([choose_target(m, x[i : i + 1], y[i : i + 1], how, seed=seed) for i in range(b)]), t)
-    z = m(x).detach()
-    if how == 'next':
-        assert torch.equal(t, (y + 1) % c)
-    if how == 'likely':
-        assert all(z[i, t[i]] >= max(z[i, j] for j in range(c) if j != y[i]) for i in range(b))
-    if how == 'least':
-        assert all(z[i, t[i]] <= min(z[i, j] for j in range(c) if j != y[i]) for i in range(b))
+    t = choose_target(m, x, y, how)
+    assert t.dtype == torch.long and (t != y).all() and t.min() >= 0 and t.max() < c
+    assert torch.equal(torch.cat([choose_target(m, x[i : i + 1], y[i : i + 1], how) for i in range(b)]), t)
+    by = dict(likely=lambda z: z.argmax(1), least=lambda z: (-z).argmax(1), next=lambda z: (y + 1) % c)
+    if how in by:
+        others = m(x).detach().scatter(1, y[:, None], float('nan'))
+        assert torch.equal(t, by[how](others.nan_to_num(-99 if how == 'likely' else 99)))
 
 
 def test_random_targets_take_every_class_and_depend_on_the_seed():
     m, x, y = Dense(c=5), images(300), torch.zeros(300).long()
     n = torch.bincount(choose_target(m, x, y), minlength=5)
     assert n[0] == 0 and (n[1:] > 45).all() and (choose_target(m, x, y) != choose_target(m, x, y, seed=1)).any()
-    for bad in ('best', None):
-        with pytest.raises(ValueError, match='how must be'):
-            choose_target(m, x, y, bad)
+    with pytest.raises(ValueError, match='how must be'):
+        choose_target(m, x, y, 'best')
 
 
 # --- restarts, ensembles
 # ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    'kind,norm', [(k, n) for k, n in SOME if k in ('pgd', 'cwpgd', 'gama', 'gamafw', 'apgd', 'square')]
-)
+@pytest.mark.parametrize('kind,norm', [(k, n) for k, n in SOME if k in ('pgd', 'apgd', 'square')])
 def test_restarts_find_more_and_lose_nothing(kind, norm):
-    m, x = Dense(), images(150)
+    m, x = Dense(), images(100)
     y = predict(m, x)
-    a = make(kind, norm, 0.25 * EPS[norm])
-    a = a.but(
-        restarts=1,
-        **(dict(queries=15) if kind == 'square' else dict(steps=1 if kind != 'gama' and kind != 'gamafw' else 2)),
-    )
+    a = make(kind, norm, 0.4 * EPS[norm])
+    a = a.but(restarts=1, **(dict(queries=6) if kind == 'square' else dict(steps=1)))
     one, many = [predict(m, o(m, x, y)) == y for o in (a, a.restart(6))]
     assert not (many & ~one).any() and many.sum() < one.sum()
 
 
-@pytest.mark.parametrize('norm', ['Linf', 'L2'])
-def test_an_ensemble_is_its_members_one_after_the_other(norm):
+def test_an_ensemble_is_its_members_one_after_the_other(e=0.025):
     m, x = Dense(), images(60)
     y = predict(m, x)
-    e = 0.25 * EPS[norm]
-    mem = [
-        PGD(e, norm=norm, steps=1, alpha=e / 9),
-        APGD(e, norm=norm, steps=5),
-        Square(e, norm=norm, queries=20),
-        FAB(e, norm=norm, steps=5),
-    ]
+    mem = [PGD(e, steps=1, alpha=e / 9), APGD(e, steps=5), Square(e, queries=20), FAB(e, steps=5)]
     each = torch.stack([predict(m, a(m, x, y)) == y for a in mem])
-    for a in (WorstCase(mem), AutoAttack(e, norm=norm, attacks=mem)):
+    for a in (WorstCase(mem), AutoAttack(e, attacks=mem)):
         x_adv = a(m, x, y)
         assert torch.equal(predict(m, x_adv) == y, each.all(0)) and 0 < each.all(0).sum() < each[0].sum()
         assert torch.equal(x_adv[~each[0]], mem[0](m, x, y)[~each[0]])
-        inside(x_adv, x, norm, e)
 
 
-def test_an_ensemble_has_one_radius():
+def test_an_ensemble_has_one_radius_and_changes_it_as_a_whole():
     with pytest.raises(ValueError, match='threat model'):
         AutoAttack(0.1, attacks=[PGD(0.05)])
-
-
-def test_an_ensemble_changes_its_radius_as_a_whole():
     assert all(a.eps == 0.05 for a in AutoAttack(0.1, attacks=[PGD(0.1), 'square']).but(eps=0.05).members(10))
 
 
@@ -438,13 +392,11 @@ def test_an_ensemble_changes_its_radius_as_a_whole():
 # ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('norm,c', [('Linf', 2), ('L2', 3), ('Linf', 12)])
+@pytest.mark.parametrize('norm,c', [('Linf', 2), ('L2', 3)])
 def test_every_attack_takes_few_classes_or_says_what_to_do(norm, c):
     m, x = Dense(c=c), images(12)
     y = predict(m, x)
-    for kind in ZOO:
-        if kind == 'transfer':
-            continue
+    for kind in WAYS:
         a = make(kind, norm, 0.2 * EPS[norm])
         if c == 2 and kind in ('apgdt', 'auto'):
             with pytest.raises(ValueError, match='at least 3 classes'):
@@ -452,48 +404,28 @@ def test_every_attack_takes_few_classes_or_says_what_to_do(norm, c):
         else:
             inside(quiet(lambda: a(m, x, y)), x, norm, 0.2 * EPS[norm])
     std = AutoAttack(0.2 * EPS[norm], norm=norm).members(c)
-    assert (
-        len(std) == 4
-        and (
-            isinstance(std[1], APGDT) and std[1].targets == min(9, c - 1)
-            if c > 2
-            else std[1] == APGD(0.2 * EPS[norm], norm=norm, loss=margin)
-        )
-        and std[2].targets == min(9, c - 1)
-    )
+    assert len(std) == 4 and std[2].targets == c - 1 and (c == 2 or std[1].targets == c - 1)
 
 
-@each
-def test_wrong_labels_are_refused_in_words(kind, norm):
-    a, m, x = make(kind, norm), Dense(), images(3)
-    for y, err, words in (
-        ([0, 1], ValueError, '3 images need 3 labels'),
-        ([0, 1, -1], ValueError, '>= 0, got -1'),
-        (torch.tensor([0.0, 1.0, 2.0]), TypeError, 'use y.long'),
-    ):
-        if kind not in ('pgd_kl', 'apgd_kl', 'pgd_feat', 'apgd_mse'):
-            with pytest.raises(err, match=words):
-                a(m, x, y)
-    if kind not in ('pgd_kl', 'apgd_kl', 'pgd_feat', 'apgd_mse'):
-        with pytest.raises(ValueError, match='5 classes do not fit a model with 4'):
-            a(m, x, [0, 1, C])
-    for bad, words in ((x + 0.5, r'\[0,1\]'), (x * 255, r'\[0,1\]')):
-        with pytest.raises(ValueError, match=words):
-            a(m, bad, labels(len(bad)))
+WRONG = dict(
+    few_labels=(lambda x: x, [0, 1], '3 images need 3 labels'),
+    negative=(lambda x: x, [0, 1, -1], '>= 0, got -1'),
+    float_labels=(lambda x: x, torch.tensor([0.0, 1.0, 2.0]), 'use y.long'),
+    fifth_class=(lambda x: x, [0, 1, C], '5 classes do not fit a model with 4'),
+    no_labels=(lambda x: x, None, 'label'),
+    out_of_range=(lambda x: x + 0.5, [0, 1, 2], r'\[0,1\]'),
+    no_images=(lambda x: x[:0], [], 'B>=1'),
+)
+
+
+@pytest.mark.parametrize('kind', WAYS)
+def test_wrong_calls_are_refused_in_words(kind):
+    a, m, x = make(kind, 'Linf'), Dense(), images(3)
+    for change, y, words in WRONG.values():
+        with pytest.raises((ValueError, TypeError), match=words):
+            a(m, change(x), y)
     with pytest.raises(TypeError, match='first argument|images must be'):
         a(x, m, labels(3))
-
-
-@pytest.mark.parametrize('kind', ZOO)
-def test_an_empty_batch_is_refused_in_words(kind):
-    with pytest.raises(ValueError, match='B>=1'):
-        make(kind, 'Linf')(Dense(), images(3)[:0], labels(0))
-
-
-@pytest.mark.parametrize('kind', ['fgsm', 'apgd', 'apgdt', 'square', 'fab', 'auto', 'worst', 'gama'])
-def test_no_labels_are_refused_in_words(kind):
-    with pytest.raises((ValueError, TypeError), match='label'):
-        make(kind, 'Linf')(Dense(), images(3))
 
 
 # --- R07, R17: broken gradients
@@ -513,9 +445,7 @@ class Break(torch.autograd.Function):
         return g, None
 
 
-@pytest.mark.parametrize(
-    'kind,norm', [(k, n) for k, n in SOME if k not in ('square', 'fab', 'fab_u', 'auto', 'worst', 'transfer', 'apgdt')]
-)
+@pytest.mark.parametrize('kind,norm', [(k, n) for k, n in SOME if k in ('pgd', 'mifgsm', 'gamafw', 'apgd', 'apgd_kl')])
 def test_broken_gradients_give_one_warning_and_stay_with_their_image(kind, norm):
     bad = float('nan' if norm == 'Linf' else 'inf')
     p, x, y, a = Pixels(), images(3), labels(3), make(kind, norm, 0.02)
@@ -542,84 +472,23 @@ def test_zero_gradients_leave_numbers(kind, norm):
 # ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('norm', ['Linf', 'L2'])
-def test_margin_losses_break_what_cross_entropy_cannot(norm):
+def test_margin_losses_break_what_cross_entropy_cannot(e=0.1):
     m, x = Dense(k=1e4), images(40)
     y = predict(m, x)
-    e = EPS[norm]
     left = lambda a: (predict(m, a(m, x, y)) == y).float().mean().item()
-    stuck = left(PGD(e, norm=norm, rand=False))
-    soft = (predict(Dense(), PGD(e, norm=norm, rand=False)(Dense(), x, y)) == y).float().mean().item()
+    stuck = left(PGD(e, rand=False))
+    soft = (predict(Dense(), PGD(e, rand=False)(Dense(), x, y)) == y).float().mean().item()
     assert stuck > soft + 0.2
-    for a in (
-        PGD(e, norm=norm, loss=margin),
-        PGD(e, norm=norm, loss=dlr),
-        PGD(e, norm=norm, loss=scaled_ce),
-        APGD(e, norm=norm, steps=20, loss=dlr),
-        APGDT(e, norm=norm, steps=20, targets=3),
-        FAB(e, norm=norm, steps=20),
-        CWPGD(e, norm=norm),
-    ):
+    losses = [PGD(e, loss=o) for o in (margin, dlr, scaled_ce, cw)]
+    for a in (*losses, APGDT(e, steps=20, targets=3), FAB(e, steps=20)):
         assert left(a) <= soft + 0.1, a
-
-
-# --- R09: CW
-# ----------------------------------------------------------------------------------------------------------------------------  # noqa: E501
-
-
-@pytest.mark.parametrize('steps,norm', [(1, 'Linf'), (10, 'L2'), (100, 'Linf')])
-def test_cw_with_any_number_of_steps(steps, norm):
-    "Right, wrong and saturated images: never out of the ball, never no number, and more steps break no fewer"
-    m = Dense(k=5.0)
-    x = torch.cat([images(20), torch.zeros(2, 1, H, W), torch.ones(2, 1, H, W)])
-    y = predict(m, x)
-    y[:4] = (y[:4] + 1) % C
-    a = CWPGD(0.4 * EPS[norm], norm=norm, steps=steps)
-    x_adv = a(m, x, y)
-    inside(x_adv, x, norm, 0.4 * EPS[norm])
-    left = lambda k: (predict(m, a.but(steps=k)(m, x, y)) == y).sum()
-    assert left(steps) <= left(1) and (steps == 1 or left(steps) < (predict(m, x) == y).sum())
-
-
-# --- R17, R36: fast and compiled models
-# ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope='module')
-def trained():
-    learn = synth_learner(dls=synth_dls(n=512, bs=32, seed=1))
-    learn.fit_one_cycle(4, 4e-3)
-    x, y = next(iter(synth_dls(n=400, bs=100, seed=5).valid.new(shuffle=False)))
-    return learn.model.eval(), x.as_subclass(torch.Tensor)[:100], y.as_subclass(torch.Tensor)[:100]
-
-
-def _compiled(m, backend):
-    import torch._dynamo
-
-    torch._dynamo.reset()
-    return torch.compile(m, backend=backend)
-
-
-@pytest.mark.parametrize('backend', ['eager', pytest.param('inductor', marks=pytest.mark.slow)])
-def test_compiled_models_give_the_same_images(trained, backend):
-    m, x, y = trained
-    x, y = x[:16], y[:16]
-    c = _compiled(copy.deepcopy(m), backend)
-    c(x)
-    for a in (PGD(0.05, steps=3), Square(0.05, queries=5)):
-        got, want = a(c, x, y), a(m, x, y)
-        assert torch.equal(predict(c, got), predict(m, want)) and ((got - want).abs() < 1e-4).float().mean() > 0.98
-    assert not c.training and c._orig_mod.head.weight.grad is None if hasattr(c._orig_mod, 'head') else True
 
 
 # --- R33: larger radius, no fewer successes
 # --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    'kind,norm',
-    [(k, n) for k, n in SOME if k in ('pgd', 'mifgsm', 'cwpgd', 'gama', 'apgd', 'apgdt', 'square', 'fab', 'pgd_kl')],
-)
+@pytest.mark.parametrize('kind,norm', [(k, n) for k, n in SOME if k in ('mifgsm', 'gama', 'apgdt', 'square', 'fab')])
 def test_a_larger_ball_breaks_more(kind, norm):
     m, x = Dense(), images(100)
     y = predict(m, x)

@@ -27,10 +27,8 @@ from robust_nbdev.vit import *
 SMALL = dict(img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=2)
 SPEC = dict(
     vit=('vit_tiny_patch16_224', {}),
-    deit=('deit_tiny_patch16_224', {}),
     deit_distilled=('deit_tiny_distilled_patch16_224', {}),
     deit3=('deit3_small_patch16_224', dict(init_values=0.5)),
-    dinov2=('vit_small_patch14_dinov2', dict(init_values=0.5)),
     dinov2_reg4=('vit_small_patch14_reg4_dinov2', dict(init_values=0.5)),
     gap=('vit_base_patch16_rpn_224', dict(init_values=0.5)),
     qknorm=('vit_tiny_patch16_224', dict(qk_norm=True)),
@@ -173,15 +171,13 @@ def scaled(m, x, s):
 @pytest.mark.parametrize(
     'name',
     [
-        'resnet18',
         'eva02_tiny_patch14_224',
         'swinv2_tiny_window8_256',
     ],
 )
 def test_unsupported_named(name):
-    kw = dict(depth=1) if 'vit' in name or 'eva' in name else {}
     with torch.device('meta'):
-        m = timm.create_model(name, **kw) if 'swin' not in name and name != 'resnet18' else timm.create_model(name)
+        m = timm.create_model(name)
     for f in (
         vit_blocks,
         vit_splitter,
@@ -228,30 +224,6 @@ def test_other_blocks(name, heads):
 
 
 # ---- attention maps (R34)
-@fam
-def test_attn_maps(k):
-    m = build(k)
-    x = images()
-    z0 = m(x)
-    before = snapshot(m)
-    for pre in (False, True):
-        maps = {on: attn_maps(fuse(m, on), x, pre_softmax=pre) for on in (True, False)}
-        for a, b in zip(maps[True], maps[False]):
-            assert a.shape == b.shape and torch.allclose(a, b, atol=2e-5) and a.requires_grad
-    fuse(m, True)
-    full = snapshot(m)
-    maps, z = attn_maps(m, x, logits=True)
-    assert torch.equal(z, m(x)) and snapshot(m) == full and len(maps) == len(vit_blocks(m))
-    for a in maps:
-        assert torch.allclose(a.sum(-1), torch.ones(a.shape[:-1]), atol=1e-5) and a.shape[0] == 2
-    # far from uniform: the comparison means something
-    assert max(a.max() for a in maps) > 0.2
-    for n, o in m.named_modules():
-        if hasattr(o, 'fused_attn'):
-            o.fused_attn = dict(before['fused'])[n]
-    assert snapshot(m) == before and torch.equal(m(x), z0)
-
-
 def test_attn_maps_are_the_ones_used():
     "Unfused ViT: values times maps, through the projection, is the attention's output"
     m = build('vit')
@@ -275,26 +247,13 @@ def test_swin_windows():
 
 
 # ---- attention scale
-@pytest.mark.parametrize('k,fused', [*((k, True) for k in SPEC), ('vit', False), ('swin_tiny', False)])
-def test_scale_one_is_plain(k, fused):
-    m = fuse(build(k), fused)
-    x = images()
-    z0 = m(x)
-    before = snapshot(m)
-    n = len(vit_blocks(m))
-    for s in (1, 1.0, torch.tensor(1.0), torch.ones(n), [1.0] * n, [torch.ones(a.num_heads) for a in heads(m)]):
-        with attn_scale(m, s) as mm:
-            assert mm is m and torch.equal(m(x), z0) and list(m.state_dict()) == before['keys']
-    assert snapshot(m) == before
-
-
 def heads(m):
     return [
         [o for o in b.modules() if hasattr(o, 'attn_drop') or hasattr(o, 'attention_biases')][0] for b in vit_blocks(m)
     ]
 
 
-@fam
+@pytest.mark.parametrize('k', [*FEW, 'qknorm'])
 def test_scale_fused_equals_unfused_and_matters(k):
     m = build(k)
     x = images()
@@ -308,9 +267,9 @@ def test_scale_fused_equals_unfused_and_matters(k):
         assert torch.allclose(m(x), b, atol=1e-6)
 
 
-@pytest.mark.parametrize('k,fused', [*((k, True) for k in FEW), ('vit', False)])
-def test_scale_gradient(k, fused):
-    m = fuse(build(k).double(), fused)
+@pytest.mark.parametrize('k', ['xcit_nano', 'cait_xxs', 'swin_tiny'])
+def test_scale_gradient(k):
+    m = build(k).double()
     x = images().double()
     hs = [a.num_heads for a in heads(m)]
     y = torch.tensor([0, 2])
@@ -327,7 +286,7 @@ def test_scale_gradient(k, fused):
 
 
 @pytest.mark.parametrize(
-    'k,fused', [*((k, True) for k in (*FEW, 'qknorm', 'levit')), ('vit', False), ('swin_tiny', False)]
+    'k,fused', [*((k, True) for k in ('vit', 'xcit_nano', 'cait_xxs', 'swin_tiny', 'levit')), ('swin_tiny', False)]
 )
 def test_scale_per_image(k, fused):
     "Each image of a batch as if it were alone with its own scales, per block and per head; the gradient too"
@@ -383,25 +342,16 @@ def test_levit():
         vit_blocks(timm.create_model('levit_conv_128s', img_size=64))
 
 
-@pytest.mark.parametrize(
-    's,msg',
-    [
-        ([1.0, 1.0], '3 blocks'),
-        (torch.ones(4), 'got 4 scales'),
-        (torch.ones(3, 5), '2 heads'),
-        (torch.ones(3, 2, 5), 'shape'),
-    ],
-)
-def test_scale_refused(s, msg):
+def test_scale_refused():
     m = build('vit')
     before = snapshot(m)
-    with pytest.raises(ValueError, match=msg):
-        with attn_scale(m, s):
+    with pytest.raises(ValueError, match='shape'):
+        with attn_scale(m, torch.ones(3, 2, 5)):
             pass
     assert snapshot(m) == before
 
 
-@pytest.mark.parametrize('k', ['vit', 'xcit_nano', 'cait_xxs', 'swin_tiny'])
+@pytest.mark.parametrize('k', ['cait_xxs', 'swin_tiny'])
 def test_checkpointing(k):
     "Outputs and maps have the same gradients with it; a scale, which the recomputation might miss, is refused"
     m = build(k)
@@ -455,7 +405,7 @@ def test_tokens(k):
     assert remove_tokens(m) is m and snapshot(m) == before and torch.equal(m(x), z0)
 
 
-@pytest.mark.parametrize('k', ['vit', 'deit_distilled', 'dinov2_reg4', 'clip', 'map'])
+@pytest.mark.parametrize('k', ['dinov2_reg4', 'clip', 'map'])
 def test_tokens_by_hand(k):
     "Append after norm_pre, run the blocks, cut, normalise: what the paper does"
     m = build(k)
@@ -476,7 +426,9 @@ def test_tokens_by_hand(k):
     assert all(o.shape == (2, 32, 4, 4) for o in m.forward_intermediates(x, norm=True, intermediates_only=True))
 
 
-@pytest.mark.parametrize('k,out', [*((k, 'cls_patch') for k in TOKENS), ('vit', 'tokens'), ('dinov2_reg4', 'tokens')])
+@pytest.mark.parametrize(
+    'k,out', [('gap', 'cls_patch'), ('cait_xxs', 'cls_patch'), ('dinov2_reg4', 'cls_patch'), ('vit', 'tokens')]
+)
 def test_tokens_out(k, out):
     m = build(k)
     x = images()
@@ -493,7 +445,7 @@ def test_tokens_out(k, out):
         m(x)
 
 
-@pytest.mark.parametrize('k', ['vit', 'deit_distilled', 'dinov2_reg4', 'cait_xxs'])
+@pytest.mark.parametrize('k', ['vit', 'cait_xxs'])
 def test_tokens_gradients(k):
     "Gradients reach tokens and image; checkpointed and plain training agree"
     m = add_tokens(build(k), n=3, std=0.5)
@@ -513,15 +465,6 @@ def saved(m):
     return b
 
 
-@pytest.mark.parametrize('k', ['xcit_nano', 'swin_tiny'])
-def test_tokens_refused(k):
-    m = build(k)
-    before = snapshot(m)
-    with pytest.raises(TypeError, match='no place for extra tokens'):
-        add_tokens(m)
-    assert snapshot(m) == before
-
-
 def test_tokens_refused_arguments():
     m = build('vit')
     for bad in (dict(n=-1), dict(n=1.5), dict(out='feature')):
@@ -533,22 +476,10 @@ def test_tokens_refused_arguments():
         add_tokens(build('cait_xxs'), out='all')
     with no_tokens(m):
         m(images())  # a plain model passes through
-    add_tokens(m)
-    with pytest.raises(ValueError, match='already'):
-        add_tokens(m)
-
-
-def test_tokens_lost_is_loud():
-    m = add_tokens(build('vit'), n=3)
-    m.blocks[0].register_forward_hook(lambda b, a, o: o * 1)
-    with pytest.raises(RuntimeError, match='lost'):
-        m(images())
 
 
 # ---- rectangles, sizes (R35)
-@pytest.mark.parametrize(
-    'k,hw', [('vit', (48, 32)), ('deit_distilled', (24, 56)), ('dinov2_reg4', (48, 32)), ('gap', (24, 56))]
-)
+@pytest.mark.parametrize('k,hw', [('deit_distilled', (24, 56)), ('dinov2_reg4', (48, 32))])
 def test_rectangles_dynamic(k, hw):
     m = build(k, dynamic_img_size=True)
     x = images(2, *hw)
@@ -632,8 +563,7 @@ def test_adapters(k):
         remove_adapters(m)
 
 
-@pytest.mark.parametrize('first', ['tokens', 'adapters'])
-@pytest.mark.parametrize('k', ['vit', 'cait_xxs'])
+@pytest.mark.parametrize('k,first', [('vit', 'tokens'), ('cait_xxs', 'adapters')])
 def test_adapters_and_tokens(k, first):
     m = build(k)
     x = images()
@@ -655,19 +585,16 @@ def test_compiled():
     m = build('vit')
     x = images()
     z0 = m(x)
-    for c in (
-        Normalized(torch.compile(m, backend='eager'), mean=[0.0] * 3, std=[1.0] * 3),
-        torch.compile(Normalized(m, mean=[0.0] * 3, std=[1.0] * 3), backend='eager'),
-    ):
-        assert torch.allclose(c(x), z0, atol=1e-6)
-        assert len(block_outputs(c, x)) == 3 and len(attn_maps(c, x)) == 3
-        assert torch.allclose(scaled(c, x, 0.3), scaled(m, x, 0.3), atol=1e-6) and not torch.allclose(
-            scaled(c, x, 0.3), z0, atol=1e-4
-        )
-        assert torch.allclose(c(x), z0, atol=1e-6)
-        for f in (add_tokens, lambda c: add_after_mlp(c, Bottleneck)):
-            with pytest.raises(ValueError, match='torch.compile'):
-                f(c)
+    c = torch.compile(Normalized(m, mean=[0.0] * 3, std=[1.0] * 3), backend='eager')
+    assert torch.allclose(c(x), z0, atol=1e-6)
+    assert len(block_outputs(c, x)) == 3 and len(attn_maps(c, x)) == 3
+    assert torch.allclose(scaled(c, x, 0.3), scaled(m, x, 0.3), atol=1e-6) and not torch.allclose(
+        scaled(c, x, 0.3), z0, atol=1e-4
+    )
+    assert torch.allclose(c(x), z0, atol=1e-6)
+    for f in (add_tokens, lambda c: add_after_mlp(c, Bottleneck)):
+        with pytest.raises(ValueError, match='torch.compile'):
+            f(c)
     torch._dynamo.reset()
     z = add_tokens(m, n=3, std=0.5)(x)
     c = torch.compile(m, backend='eager')
@@ -688,7 +615,7 @@ def dls():
     return DataLoaders(dl, dl)
 
 
-@pytest.mark.parametrize('k,wrap', [*((k, True) for k in (*FEW, 'deit_distilled')), ('vit', False)])
+@pytest.mark.parametrize('k,wrap', [('deit_distilled', True), ('cait_xxs', True), ('swin_tiny', False)])
 def test_splitter(k, wrap):
     m = build(k)
     model = Normalized(m) if wrap else m
@@ -757,24 +684,20 @@ def shrunk(model, fits=1, opt_func=SGD, wd=0.1, before=noop, **kw):
     return {n for n, p in model.named_parameters() if p.mean() < 0.9975}
 
 
-@pytest.mark.parametrize('opt_func', [SGD, Adam, ranger])
-def test_no_decay_moves_nothing_else(opt_func):
+def test_no_decay_moves_nothing_else():
     m = build('xcit_nano')
     decay = {n for n, _ in m.named_parameters()} - no_decay_names(m)
-    if opt_func is ranger:
-        return check_switch(m)
-    kw = dict(mom=0.9) if opt_func is SGD else {}
-    assert shrunk(copy.deepcopy(m), opt_func=partial(opt_func, **kw) if kw else opt_func, cbs=NoDecay()) == decay
-    assert shrunk(copy.deepcopy(m), opt_func=opt_func) > decay
+    assert shrunk(copy.deepcopy(m), opt_func=Adam, cbs=NoDecay()) == decay
+    assert shrunk(copy.deepcopy(m), opt_func=Adam) > decay
 
 
-def check_switch(m):
+def test_an_optimiser_inside_another_spares_the_same():
+    m = build('xcit_nano')
     learn = Learner(dls(), m, loss_func=CrossEntropyLossFlat(), opt_func=ranger, cbs=NoDecay())
     with learn.no_bar(), learn.no_logging():
         learn.fit(1, 1e-4)
-    assert {id(p) for p in m.parameters() if learn.opt.state[p].get('do_wd', True)} == {
-        id(p) for p in no_decay_split(m)[0]
-    }
+    decays = {id(p) for p in m.parameters() if learn.opt.state[p].get('do_wd', True)}
+    assert decays == {id(p) for p in no_decay_split(m)[0]}
 
 
 def test_no_decay_with_freeze_groups_and_refit():
@@ -798,22 +721,19 @@ def test_no_decay_with_freeze_groups_and_refit():
     )
     with pytest.raises(TypeError, match='no_decay_split'), learn.no_bar(), learn.no_logging():
         learn.fit(1)
-    assert (
-        shrunk(build('vit'), opt_func=partial(OptimWrapper, opt=torch.optim.SGD), splitter=no_decay_split, wd=[0.1, 0])
-        == decay
-    )
 
 
 # ---- copies of models with parts: a replica answers with its own
 def replica(model):
-    "As `torch.nn.parallel.replicate` makes one for each GPU: new modules with tensors of their own, and the same hooks"
+    """As `torch.nn.parallel.replicate` makes one for each GPU: new modules with tensors of their own, the same hooks;
+    they require gradients as the parameters do, else torch multiplies by other kernels, which round differently"""
     mods = list(model.modules())
     new = dict(zip(mods, [o._replicate_for_data_parallel() for o in mods]))
     for o, r in new.items():
         for k, c in o._modules.items():
             r._modules[k] = new.get(c)
         for k, t in (o._parameters | o._buffers).items():
-            setattr(r, k, None if t is None else t.clone())
+            setattr(r, k, None if t is None else t.detach().clone().requires_grad_(t.requires_grad))
     return new[model]
 
 
@@ -855,7 +775,7 @@ COPIES = dict(
 )
 WHERE = [
     (k, p)
-    for k in ('vit', 'deit_distilled', 'cait_xxs', 'xcit_nano', 'swin_tiny', 'levit')
+    for k in ('vit', 'cait_xxs', 'xcit_nano', 'swin_tiny', 'levit')
     for p in PARTS
     if p != 'tokens' or k in TOKENS
 ]
@@ -886,7 +806,7 @@ def test_copies_answer_with_their_own(k, part, how):
     )
 
 
-@pytest.mark.parametrize('k,part', WHERE[::3])
+@pytest.mark.parametrize('k,part', [('cait_xxs', 'tokens'), ('vit', 'adapters'), ('xcit_nano', 'scales')])
 @torch.no_grad()
 def test_weights_as_an_argument(k, part):
     a, x = with_part(k, part), images()
@@ -896,8 +816,6 @@ def test_weights_as_an_argument(k, part):
     assert torch.allclose(
         torch.func.functional_call(a, dict(b.named_parameters()) | dict(b.named_buffers()), (x,)), b(x), atol=1e-6
     )
-    if k == 'levit':
-        return  # timm caches its position biases
     stacked = torch.func.stack_module_state([a, b])
     base = copy.deepcopy(a).to('meta')
     zs = torch.func.vmap(lambda *state: torch.func.functional_call(base, state, (x,)))(*stacked)
@@ -956,7 +874,7 @@ class InPlaceBlocks(nn.Module):
         return x.add_(self.blk(x) - x)
 
 
-@pytest.mark.parametrize('mode', [torch.no_grad, torch.inference_mode, nullcontext])
+@pytest.mark.parametrize('mode', [torch.inference_mode, nullcontext])
 def test_outputs_of_blocks_that_write_into_their_input(mode):
     m, x = build('vit'), images()
     bad = copy.deepcopy(m)

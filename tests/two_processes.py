@@ -2,12 +2,50 @@
 
 A job is Python that defines `learner(dls)`, `fits` (a list of functions of a Learner) and `keep(learn)`."""
 
-import os, socket, subprocess, sys
-from contextlib import nullcontext
+import os, subprocess, sys
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+ENV = dict(
+    CUDA_VISIBLE_DEVICES='', ACCELERATE_USE_CPU='true', OMP_NUM_THREADS='1', WORLD_SIZE='2', MASTER_ADDR='localhost'
+)
 
-def train(job, rank=0, world=1):
+
+@contextmanager
+def running(script, folder, *args):
+    "Meanwhile a script runs `as_two` in this folder; it must end well"
+    root, log = Path(__file__).resolve().parents[1], folder / 'log'
+    env = {k: v for k, v in os.environ.items() if k not in ('RANK', 'LOCAL_RANK', 'MASTER_PORT')} | ENV
+    env['PYTHONPATH'] = os.pathsep.join([str(root), os.environ.get('PYTHONPATH', '')])
+    with log.open('w') as f:
+        p = subprocess.Popen([sys.executable, script, *args], env=env, cwd=folder, stdout=f, stderr=f)
+    try:
+        yield
+        assert p.wait(timeout=300) == 0, log.read_text()[-3000:]
+    finally:
+        p.kill()
+
+
+@contextmanager
+def as_two():
+    "Inside, this process goes on as two, which know their rank; the second is a fork, which spares it the imports"
+    import torch, torch.distributed as dist
+    from fastai.distributed import DistributedDL
+
+    child = os.fork()
+    rank = int(child == 0)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+    DistributedDL._broadcast = lambda self, t, rank: (lambda v: (dist.broadcast(v, rank), v.tolist())[1])(
+        torch.LongTensor(t)
+    )  # fastai's own moves it to a GPU
+    dist.init_process_group('gloo', init_method=Path('meeting').resolve().as_uri(), rank=rank, world_size=2)
+    yield rank
+    dist.destroy_process_group()
+    if child:
+        sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+
+def train(job, world=1):
     "32 random images, in batches of 16: each process has its half of every batch"
     import torch
     from fastai.vision.all import DataLoader, DataLoaders, set_seed
@@ -40,50 +78,14 @@ def one_and_two(job, folder):
     "What one process keeps, and each of two"
     import torch
 
-    with socket.socket() as s:
-        s.bind(('localhost', 0))
-        port = s.getsockname()[1]
-    root = Path(__file__).resolve().parents[1]
-    env = {
-        **os.environ,
-        'PYTHONPATH': os.pathsep.join([str(root), os.environ.get('PYTHONPATH', '')]),
-        'CUDA_VISIBLE_DEVICES': '',
-        'ACCELERATE_USE_CPU': 'true',
-        'OMP_NUM_THREADS': '1',
-        'WORLD_SIZE': '2',
-        'MASTER_ADDR': 'localhost',
-        'MASTER_PORT': str(port),
-    }
     (folder / 'job.py').write_text(job)
-    ps = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(folder)],
-            env={**env, 'RANK': str(r), 'LOCAL_RANK': str(r)},
-            cwd=folder,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for r in range(2)
-    ]
-    try:
+    with running(__file__, folder):
         one = train(job)
-        for p in ps:
-            err = p.communicate(timeout=300)[1]
-            assert p.returncode == 0, err[-3000:]
-    finally:
-        for p in ps:
-            p.kill()
     return [one] + [torch.load(folder / f'{r}.pth') for r in range(2)]
 
 
 if __name__ == '__main__':
-    import torch, torch.distributed as dist
-    from fastai.distributed import DistributedDL
+    import torch, robust_nbdev.all  # noqa: F401, before the fork
 
-    DistributedDL._broadcast = lambda self, t, rank: (lambda v: (dist.broadcast(v, rank), v.tolist())[1])(
-        torch.LongTensor(t)
-    )  # fastai's own moves it to a GPU
-    dist.init_process_group('gloo')
-    folder, rank = Path(sys.argv[1]), dist.get_rank()
-    torch.save(train((folder / 'job.py').read_text(), rank, 2), folder / f'{rank}.pth')
-    dist.destroy_process_group()
+    with as_two() as rank:
+        torch.save(train(Path('job.py').read_text(), 2), f'{rank}.pth')
