@@ -84,7 +84,7 @@ def check_weight(
     v,  # What was given: a number, or a schedule `pct -> number`
     name: str,  # What it is called
     check: Callable = check_range,  # `check(number, name)` raises ValueError, as `check_share` does
-):  # `v`
+) -> object:  # `v`
     "`v`, if it is a number that `check` allows, or a schedule that begins and ends with such; raises ValueError"
     for o in (v(0.0), v(1.0)) if callable(v) else [v]:
         check(o, name)
@@ -815,7 +815,7 @@ def _replay_of(kind):
 def replayed(
     dl,  # A DataLoader of any kind
     n: int,  # How many times
-):  # A DataLoader of the same kind, `n` times as long
+) -> DataLoader:  # Of the same kind, `n` times as long
     "Each batch `n` times in a row"
     return _replay_of(type(dl))(dl, n)
 
