@@ -442,7 +442,7 @@ def difference(
     column = ifnone(column, self.judged)
     if side is None or other is None:
         odd = name if side is None else base
-        raise ValueError(f'no model is called {odd!r}, there are: {[s.name for s in self.sides]}')
+        raise ValueError(f'no model {odd!r}, there are: {[s.name for s in self.sides]}')
     if column not in self.columns:
         raise ValueError(f'there is no column {column!r}, there are: {self.columns}')
     if not _can_pair(side, other, column):

@@ -69,7 +69,7 @@ def test_differences_are_paired_with_the_first_model(both, reports):
 def test_any_two_models_can_be_compared(both):
     there, back = both.difference('robust'), both.difference(both.first.name, base='robust')
     assert there.value == -back.value and (there.wins, there.losses) == (back.losses, back.wins)
-    with pytest.raises(ValueError, match="no model is called 'nobody'"):
+    with pytest.raises(ValueError, match="no model 'nobody'"):
         both.difference('robust', base='nobody')
 
 
