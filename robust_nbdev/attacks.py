@@ -497,9 +497,6 @@ def land(
     return torch.where(over, bits - (y.float() - x.float()).sign().to(torch.int16), bits).view(x.dtype)
 
 # %% ../nbs/01_attacks.ipynb #11705867
-_START_AT_IMAGE = []  # classes of attacks in which nothing is random where `rand` is False
-
-
 @dataclass(frozen=True, repr=False)
 class Attack(AttackBase):
     "Base of the attacks inside a ball: `attack(model, x, y) -> x_adv`"
@@ -518,10 +515,12 @@ class Attack(AttackBase):
     keep = 'last'
     in_steps = True  # does it go in steps, by `start` and `update`? Not if it writes a `run` of its own
     restartable = True  # does it make `restarts` runs? A `run` or `make` of its own has to say so
+    only_start_is_random = False  # is nothing else? Each class has to say so for itself
     whole = dict(restarts=1, draws=1, steps=0, targets=1)  # whole numbers, each with the smallest that makes sense
 
     def __init_subclass__(cls, **kw):
         super().__init_subclass__(**kw)
+        cls.only_start_is_random = vars(cls).get('only_start_is_random', False)
         if {'run', 'make', '__call__'} & set(vars(cls)):
             cls.in_steps = False
             cls.restartable = vars(cls).get('restartable', False)
@@ -535,7 +534,7 @@ class Attack(AttackBase):
                 f'{type(self).__name__} is run in a way of its own, which would make one run and not {self.restarts}: '
                 'loop over self.restarts there and declare restartable = True in the class, or leave restarts out'
             )
-        if self.restarts > 1 and type(self) in _START_AT_IMAGE and not self.rand and self.draws == 1:
+        if self.restarts > 1 and self.only_start_is_random and not self.rand and self.draws == 1:
             raise ValueError(
                 f'{type(self).__name__} starts at the image itself, so {self.restarts} restarts would be one and the '
                 'same run: leave restarts out, take an attack that starts at random, such as PGD, or, for a random '
@@ -949,6 +948,7 @@ class PGD(Attack):
     steps: int = field(default=10, kw_only=True)  # Iterations; each costs one forward and one backward
     alpha: float = field(default=None, kw_only=True)  # Step length in pixel units; None: 2.5*eps/steps
     rand: bool = field(default=True, kw_only=True)  # Start at a random point of the ball, or at the image
+    only_start_is_random = True
 
     def step_at(
         self,
@@ -966,9 +966,6 @@ def _step(attack, g, i):
     "The step of `step_at` along a gradient"
     length = attack.step_at(i)
     return (per_image(length, g) if isinstance(length, Tensor) else length) * attack.ball.step(g)
-
-
-_START_AT_IMAGE.append(PGD)
 
 # %% ../nbs/01_attacks.ipynb #02b6b6ed
 def _step_for(attack, ball):
@@ -1014,12 +1011,10 @@ class FGSM(PGD):
     steps: int = field(default=1, init=False, repr=False)
     alpha: float = field(default=None, init=False, repr=False)
     rand: bool = field(default=False, init=False, repr=False)
+    only_start_is_random = True
 
     def step_at(self, i):
         return self.eps
-
-
-_START_AT_IMAGE.append(FGSM)
 
 # %% ../nbs/01_attacks.ipynb #a8198e2c
 @dataclass(frozen=True, repr=False)
@@ -1040,6 +1035,7 @@ class MIFGSM(PGD):
 
     decay: float = field(default=1.0, kw_only=True)  # Share of the old direction that is kept
     rand: bool = field(default=False, kw_only=True)  # Start at a random point of the ball, or at the image
+    only_start_is_random = True
 
     def step_at(self, i):
         return self.eps / max(self.steps, 1) if self.alpha is None else self.alpha
@@ -1053,18 +1049,13 @@ class MIFGSM(PGD):
         m = self.decay * s['m'] + g / per_image(g.abs().flatten(1).mean(1), g).clamp(min=torch.finfo(g.dtype).tiny)
         return super().update(x, {**s, 'm': m}, m, v, i)
 
-
-_START_AT_IMAGE.append(MIFGSM)
-
 # %% ../nbs/01_attacks.ipynb #68d40989
 @dataclass(frozen=True, repr=False)
 class CWPGD(PGD):
     "PGD on the margin of Carlini & Wagner, which no longer counts above a confidence of 10"
 
     loss: Callable = field(default=cw, kw_only=True)  # `loss(z, y) -> [B]`
-
-
-_START_AT_IMAGE.append(CWPGD)
+    only_start_is_random = True
 
 # %% ../nbs/01_attacks.ipynb #5f6aa5a2
 def to_length(

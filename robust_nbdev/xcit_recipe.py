@@ -162,7 +162,7 @@ class XcitRecipe(Value):
     cutmix: float = 0.0  # Alpha of CutMix; 0: none
     randaug: str = ''  # RandAugment in timm's notation; empty: none
     erase: float = 0.0  # Share of images with an erased rectangle
-    repeats: int = 1  # Times that each batch is trained on; the first time all but MixUp and CutMix rest
+    repeats: int = 1  # Times that each batch is trained on; the first time only MixUp and CutMix change it
     best: str = 'valid'  # Epoch to keep: best under attack on held-out images, `'valid'`, on `'test'`; or the `'last'`
     held: float = 0.1  # Share of the training images that `'valid'` holds out
     bn_clean: bool = True  # Also send the clean images through the model, so that BatchNorm sees them
@@ -223,7 +223,7 @@ def total(self: XcitRecipe):
 
 @patch(as_prop=True)
 def attack(self: XcitRecipe):
-    "The training attack at its full radius; it climbs the plain label's loss, or the mixed one's"
+    "The training attack at its full radius; it maximises the loss of the plain label, or of the mixed one"
     alpha = 1.5 * self.eps / max(self.steps, 1) if self.alpha is None else self.alpha
     return PGD(
         self.eps,

@@ -478,7 +478,7 @@ def honest():
         torch.stack([torch.as_tensor(o[i]).as_subclass(torch.Tensor) for o in synth_dls(n=1200, seed=9).valid_ds])
         for i in (0, 1)
     ]
-    x = (x + 0.35 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))).clamp(0, 1)  # not too easy
+    x = (x + 0.55 * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))).clamp(0, 1)  # not too easy
     return l.model.eval(), x, y.long().flatten()
 
 
@@ -489,7 +489,7 @@ def test_an_honest_model_gets_no_warning_but_that_of_few_images(honest):
     m, x, y = honest
     rep = robust_report(m, (x[:100], y[:100]), LIST, bs=100)
     assert len(rep.warnings) == 1 and '100 images only' in rep.warnings[0]
-    assert 0.3 < rep.rows[2]['accuracy'] < rep.rows[0]['accuracy']
+    assert 0.3 < rep.rows[2]['accuracy'] < rep.rows[0]['accuracy'] < 1
 
 
 def test_gradients_hidden_from_all_but_a_black_box_attack_are_named():
