@@ -1685,11 +1685,15 @@ def attack(
 @patch
 def _progress_of(self: Run, k, attack, member, left):
     "What is known of member `k` of a row; from disk, if that was begun with all the same"
-    who, mine = [identity(o) for o in (attack, member)], _mine(left, self.many)
+    mine, file = _mine(left, self.many), self._running(k)
+    if file is None:
+        return _Progress(mine)
+    _, of_row = self.attacks[row_name(attack)]
+    who = of_row, of_row if member is attack else identity(member)
     about = [self.meta[o] for o in (*_same_run, 'code')]
     key = _digest(*about, row_name(attack), row_name(member), *who, mine)
     look = [self.meta['look'][o] for o in ('outputs', 'grads')]
-    return _Progress(mine, key, self._running(k) if all(who) else None, look, self.meta['held'])
+    return _Progress(mine, key, file if all(who) else None, look, self.meta['held'])
 
 
 @patch

@@ -437,51 +437,75 @@ def status(
 # %% ../nbs/01g_experiments.ipynb #f0554b37
 def verdicts_of(
     name: str,  # Of an experiment
-    attack: str,  # As the rows name it: `'clean'`, `'apgd'`, ...
+    attack,  # As the rows name it: `'clean'`, `'apgd'`, ...; or a list of such names
     profile=None,  # Section of settings.ini, or `RunSettings`
     out=None,  # Folder of all results
     **where,  # Keys and their values: everything but the seed
-) -> np.ndarray:  # [seeds,N] bool, for `paired`
+) -> np.ndarray:  # [seeds,N] for `paired`: bool, or for a list the share of its attacks under which an image is right
     "Right or wrong per seed and image; raises ValueError where there are no rows, or rows of different images"
     return _stack(_done(name, profile, out, **where), attack, f'{name} {where}')[1]
 
 
+def _seed(row):
+    return row['key'].get('seed', 0)
+
+
+def _right(row, attack):
+    "Verdicts of a row [N]; for a list of attacks their mean"
+    known = row['verdicts']
+    each = [_unpack(known[o], known['n']) for o in L(attack)]
+    return each[0] if isinstance(attack, str) else np.mean(each, axis=0)
+
+
 def _stack(found, attack, what):
-    "Seeds, and verdicts [seeds,N], in the order of the seeds"
-    found = sorted(found, key=lambda r: r['key'].get('seed', 0))
+    "Images, and verdicts [seeds,N] in the order of the seeds"
+    found = sorted(found, key=_seed)
     if not found:
         raise ValueError(f'{what} has no finished rows: robust-reproduce makes them')
-    seeds = [r['key'].get('seed', 0) for r in found]
-    if len(set(seeds)) < len(seeds):
+    if len({_seed(r) for r in found}) < len(found):
         raise ValueError(f'{what} has several rows of one seed: choose among them by their other keys')
-    if attack not in found[0]['verdicts']:
-        raise ValueError(f'{what} has no verdicts {attack!r}, it has {list(found[0]["verdicts"])[2:]}')
+    known = found[0]['verdicts']
+    if odd := [o for o in L(attack) if o not in known]:
+        raise ValueError(f'{what} has no verdicts {odd[0]!r}, it has {list(known)[2:]}')
     images = {(r['verdicts']['n'], r['verdicts']['images']) for r in found}
     if len(images) > 1:
         raise ValueError(f'{what} was measured on different images: {sorted(images)}')
-    return (first(images), seeds), np.stack([_unpack(r['verdicts'][attack], r['verdicts']['n']) for r in found])
+    return first(images), np.stack([_right(r, attack) for r in found])
+
+
+def _both(found):
+    "Of the rows of two methods those of the seeds that both have"
+    seeds = set.intersection(*({_seed(r) for r in rows_of} for rows_of in found))
+    return [[r for r in rows_of if _seed(r) in seeds] for rows_of in found]
+
+
+def _difference(name, attack, a, b, found):
+    "`paired`, for rows with the keys `a` and with the keys `b`"
+    known = [_stack(rows_of, attack, f'{name} {o}') for rows_of, o in zip(found, (a, b))]
+    (images_a, right_a), (images_b, right_b) = known
+    if images_a != images_b:
+        raise ValueError(f'{name}: {a} was measured on {images_a}, {b} on {images_b}: compare on the same images')
+    return paired(right_a, right_b)
 
 
 def difference(
     name: str,  # Of an experiment
-    attack: str,  # As the rows name it: `'clean'`, `'apgd'`, ...
+    attack,  # As the rows name it: `'clean'`, `'apgd'`, ...; or a list of such names, for the mean over them
     a: dict,  # Keys of the first method
     b: dict,  # Keys of the second
     profile=None,  # Section of settings.ini, or `RunSettings`
     out=None,  # Folder of all results
 ) -> Difference:  # Of `a` minus `b`
     "`paired`, for the rows of two methods: the seeds that both have, on the same images"
-    known = [{r['key'].get('seed', 0): r for r in _done(name, profile, out, **o)} for o in (a, b)]
-    both = set(known[0]) & set(known[1])
-    found = [[r for r in _done(name, profile, out, **o) if r['key'].get('seed', 0) in both] for o in (a, b)]
-    (of_a, right_a), (of_b, right_b) = [_stack(f, attack, f'{name} {o}') for f, o in zip(found, (a, b))]
-    if of_a[0] != of_b[0]:
-        raise ValueError(f'{name}: {a} was measured on {of_a[0]}, {b} on {of_b[0]}: compare on the same images')
-    return paired(right_a, right_b)
+    return _difference(name, attack, a, b, _both([_done(name, profile, out, **o) for o in (a, b)]))
 
 # %% ../nbs/01g_experiments.ipynb #2905fc1b
 def _text(key):
     return json.dumps(key, sort_keys=True)
+
+
+def _words(where):
+    return ', '.join(f'{k}={v}' for k, v in where.items())
 
 
 def _mean(found, of):
@@ -493,7 +517,7 @@ def judge_rows(  # noqa: PLR0913
     name: str,  # Of an experiment
     a: dict,  # Keys of the first method
     b: dict,  # Keys of the second, the baseline
-    attack: str = 'strong',  # As the rows name it; or `'clean'`
+    attack='strong',  # As the rows name it; or `'clean'`; or a list of such names, for the mean over them
     classes: int = 10,  # Number of classes
     cost: float = None,  # What the training of `a` paid, relative to `b`; None: by the runs
     profile=None,  # Section of settings.ini, or `RunSettings`
@@ -503,12 +527,16 @@ def judge_rows(  # noqa: PLR0913
     found = [_done(name, profile, out, **o) for o in (a, b)]
     for rows_of, o in zip(found, (a, b)):
         if not rows_of:
-            return Verdict(claim, 'not testable here', f'there are no finished rows of {o}', None)
-    effect = difference(name, attack, a, b, profile, out)
+            return Verdict(claim, 'not testable here', f'there are no finished rows of {_words(o)}', None)
+    both = _both(found)
+    if not both[0]:
+        return Verdict(claim, 'not testable here', f'no seed has finished rows of {_words(a)} and of {_words(b)}', None)
+    effect = _difference(name, attack, a, b, both)
     base = found[1]
-    needs = [learned(_mean(base, lambda r: r['numbers']['clean']) / 100, classes)]
+    needs = [learned(_mean(base, lambda r: _right(r, 'clean').mean()), classes)]
     if attack != 'clean':
-        needs.append(above_chance(_mean(base, lambda r: r['numbers'][attack]) / 100, classes, base[0]['verdicts']['n']))
+        under_attack = _mean(base, lambda r: _right(r, attack).mean())
+        needs.append(above_chance(under_attack, classes, base[0]['verdicts']['n']))
     if cost is None:
         paid = {_text(o.key): o.training or o.cost for o in trials_of(name, profile)}
         for_a, for_b = [_mean(o, lambda r: paid[_text(r['key'])]) for o in found]

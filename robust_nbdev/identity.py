@@ -166,19 +166,25 @@ def _parts(o, walk):
     return walk(kind), own, [walk(v) for v in pickled]
 
 # %% ../nbs/00e_identity.ipynb #0f6cc321
-def _constant(c, walk):
+def _constant(c):
     if isinstance(c, types.CodeType):
-        return walk(c)
+        return _sha(repr(_code(c)))
     if isinstance(c, frozenset):
         return sorted(map(repr, c))  # the order of a set changes with the process
     return repr(c)
 
 
-@_parts.register(types.CodeType)
-def _(o, walk):
-    consts = [_constant(c, walk) for c in o.co_consts]
+@lru_cache(10000)
+def _code(o):
+    "What a code object is made of; it cannot change, so it is read once"
+    consts = [_constant(c) for c in o.co_consts]
     names = o.co_name, o.co_code, o.co_names, o.co_varnames, o.co_freevars
     return *names, o.co_argcount, o.co_kwonlyargcount, o.co_flags, consts
+
+
+@_parts.register(types.CodeType)
+def _(o, walk):
+    return _code(o)
 
 
 def _global(v, attrs, walk):

@@ -196,6 +196,31 @@ def test_a_difference_takes_the_seeds_that_both_have(register, tmp_path):
     assert d.seeds == 2 and d.value > 0.3
 
 
+def fog_and_rain(share, n, seed):
+    fog, rain = [np.random.default_rng(o).random(n) < share for o in (seed, seed + 10)]
+    return Outcome(dict(clean=100 * fog.mean()), dict(clean=fog, fog=fog, rain=rain), 'these')
+
+
+def test_several_attacks_are_compared_by_their_mean(register, tmp_path):
+    register('toy.shares', lambda s: shares(s, fog_and_rain))
+    reproduce('toy.shares', toy, tmp_path)
+    keys = dict(share=0.8), dict(share=0.2)
+    by_fog, by_rain, by_both = [
+        difference('toy.shares', o, *keys, toy, tmp_path).value for o in ('fog', 'rain', ['fog', 'rain'])
+    ]
+    assert by_fog != by_rain and by_both == pytest.approx((by_fog + by_rain) / 2)
+    with pytest.raises(ValueError, match="no verdicts 'snow', it has"):
+        difference('toy.shares', ['fog', 'snow'], *keys, toy, tmp_path)
+
+
+def test_a_claim_on_rows_of_different_seeds_is_not_testable(register, tmp_path):
+    register('toy.shares', lambda s: [Trial(dict(share=o, n=s.n, seed=i), luck) for i, o in enumerate((0.2, 0.8))])
+    reproduce('toy.shares', toy, tmp_path)
+    keys = dict(share=0.8), dict(share=0.2)
+    got = judge_rows(Claim('more is better'), 'toy.shares', *keys, 'clean', profile=toy, out=tmp_path)
+    assert got.word == 'not testable here' and 'no seed has finished rows of' in got.why
+
+
 REFUSED = {
     'other images': (
         lambda s: [*shares(s), *[Trial(dict(share=0.5, n=s.n, seed=i, images='those'), luck) for i in range(2)]],
