@@ -127,7 +127,6 @@ def test_apgd_t_on_100_cifar_images(cifar):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(7200)
 def test_standard_autoattack_on_cifar_images(cifar):
     "The whole suite as it is published, ours, and the package as a whole"
     m, x, y = cifar[0], cifar[1][:20], cifar[2][:20]
