@@ -464,6 +464,8 @@ def _stack(found, attack, what):
         raise ValueError(f'{what} has no finished rows: robust-reproduce makes them')
     if len({_seed(r) for r in found}) < len(found):
         raise ValueError(f'{what} has several rows of one seed: choose among them by their other keys')
+    if not L(attack):
+        raise ValueError(f'{what}: no attack is named, so there is nothing to take the mean of')
     known = found[0]['verdicts']
     if odd := [o for o in L(attack) if o not in known]:
         raise ValueError(f'{what} has no verdicts {odd[0]!r}, it has {list(known)[2:]}')

@@ -211,6 +211,8 @@ def test_several_attacks_are_compared_by_their_mean(register, tmp_path):
     assert by_fog != by_rain and by_both == pytest.approx((by_fog + by_rain) / 2)
     with pytest.raises(ValueError, match="no verdicts 'snow', it has"):
         difference('toy.shares', ['fog', 'snow'], *keys, toy, tmp_path)
+    with pytest.raises(ValueError, match='no attack is named'):
+        difference('toy.shares', [], *keys, toy, tmp_path)
 
 
 def test_a_claim_on_rows_of_different_seeds_is_not_testable(register, tmp_path):
