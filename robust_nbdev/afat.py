@@ -7,7 +7,7 @@ __all__ = ['n_occluded', 'patch_size', 'occlude', 'patch_cover', 'random_keep', 
            'PatchOcclusion', 'occlusion_for', 'align_loss', 'patch_effects', 'ascend', 'corruption_optim',
            'fit_corruption', 'AFAT', 'Occlusion', 'RankedOcclusion', 'GreedyOcclusion', 'show_occlusion',
            'mask_accuracy', 'PatchAugment', 'AfatRecipe', 'afat_recipe', 'images_for_afat', 'trained_afat',
-           'own_occluder', 'occluder_run', 'patches_run', 'corruptions_run', 'strong_run']
+           'own_occluder', 'occluder_run', 'patches_run', 'corruptions_run', 'variants_run', 'strong_run']
 
 # %% ../nbs/05_afat.ipynb #976ddaac
 import hashlib, json, math, warnings
@@ -1431,6 +1431,16 @@ def corruptions_run(
     return Outcome(numbers, dict(rep.verdicts), f'{how["dataset"]} test, {rep.meta["data"]}', tuple(rep.warnings))
 
 
+def variants_run(
+    **how,  # Key of a run
+) -> Outcome:  # No verdicts: other images than those of the tests
+    "Accuracy on ImageNet-A, and the mean flip rate on ImageNet-P, in the folders that settings.ini names"
+    model, s = trained_afat(how).model, settings()
+    on_a = subset_report(model, s.imagenet_a, bs=how['bs'], size=how['side']).accuracy['subset']
+    flip_rates = flip_report(model, ImageNetP(s.imagenet_p, n=how['n']))
+    return Outcome({'-A': 100 * on_a, '-P': mfr(flip_rates)}, images='ImageNet-A and -P')
+
+
 def strong_run(
     **how,  # Key of a run
 ) -> Outcome:  # Verdicts `clean`, `pgd5`, `fool` and, if asked for, `greedy`
@@ -1520,13 +1530,69 @@ def _table3_attacks(s):
 
 @experiment(
     'afat.corruptions',
-    'Tables 1, 2 and 4, Figure 7: accuracy under corruptions',
+    'Tables 2 and 4, Figure 7: accuracy under corruptions',
     by=('net', 'method', 'epochs'),
 )
 def _corruption_tables(s):
     for how in _afat_arms(s):
         how |= dict(n=min(s.n_corrupt, s.n_valid))
         yield Trial(how, corruptions_run, _afat_cost(how, 76))
+
+
+@experiment(
+    'afat.table1',
+    'Table 1: CIFAR-10 and CIFAR-100',
+    by=('dataset', 'net', 'method', 'epochs'),
+    needs=('table1',),
+    published=_mean_by(
+        'dataset net method clean -C',
+        [
+            ('cifar10', 'RVT-S*', 'plain', 97.21, 92.35),
+            ('cifar10', 'RVT-S*', 'adversarial', 97.73, 94.14),
+            ('cifar10', 'FAN-S', 'plain', 97.69, 93.14),
+            ('cifar10', 'FAN-S', 'adversarial', 98.06, 94.59),
+            ('cifar100', 'RVT-S*', 'plain', 84.13, 73.43),
+            ('cifar100', 'RVT-S*', 'adversarial', 84.81, 74.94),
+            ('cifar100', 'FAN-S', 'plain', 84.92, 74.19),
+            ('cifar100', 'FAN-S', 'adversarial', 85.30, 75.72),
+        ],
+    ),
+)
+def _table1(s):
+    for name in (s.get('table1') or '').split():
+        own = {k: s[f'table1_{k}'] for k in 'nets recipe epochs bs'.split()}
+        yield from _corruption_tables(RunSettings(s | own | dict(dataset=name)))
+
+
+@experiment(
+    'afat.variants',
+    'Table 2: ImageNet-A and ImageNet-P',
+    by=('net', 'method', 'epochs'),
+    needs=('dataset', 'variants'),
+    published=_mean_by(
+        'net method -A -P',
+        [
+            ('RVT-Ti*', 'plain', 14.6, 39.1),
+            ('RVT-Ti*', 'adversarial', 16.5, 38.0),
+            ('RVT-S*', 'plain', 25.7, 35.2),
+            ('RVT-S*', 'adversarial', 27.9, 34.3),
+            ('RVT-B*', 'plain', 28.5, 31.9),
+            ('RVT-B*', 'adversarial', 32.1, 31.0),
+            ('FAN-T', 'plain', 21.9, 38.3),
+            ('FAN-T', 'adversarial', 23.6, 37.3),
+            ('FAN-S', 'plain', 33.9, 34.5),
+            ('FAN-S', 'adversarial', 36.8, 33.5),
+            ('FAN-B', 'plain', 39.6, 31.3),
+            ('FAN-B', 'adversarial', 41.1, 30.0),
+        ],
+    ),
+)
+def _variants(s):
+    if not s.get('variants'):
+        return
+    for how in _afat_arms(s):
+        how |= dict(n=min(s.n_corrupt, s.n_valid))
+        yield Trial(how, variants_run, _afat_cost(how, 310))
 
 
 def _ablations(s, changes):

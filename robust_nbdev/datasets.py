@@ -36,6 +36,7 @@ _PATHS = [
     'imagenet100',
     'imagenet_c',
     'imagenet_a',
+    'imagenet_p',
     'imagenet_r',
     'camvid',
     'ade20k',

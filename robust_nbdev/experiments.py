@@ -18,7 +18,7 @@ from fastcore.xtras import atomic_save, modified_env
 from fastai.basics import *
 from .core import *
 from .datasets import *
-from .datasets import _PATHS, _inis
+from .datasets import _SETS, _inis
 from .compare import *
 from .models import small_model
 
@@ -98,7 +98,11 @@ def _named(
     names = L(names)
     known = {o for e in EXPERIMENTS.values() for o in (e.name, e.paper)}
     if odd := [o for o in names if o not in known]:
-        raise ValueError(f'no experiment or paper is called {odd[0]!r}, there are: {", ".join(EXPERIMENTS)}')
+        there = ', '.join(EXPERIMENTS) or 'none'
+        raise ValueError(
+            f'no experiment or paper is called {odd[0]!r}, there are: {there}. Those of a paper are known once its '
+            'module is imported, and all of them by `import robust_nbdev.all`'
+        )
     return [e for e in EXPERIMENTS.values() if not names or {e.name, e.paper} & set(names)]
 
 # %% ../nbs/01g_experiments.ipynb #c4d91ff7
@@ -377,21 +381,24 @@ def rows(
     return pd.DataFrame([r['key'] | r['numbers'] | dict(seconds=r['made']['core_seconds']) for r in done])
 
 # %% ../nbs/01g_experiments.ipynb #a66bd813
+def _is_here(name, s):
+    "Is a dataset on this machine, or inside the package? Nothing is downloaded"
+    path, n_train = s.get(name), s.get('n_train') or 60000
+    if name == 'digits' or (name == 'fashion_mnist' and n_train <= 6000):
+        return True
+    if name not in _SETS:
+        return bool(path) and Path(path).exists()
+    try:
+        find_images(name, path, download=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def _missing(e, s):
-    "The datasets that an experiment needs and this machine does not have; nothing is downloaded"
-    res = []
-    for name in {o for k in e.needs for o in (s.get(k) or '').split()}:
-        path = s.get(name)
-        inside = name == 'digits' or (name == 'fashion_mnist' and (s.get('n_train') or 60000) <= 6000)
-        if name not in _PATHS and not inside and not (path and Path(path).exists()):
-            res.append(name)
-        if name not in _PATHS or inside:
-            continue
-        try:
-            find_images(name, path, download=False)
-        except FileNotFoundError:
-            res.append(name)
-    return sorted(res)
+    "The datasets that an experiment needs and this machine does not have"
+    needed = {o for k in e.needs for o in (s.get(k) or '').split()}
+    return sorted(o for o in needed if not _is_here(o, s))
 
 
 def _pace(found):
@@ -437,11 +444,11 @@ def status(
 # %% ../nbs/01g_experiments.ipynb #f0554b37
 def verdicts_of(
     name: str,  # Of an experiment
-    attack,  # As the rows name it: `'clean'`, `'apgd'`, ...; or a list of such names
+    attack,  # As the rows name it: `'clean'`, `'apgd'`, ...; a list of such names, for the mean; a dict of weights
     profile=None,  # Section of settings.ini, or `RunSettings`
     out=None,  # Folder of all results
     **where,  # Keys and their values: everything but the seed
-) -> np.ndarray:  # [seeds,N] for `paired`: bool, or for a list the share of its attacks under which an image is right
+) -> np.ndarray:  # [seeds,N] for `paired`: bool, or for several attacks the weighted sum of their verdicts
     "Right or wrong per seed and image; raises ValueError where there are no rows, or rows of different images"
     return _stack(_done(name, profile, out, **where), attack, f'{name} {where}')[1]
 
@@ -450,11 +457,25 @@ def _seed(row):
     return row['key'].get('seed', 0)
 
 
+def _weights(attack):
+    "Name of an attack -> its weight; raises ValueError for none, and for one that is named twice"
+    if isinstance(attack, dict):
+        weights = attack
+    else:
+        weights = {o: 1 / len(L(attack)) for o in L(attack)}
+        if len(weights) < len(L(attack)):
+            raise ValueError(f'an attack is named twice in {L(attack)}: give a dict of weights')
+    if not weights:
+        raise ValueError('no attack is named, so there is nothing to take the mean of')
+    return weights
+
+
 def _right(row, attack):
-    "Verdicts of a row [N]; for a list of attacks their mean"
+    "Verdicts of a row [N]; for several attacks their weighted sum"
     known = row['verdicts']
-    each = [_unpack(known[o], known['n']) for o in L(attack)]
-    return each[0] if isinstance(attack, str) else np.mean(each, axis=0)
+    if isinstance(attack, str):
+        return _unpack(known[attack], known['n'])
+    return sum(weight * _unpack(known[o], known['n']) for o, weight in _weights(attack).items())
 
 
 def _stack(found, attack, what):
@@ -464,10 +485,8 @@ def _stack(found, attack, what):
         raise ValueError(f'{what} has no finished rows: robust-reproduce makes them')
     if len({_seed(r) for r in found}) < len(found):
         raise ValueError(f'{what} has several rows of one seed: choose among them by their other keys')
-    if not L(attack):
-        raise ValueError(f'{what}: no attack is named, so there is nothing to take the mean of')
     known = found[0]['verdicts']
-    if odd := [o for o in L(attack) if o not in known]:
+    if odd := [o for o in _weights(attack) if o not in known]:
         raise ValueError(f'{what} has no verdicts {odd[0]!r}, it has {list(known)[2:]}')
     images = {(r['verdicts']['n'], r['verdicts']['images']) for r in found}
     if len(images) > 1:
@@ -492,7 +511,7 @@ def _difference(name, attack, a, b, found):
 
 def difference(
     name: str,  # Of an experiment
-    attack,  # As the rows name it: `'clean'`, `'apgd'`, ...; or a list of such names, for the mean over them
+    attack,  # As the rows name it: `'clean'`, `'apgd'`, ...; a list of such names, for the mean; a dict of weights
     a: dict,  # Keys of the first method
     b: dict,  # Keys of the second
     profile=None,  # Section of settings.ini, or `RunSettings`
@@ -519,7 +538,7 @@ def judge_rows(  # noqa: PLR0913
     name: str,  # Of an experiment
     a: dict,  # Keys of the first method
     b: dict,  # Keys of the second, the baseline
-    attack='strong',  # As the rows name it; or `'clean'`; or a list of such names, for the mean over them
+    attack='strong',  # As the rows name it; or `'clean'`; a list of such names, for the mean; a dict of weights
     classes: int = 10,  # Number of classes
     cost: float = None,  # What the training of `a` paid, relative to `b`; None: by the runs
     profile=None,  # Section of settings.ini, or `RunSettings`
@@ -534,14 +553,14 @@ def judge_rows(  # noqa: PLR0913
     if not both[0]:
         return Verdict(claim, 'not testable here', f'no seed has finished rows of {_words(a)} and of {_words(b)}', None)
     effect = _difference(name, attack, a, b, both)
-    base = found[1]
+    base = both[1]
     needs = [learned(_mean(base, lambda r: _right(r, 'clean').mean()), classes)]
-    if attack != 'clean':
-        under_attack = _mean(base, lambda r: _right(r, attack).mean())
+    if attacks := [o for o in _weights(attack) if o != 'clean']:
+        under_attack = _mean(base, lambda r: _right(r, attacks).mean())
         needs.append(above_chance(under_attack, classes, base[0]['verdicts']['n']))
     if cost is None:
         paid = {_text(o.key): o.training or o.cost for o in trials_of(name, profile)}
-        for_a, for_b = [_mean(o, lambda r: paid[_text(r['key'])]) for o in found]
+        for_a, for_b = [_mean(o, lambda r: paid[_text(r['key'])]) for o in both]
         cost = for_a / for_b if for_b else 1.0
     return judge(claim, effect, needs, cost)
 

@@ -6,7 +6,9 @@ import numpy as np, pytest, timm
 import robust_nbdev.all  # registers the experiments of all papers
 from robust_nbdev import experiments as ex
 from robust_nbdev.autoattack import AutoAttack, Square
+from PIL import Image
 from robust_nbdev.compare import Claim
+from robust_nbdev.corruptions import PERTURBATIONS
 from robust_nbdev.cli import robust_reproduce
 from robust_nbdev.datasets import RunSettings, settings
 from robust_nbdev.experiments import (
@@ -201,18 +203,31 @@ def fog_and_rain(share, n, seed):
     return Outcome(dict(clean=100 * fog.mean()), dict(clean=fog, fog=fog, rain=rain), 'these')
 
 
-def test_several_attacks_are_compared_by_their_mean(register, tmp_path):
+def test_several_attacks_are_compared_by_their_mean_or_as_they_are_weighed(register, tmp_path):
     register('toy.shares', lambda s: shares(s, fog_and_rain))
     reproduce('toy.shares', toy, tmp_path)
     keys = dict(share=0.8), dict(share=0.2)
-    by_fog, by_rain, by_both = [
-        difference('toy.shares', o, *keys, toy, tmp_path).value for o in ('fog', 'rain', ['fog', 'rain'])
+    by_fog, by_rain, by_both, weighed = [
+        difference('toy.shares', o, *keys, toy, tmp_path).value
+        for o in ('fog', 'rain', ['fog', 'rain'], dict(fog=0.1, rain=0.9))
     ]
     assert by_fog != by_rain and by_both == pytest.approx((by_fog + by_rain) / 2)
+    assert weighed == pytest.approx(0.1 * by_fog + 0.9 * by_rain)
+    with pytest.raises(ValueError, match='named twice'):
+        difference('toy.shares', ['fog', 'fog', 'rain'], *keys, toy, tmp_path)
     with pytest.raises(ValueError, match="no verdicts 'snow', it has"):
         difference('toy.shares', ['fog', 'snow'], *keys, toy, tmp_path)
     with pytest.raises(ValueError, match='no attack is named'):
         difference('toy.shares', [], *keys, toy, tmp_path)
+
+
+def test_a_goal_with_clean_accuracy_in_it_still_needs_a_baseline_above_chance_under_the_attack(register, tmp_path):
+    register('toy.shares', lambda s: shares(s, fog_and_rain))
+    reproduce('toy.shares', toy, tmp_path)
+    claim, keys = Claim('more is better', trained=False), (dict(share=0.2), dict(share=0.8))
+    v = judge_rows(claim, 'toy.shares', *keys, dict(clean=0.9, rain=0.1), profile=toy, out=tmp_path, cost=1.0)
+    by_rain = verdicts_of('toy.shares', 'rain', toy, tmp_path, share=0.8).mean()
+    assert [o.value for o in v.needs][1] == pytest.approx(by_rain)
 
 
 def test_a_claim_on_rows_of_different_seeds_is_not_testable(register, tmp_path):
@@ -334,13 +349,20 @@ def test_the_rest_is_estimated_from_what_is_done(register, tmp_path):
     assert got.minutes_left.notna().all() and got.open.tolist() == [4] and got.missing.tolist() == ['cifar100']
 
 
+def test_a_variant_of_imagenet_is_missing_until_its_folder_is_there(register, tmp_path):
+    register('toy.shares', shares, by='share', needs=('variants',))
+    s = RunSettings(toy, variants='imagenet_a imagenet_p', imagenet_a=tmp_path, imagenet_p=tmp_path / 'nowhere')
+    assert status('toy', s, tmp_path).missing.tolist() == ['imagenet_p']
+    assert status('toy', RunSettings(s, imagenet_p=None), tmp_path).missing.tolist() == ['imagenet_p']
+
+
 # ---------------------------------------------------------------- profiles
 @pytest.mark.parametrize('profile', ['smoke', 'laptop', 'gpu', 'paper'])
 def test_every_profile_says_what_every_experiment_asks_for(profile):
     assert len(EXPERIMENTS) >= 10
     for e in EXPERIMENTS.values():
-        found = trials_of(e.name, profile)
-        assert found and all(json.loads(json.dumps(o.key)) == o.key for o in found), e.name
+        found, asked = trials_of(e.name, profile), all(profile_for(e.paper, profile).get(k) for k in e.needs)
+        assert (found or not asked) and all(json.loads(json.dumps(o.key)) == o.key for o in found), e.name
 
 
 # ---------------------------------------------------------------- the command
@@ -438,22 +460,39 @@ SHRUNK = dict(
     tune_bs=4,
     tune_epochs=1,
     scratch_epochs=1,
+    table1_epochs=1,
+    table1_bs=4,
     train_steps=1,
     train_attack_steps=1,
 )
 CLASSES = dict(imagenet=1000, imagenet100=100, cifar10=10, cifar100=100, imagenette=10, caltech101=101, flowers102=102)
 
 
+def pixels(side):
+    return np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
+
+
+def save_png(folder, name, image):
+    folder.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(image).save(folder / name, compress_level=1)
+
+
+def variants_of_imagenet(root):
+    "Two of ImageNet's classes: an image of each, and a sequence of two frames of each under each perturbation"
+    for wnid in ('n01440764', 'n01443537'):
+        save_png(root / 'imagenet_a' / wnid, '0.png', pixels(64))
+        for k in PERTURBATIONS:
+            for frame in range(2):
+                image = np.roll(pixels(224), frame, axis=0)
+                save_png(root / 'imagenet_p' / k / wnid / 'sequence', f'{frame}.png', image)
+
+
 def tree(folder, classes, side):
     "Class folders with one image each, for training and for testing"
-    from PIL import Image
-
-    noise = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    noise = pixels(side)
     for split in ('train', 'val' if classes == 1000 else 'test'):
         for k in range(classes):
-            d = folder / split / f'class{k:04d}'
-            d.mkdir(parents=True)
-            Image.fromarray(np.roll(noise, k, axis=0)).save(d / '0.png', compress_level=1)
+            save_png(folder / split / f'class{k:04d}', '0.png', np.roll(noise, k, axis=0))
 
 
 @pytest.fixture(scope='module')
@@ -462,7 +501,8 @@ def generated(tmp_path_factory):
     root = tmp_path_factory.mktemp('data')
     for name, classes in CLASSES.items():
         tree(root / name, classes, 32 if name.startswith('cifar') else 64)
-    lines = [f'{k} = {root / k}' for k in CLASSES]
+    variants_of_imagenet(root)
+    lines = [f'{k} = {root / k}' for k in (*CLASSES, 'imagenet_a', 'imagenet_p')]
     (root / 'settings.ini').write_text(
         '\n'.join(['[DEFAULT]', 'profile = smoke', f'out = {root / "out"}', *lines, '[smoke]', 'epochs = 1'])
     )
