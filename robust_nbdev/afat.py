@@ -26,6 +26,7 @@ from fastai.vision.augment import FlipItem, RandomResizedCrop
 from torchvision.transforms.functional import to_pil_image, to_tensor
 from timm.models.cait import Cait
 from timm.models.xcit import Xcit
+import robust_nbdev.rvt_fan  # timm knows RVT and FAN from then on
 from .core import *
 from .core import _adversarial, _refuse_grey_levels
 from .vit import *
@@ -574,9 +575,12 @@ def choose(
         return keep_mask(-patch_effects(self.victim, x, cover, self.size(x), 'gradient'), k)
     if self.corruption is None:
         self.fresh(x)
+    was_on = next(self.corruption.parameters()).device
     self.corruption.to(x.device)
     if self.optim is None:
         self.optim = corruption_optim(self.corruption, self.corruption_lr)
+    elif was_on != x.device:
+        self.optim.load_state_dict(self.optim.state_dict())  # its momentum follows the weights
     searching = hasattr(self.learn, 'lr_finder')  # lr_find changes the classifier alone
     with attack_mode(self.corruption) if searching else nullcontext():
         return self.corruption(x.clone(), k)
@@ -757,15 +761,18 @@ def load_state_dict(
     self: AFAT,
     state: dict,  # From `state_dict`
 ):
-    "Continue with the corruption model of another run"
-    self.rows = list(state['rows'])
+    "Continue with the corruption model of another run; raises ValueError where `AFAT` was asked for another kind"
     weights = state['corruption']
     if weights is None:
+        self.rows = list(state['rows'])
         return
     if self.corruption is None:
         in_chans = weights['conv.weight'].shape[1]
-        self.corruption = PatchOcclusion(**state['made'], in_chans=in_chans, mean=weights['mean'], std=weights['std'])
+        kept = PatchOcclusion(**state['made'], in_chans=in_chans, mean=weights['mean'], std=weights['std'])
+        _check_given(kept, ste=None if self.ste == 'relative' else self.ste, patch=self.patch and tuple(self.patch))
+        self.corruption, self.ste = kept, kept.ste
     self.corruption.load_state_dict(weights)
+    self.rows = list(state['rows'])
     self.optim = corruption_optim(self.corruption, self.corruption_lr)
     if state['optim'] is not None:
         self.optim.load_state_dict(state['optim'])
@@ -880,7 +887,7 @@ class RankedOcclusion(Occlusion):
 # %% ../nbs/05_afat.ipynb #4dbb07ab
 @dataclass(frozen=True, repr=False)
 class GreedyOcclusion(Occlusion):
-    "Cover patches one by one, each time the one that raises the loss most; a misclassified image is left as it is"
+    "Cover patches one by one, each time the one that raises the loss most, until the image is misclassified"
 
     by: nn.Module = field(default=None, init=False, repr=False)
     bs: int = field(default=1024, kw_only=True)  # Images per forward

@@ -97,7 +97,7 @@ def paired(
         raise ValueError(f'a has {len(a)} seeds, b has {len(b)}: give one run of each for every seed')
     d = a - b
     mean, half = float(d.mean()), _half_width(d)
-    of_image = d.mean(0)
+    of_image = d.mean(0).round(9)  # so that a tie of weighed verdicts is one
     return Difference(
         mean, mean - half, mean + half, d.shape[1], len(d), int((of_image > 0).sum()), int((of_image < 0).sum())
     )

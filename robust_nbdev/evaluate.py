@@ -1144,10 +1144,11 @@ class _Progress:
         left,  # [N] bool: images to attack; the others count as wrong
         key: str = '',  # What is being measured
         path=None,  # File to save to while running; None: none
-        look=None,  # What the model does on the first batch, see `sketch`; taken up only where it is `alike`
+        look=(),  # What the model does on the first batch, of `sketch`; taken up only where each is `alike`
         held=None,  # What the model holds beside its weights; taken up only where that has not changed
     ):
         store_attr()
+        self.held = held or {}
         self.found, self.done = Found.empty(len(left)), ~np.asarray(left)
         self.passes, self.seconds, self.t = 0, 0.0, time.time()
         if path is None or not path.exists():
@@ -1155,13 +1156,13 @@ class _Progress:
         try:
             self._take_up(_read_npz(path))
         except _damaged:
-            path.unlink()
+            path.unlink(missing_ok=True)
 
     def _take_up(self, old):
         "Results of an earlier run, if it measured the same"
-        look, held, key = old.get('look'), json.loads(str(old.get('held', '{}'))), str(old['key'])
-        same_outputs = self.look is look is None or alike(self.look, look)
-        if key != self.key or not same_outputs or changed(held, self.held or {}):
+        look, held = [json.loads(str(old[k])) for k in ('look', 'held')]
+        same_model = len(self.look) == len(look) and all(map(alike, self.look, look))
+        if str(old['key']) != self.key or not same_model or changed(held, self.held):
             return
         if (old['done'] | self.left).all():
             self.found = Found(*[old[f.name] for f in fields(Found)])
@@ -1189,8 +1190,7 @@ def save(self: _Progress):
     if self.path is None:
         return
     self.path.parent.mkdir(parents=True, exist_ok=True)
-    look = {} if self.look is None else {'look': np.array(self.look)}
-    about = dict(key=self.key, held=json.dumps(self.held or {}), **look)
+    about = dict(key=self.key, held=json.dumps(self.held), look=json.dumps(self.look))
     _npz(self.path, dict(vars(self.found), done=self.done, cost=[self.passes, self.seconds], **about))
 
 # %% ../nbs/01b_evaluate.ipynb #e389e568
@@ -1446,10 +1446,10 @@ def _refuse(out, differences):
     raise ValueError(f'{out} holds a report that differs in {what}: choose another folder, or overwrite=True')
 
 
-def _tidy(out):
-    "Remove the files of unfinished rows"
-    for f in Path(out).glob('running*.npz'):
-        f.unlink()
+def _tidy(out, rank=''):
+    "Remove the files of unfinished rows; of several processes each removes its own"
+    for f in Path(out).glob(f'running*{rank}.npz'):
+        f.unlink(missing_ok=True)
 
 
 @patch
@@ -1561,13 +1561,15 @@ def measure(
     above = [k for k, (a, _) in self.attacks.items() if self.cascade and threat(a) == threat(attack)]
     left = self._survivors(above)
     self.attacks[name] = (attack, who)
-    if self._take_saved(name, who, left):
+    if self._take_saved(name, who, left, above):
         return self.rows[name]
     with checked('model'):
         self._keep_row(attack, who, left, above, self._results_of(attack, left))
     if self.folder is not None:
         self._so_far().save(self.folder, page=False)
-        _tidy(self.folder)
+    out, rank = self._own_files()
+    if out is not None:
+        _tidy(out, rank)
     return self.rows[name]
 
 
@@ -1580,7 +1582,19 @@ def _survivors(self: Run, above):
 
 
 @patch
-def _take_saved(self: Run, name, who, left):
+def _own_files(self: Run):
+    "The folder for rows that are under way, and how the names of this process's files end"
+    return (self.folder, '') if self.many == 1 else (self.out, f'_{rank_distrib()}')
+
+
+@patch
+def _preds_above(self: Run, above):
+    "The classes predicted in the row above, which hold for images that are not attacked"
+    return self.preds[above[-1] if above else 'clean']
+
+
+@patch
+def _take_saved(self: Run, name, who, left, above):
     "Take a row from the folder, if it is of this attack on these images; warns if one of that name is of another"
     if name not in self.saved:
         return False
@@ -1591,7 +1605,8 @@ def _take_saved(self: Run, name, who, left):
         return False
     if row['stand'] != _digest(left):
         return False
-    self.rows[name], self.verdicts[name], self.preds[name] = row, self.old.verdicts[name], self.old.preds[name]
+    self.rows[name], self.verdicts[name] = row, self.old.verdicts[name]
+    self.preds[name] = np.where(left > 0, self.old.preds[name], self._preds_above(above))
     return True
 
 # %% ../nbs/01b_evaluate.ipynb #ed6d1d93
@@ -1657,8 +1672,8 @@ def _keep_row(self: Run, attack, who, left, above, res):
     name, ok = row_name(attack), res.left
     if self.draws > 1:
         ok = res.found.share * (self.verdicts['clean'] > 0)  # what is never right cannot be right under attack
-    before = self.preds[above[-1] if above else 'clean']
-    self.verdicts[name], self.preds[name] = ok, np.where(res.found.pred > -2, res.found.pred, before)
+    self.verdicts[name] = ok
+    self.preds[name] = np.where(res.found.pred > -2, res.found.pred, self._preds_above(above))
     counts = dict(attacked=int((left > 0).sum()), passes=res.passes, stand=_digest(left), identity=who)
     says = list(dict.fromkeys(s.removeprefix(f'{name}: ') for s in res.says + _wider(attack)))
     more = dict(threat=list(threat(attack)), parts=res.parts if len(res.parts) > 1 else [], warnings=says)
@@ -1693,17 +1708,17 @@ def _progress_of(self: Run, k, attack, member, left):
     about = [self.meta[o] for o in (*_same_run, 'code')]
     key = _digest(*about, row_name(attack), row_name(member), *who, mine)
     look = [self.meta['look'][o] for o in ('outputs', 'grads')]
-    return _Progress(mine, key, file if all(who) else None, look, self.meta['held'])
+    known = all(who) and self.meta['fingerprint']  # a plain function cannot be recognised
+    return _Progress(mine, key, file if known else None, look, self.meta['held'])
 
 
 @patch
 def _running(self: Run, k):
     "The file for member `k` of a row that is under way; a process that shares images has its own"
-    out = self.folder if self.many == 1 else self.out
+    out, rank = self._own_files()
     if out is None:
         return None
     member = f'.{k}' if k else ''
-    rank = f'_{rank_distrib()}' if self.many > 1 else ''
     return Path(out) / f'running{member}{rank}.npz'
 
 

@@ -8,7 +8,7 @@ __all__ = ['EXPERIMENTS', 'Outcome', 'Trial', 'experiment', 'profile_for', 'tria
            'published_table', 'check_rows', 'confirm_rows']
 
 # %% ../nbs/01g_experiments.ipynb #a2e920e0
-import ast, base64, hashlib, inspect, json, platform, sys, tempfile, textwrap, time
+import ast, base64, hashlib, inspect, json, math, platform, sys, tempfile, textwrap, time
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import version
@@ -180,6 +180,17 @@ def _defined(o):
     return [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
 
 
+def _patched(o):
+    "The classes that a statement of a module gives a method by `@patch`"
+    if not isinstance(o, ast.FunctionDef) or not o.args.args:
+        return []
+    decorators = [d.func if isinstance(d, ast.Call) else d for d in o.decorator_list]
+    of = o.args.args[0].annotation
+    if of is None or not any(isinstance(d, ast.Name) and d.id == 'patch' for d in decorators):
+        return []
+    return [n.id for n in ast.walk(of) if isinstance(n, ast.Name)]
+
+
 def _used(node):
     names = {o.id for o in ast.walk(node) if isinstance(o, ast.Name)}
     return names | {o.attr for o in ast.walk(node) if isinstance(o, ast.Attribute)}
@@ -194,7 +205,7 @@ def _code_of(
     text = Path(file).read_text() if file else textwrap.dedent(inspect.getsource(fn))
     of = {}
     for o in ast.parse(text).body:
-        for k in _defined(o):
+        for k in _defined(o) + _patched(o):
             of.setdefault(k, []).append(o)
     todo, found = [fn.__name__], {}
     while todo:
@@ -225,7 +236,9 @@ def results_folder() -> Path:  # Where rows are kept
 def _pack(
     right: np.ndarray,  # bool [N]
 ) -> str:  # Base64
-    "Verdicts of eight images in a byte; raises ValueError for shares"
+    "Verdicts of eight images in a byte; raises ValueError for shares, and for more than one draw"
+    if np.ndim(right) != 1:
+        raise ValueError(f'a row has one verdict an image, [N], got {list(np.shape(right))}')
     if not np.isin(right, (0, 1)).all():
         raise ValueError('a verdict is right or wrong: for a random model give the verdicts of one draw')
     return base64.b64encode(np.packbits(np.asarray(right, bool))).decode()
@@ -266,6 +279,10 @@ def _versions():
     )
 
 
+def _number(v):
+    return math.nan if v is None else round(float(v), 6)
+
+
 def _row_of(
     e: Experiment,  # Whose run it was
     trial: Trial,  # The run
@@ -279,7 +296,7 @@ def _row_of(
         raise ValueError(f'{e.name}: verdicts of {sorted(sizes)} images in one row: give all attacks the same images')
     if odd := [k for k in outcome.numbers if k in trial.key]:
         raise ValueError(f'{e.name}: {odd[0]} is a key and a result: rename one')
-    numbers = {k: round(float(v), 6) for k, v in outcome.numbers.items()}
+    numbers = {k: _number(v) for k, v in outcome.numbers.items()}
     verdicts = dict(n=first(sizes) or 0, images=outcome.images, **{k: _pack(v) for k, v in outcome.verdicts.items()})
     made = dict(
         command=f'robust-reproduce {e.name} --profile {profile}',
@@ -359,7 +376,9 @@ def reproduce(
     "Make the rows of an experiment that are open or old; those that another process is making are left to it"
     (e,) = _named(name)
     s = _settings(e, profile)
-    return sum(_run(e, o, out, s.profile, say) for o in trials_of(name, s))
+    trials = trials_of(name, s)
+    _library(), [_code_of(o.fn) for o in trials]  # read now: later the files may differ from what runs
+    return sum(_run(e, o, out, s.profile, say) for o in trials)
 
 # %% ../nbs/01g_experiments.ipynb #12e6e09e
 def _done(name, profile, out, **where):
@@ -450,24 +469,33 @@ def verdicts_of(
     **where,  # Keys and their values: everything but the seed
 ) -> np.ndarray:  # [seeds,N] for `paired`: bool, or for several attacks the weighted sum of their verdicts
     "Right or wrong per seed and image; raises ValueError where there are no rows, or rows of different images"
-    return _stack(_done(name, profile, out, **where), attack, f'{name} {where}')[1]
+    return _stack(_done(name, profile, out, **where), _weighed(attack), f'{name} {where}')[1]
+
+
+def _weighed(attack):
+    "The name of one attack as it is; several as a dict of weights; raises ValueError for anything else"
+    if isinstance(attack, str):
+        return attack
+    names = list(attack)
+    if not names:
+        raise ValueError('no attack is named, so there is nothing to take the mean of')
+    if odd := [o for o in names if not isinstance(o, str)]:
+        raise ValueError(f'an attack is given by the name that its rows have, got {odd[0]!r}')
+    if len(set(names)) < len(names):
+        raise ValueError(f'an attack is named twice in {names}: give a dict of weights')
+    return attack if isinstance(attack, dict) else {o: 1 / len(names) for o in names}
+
+
+def _each(attack):
+    return [attack] if isinstance(attack, str) else list(attack)
 
 
 def _seed(row):
     return row['key'].get('seed', 0)
 
 
-def _weights(attack):
-    "Name of an attack -> its weight; raises ValueError for none, and for one that is named twice"
-    if isinstance(attack, dict):
-        weights = attack
-    else:
-        weights = {o: 1 / len(L(attack)) for o in L(attack)}
-        if len(weights) < len(L(attack)):
-            raise ValueError(f'an attack is named twice in {L(attack)}: give a dict of weights')
-    if not weights:
-        raise ValueError('no attack is named, so there is nothing to take the mean of')
-    return weights
+def _attacks_of(row):
+    return [k for k in row['verdicts'] if k not in ('n', 'images')]
 
 
 def _right(row, attack):
@@ -475,7 +503,7 @@ def _right(row, attack):
     known = row['verdicts']
     if isinstance(attack, str):
         return _unpack(known[attack], known['n'])
-    return sum(weight * _unpack(known[o], known['n']) for o, weight in _weights(attack).items())
+    return sum(weight * _unpack(known[o], known['n']) for o, weight in attack.items())
 
 
 def _stack(found, attack, what):
@@ -485,9 +513,9 @@ def _stack(found, attack, what):
         raise ValueError(f'{what} has no finished rows: robust-reproduce makes them')
     if len({_seed(r) for r in found}) < len(found):
         raise ValueError(f'{what} has several rows of one seed: choose among them by their other keys')
-    known = found[0]['verdicts']
-    if odd := [o for o in _weights(attack) if o not in known]:
-        raise ValueError(f'{what} has no verdicts {odd[0]!r}, it has {list(known)[2:]}')
+    for r in found:
+        if odd := [o for o in _each(attack) if o not in _attacks_of(r)]:
+            raise ValueError(f'{what} has no verdicts {odd[0]!r} for seed {_seed(r)}, it has {_attacks_of(r)}')
     images = {(r['verdicts']['n'], r['verdicts']['images']) for r in found}
     if len(images) > 1:
         raise ValueError(f'{what} was measured on different images: {sorted(images)}')
@@ -498,6 +526,14 @@ def _both(found):
     "Of the rows of two methods those of the seeds that both have"
     seeds = set.intersection(*({_seed(r) for r in rows_of} for rows_of in found))
     return [[r for r in rows_of if _seed(r) in seeds] for rows_of in found]
+
+
+def _words(where):
+    return ', '.join(f'{k}={v}' for k, v in where.items())
+
+
+def _no_seed(a, b):
+    return f'no seed has finished rows of {_words(a)} and of {_words(b)}'
 
 
 def _difference(name, attack, a, b, found):
@@ -518,19 +554,19 @@ def difference(
     out=None,  # Folder of all results
 ) -> Difference:  # Of `a` minus `b`
     "`paired`, for the rows of two methods: the seeds that both have, on the same images"
-    return _difference(name, attack, a, b, _both([_done(name, profile, out, **o) for o in (a, b)]))
+    found = [_done(name, profile, out, **o) for o in (a, b)]
+    both = _both(found)
+    if all(found) and not both[0]:
+        raise ValueError(f'{name}: {_no_seed(a, b)}')
+    return _difference(name, _weighed(attack), a, b, both)
 
 # %% ../nbs/01g_experiments.ipynb #2905fc1b
 def _text(key):
     return json.dumps(key, sort_keys=True)
 
 
-def _words(where):
-    return ', '.join(f'{k}={v}' for k, v in where.items())
-
-
-def _mean(found, of):
-    return sum(of(r) for r in found) / len(found)
+def _accuracy(found, attack, what):
+    return _stack(found, attack, what)[1].mean()
 
 
 def judge_rows(  # noqa: PLR0913
@@ -551,16 +587,17 @@ def judge_rows(  # noqa: PLR0913
             return Verdict(claim, 'not testable here', f'there are no finished rows of {_words(o)}', None)
     both = _both(found)
     if not both[0]:
-        return Verdict(claim, 'not testable here', f'no seed has finished rows of {_words(a)} and of {_words(b)}', None)
+        return Verdict(claim, 'not testable here', _no_seed(a, b), None)
+    attack = _weighed(attack)
     effect = _difference(name, attack, a, b, both)
-    base = both[1]
-    needs = [learned(_mean(base, lambda r: _right(r, 'clean').mean()), classes)]
-    if attacks := [o for o in _weights(attack) if o != 'clean']:
-        under_attack = _mean(base, lambda r: _right(r, attacks).mean())
+    base, what = both[1], f'{name} {b}'
+    needs = [learned(_accuracy(base, 'clean', what), classes)]
+    if attacks := [o for o in _each(attack) if o != 'clean']:
+        under_attack = _accuracy(base, _weighed(attacks), what)
         needs.append(above_chance(under_attack, classes, base[0]['verdicts']['n']))
     if cost is None:
         paid = {_text(o.key): o.training or o.cost for o in trials_of(name, profile)}
-        for_a, for_b = [_mean(o, lambda r: paid[_text(r['key'])]) for o in both]
+        for_a, for_b = [sum(paid[_text(r['key'])] for r in o) for o in both]
         cost = for_a / for_b if for_b else 1.0
     return judge(claim, effect, needs, cost)
 
@@ -615,14 +652,30 @@ def _lines(found):
     return pd.concat([_again(*o) for o in found]) if found else empty
 
 
+def _moved(packed, right, n):
+    "On how many of n images the verdicts of a row differ from new ones: on all where only one of both is there"
+    if packed is None and right is None:
+        return None
+    if packed is None or right is None or len(right) != n:
+        return n
+    return int((np.asarray(right) != _unpack(packed, n)).sum())
+
+
 def _again(trial, row):
-    "Make a row again, without the weights that earlier runs have left in the folder `out`: a line per number"
+    "Make a row again, without the weights that earlier runs have left in the folder `out`: a line per number or attack"
     with tempfile.TemporaryDirectory() as fresh, modified_env(ROBUST_OUT=fresh):
-        new, n = trial.fn(**trial.key), row['verdicts']['n']
-    moved = {k: int((np.asarray(v) != _unpack(row['verdicts'][k], n)).sum()) for k, v in new.verdicts.items()}
+        new = trial.fn(**trial.key)
+    n, packed = row['verdicts']['n'], {k: row['verdicts'][k] for k in _attacks_of(row)}
+    names = dict.fromkeys([*row['numbers'], *new.numbers, *packed, *new.verdicts])
     return pd.DataFrame(
-        dict(id=trial.id, number=k, saved=row['numbers'][k], now=round(float(v), 6), images=moved.get(k))
-        for k, v in new.numbers.items()
+        dict(
+            id=trial.id,
+            number=k,
+            saved=row['numbers'].get(k, math.nan),
+            now=_number(new.numbers.get(k)),
+            images=_moved(packed.get(k), new.verdicts.get(k), n),
+        )
+        for k in names
     )
 
 # %% ../nbs/01g_experiments.ipynb #5d0c7a12
@@ -640,7 +693,8 @@ def confirm_rows(
     old = groupby(_in_state(name, 'old', profile, out), lambda o: (_code_of(o[0].fn), o[1]['made']['code']))
     chosen = {k: _sample(o, n, seed) for k, o in old.items()}
     lines = _lines([o for found in chosen.values() for o in found])
-    differs = lines[(lines.saved != lines.now) | (lines.images.fillna(0) > 0)]
+    same = (lines.saved == lines.now) | lines.saved.isna() & lines.now.isna()
+    differs = lines[~same | (lines.images.fillna(0) > 0)]
     if len(differs):
         raise ValueError(
             f'these numbers of {name} have changed, so its old rows are old:\n{differs.to_string(index=False)}'

@@ -87,9 +87,14 @@ def _uses(
 ) -> tuple:  # Sets of names: globals, attributes, imports
     "Names that a code object and those inside it take from outside"
     found = dict(LOAD_GLOBAL=set(), LOAD_ATTR=set(), IMPORT_NAME=set())
-    for i in dis.get_instructions(code):
+    steps = [i for i in dis.get_instructions(code) if i.opname != 'EXTENDED_ARG']
+    for at, i in enumerate(steps):
         kind = _SAME_AS.get(i.opname, i.opname)
-        if kind in found:
+        if kind == 'IMPORT_NAME':
+            level, names = [o.argval for o in steps[at - 2 : at]]
+            dots = '.' * level
+            found[kind].update([dots + i.argval] if i.argval else [dots + o for o in names])
+        elif kind in found:
             found[kind].add(i.argval)
     for c in code.co_consts:
         if not isinstance(c, types.CodeType):
@@ -101,18 +106,16 @@ def _uses(
 
 def _imported(name, package):
     "The file that `import name` inside a function would read, as bytes; None where there is none"
-    for o in (name, '.' + name):
-        try:
-            spec = importlib.util.find_spec(o, package)
-        except (ImportError, ValueError, AttributeError):
-            continue
-        if spec is None or not spec.origin:
-            continue
-        if Path(spec.origin).is_file():
-            return Path(spec.origin).read_bytes()
+    try:
+        spec = importlib.util.find_spec(name, package)
+    except (ImportError, ValueError, AttributeError):
+        return None
+    file = spec and spec.origin and Path(spec.origin)
+    return file.read_bytes() if file and file.is_file() else None
 
 # %% ../nbs/00e_identity.ipynb #7c8f5676
-_PLAIN = (type(None), type(...), bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch.device)
+_BASIC = (bool, int, float, complex, str, bytes)
+_PLAIN = (type(None), type(...), np.generic, torch.dtype, torch.device)
 
 
 class _Walk:
@@ -125,23 +128,23 @@ class _Walk:
     ):
         self.data, self.weights = data, {id(o) for o in weights}
         self.digests = {}  # id -> digest, of what is read
-        self.open = set()  # ids of what is being read
+        self.open = {}  # id -> depth, of what is being read
         self.alive = []  # so that no id is given to another object during the walk
 
     def __call__(self, o):
-        if isinstance(o, _PLAIN):
+        if isinstance(o, _PLAIN) or type(o) in _BASIC:
             return f'{type(o).__name__} {o!r}' if self.data else ''
         if id(o) in self.open:
-            return 'loop'
+            return f'loop to {self.open[id(o)]}'
         if id(o) not in self.digests:
             self.digests[id(o)] = self._read(o)
         return self.digests[id(o)]
 
     def _read(self, o):
-        self.open.add(id(o))
+        self.open[id(o)] = len(self.open)
         self.alive.append(o)
         parts = _parts(o, self)
-        self.open.discard(id(o))
+        del self.open[id(o)]
         return _sha(repr(parts)) if parts or self.data else ''
 
     def named(self, d):
@@ -152,14 +155,25 @@ class _Walk:
 # %% ../nbs/00e_identity.ipynb #f5c8a7f8
 def _slots(o):
     "The attributes that a class keeps in `__slots__`"
-    names = [s for c in type(o).__mro__ for s in L(vars(c).get('__slots__')) if s != '__weakref__']
+    found = [(c, s) for c in type(o).__mro__ for s in L(vars(c).get('__slots__')) if s != '__weakref__']
+    # Python keeps `__k` of class C as `_C__k`
+    names = [f'_{c.__name__.lstrip("_")}{s}' if s.startswith('__') and not s.endswith('__') else s for c, s in found]
     return {s: getattr(o, s) for s in names if hasattr(o, s)}
+
+
+def _own(o):
+    return {**_slots(o), **getattr(o, '__dict__', {})}
+
+
+def _beyond(o, walk, kinds):
+    "What an object of a subclass has beside what the built-in `kinds` have: its class and its attributes"
+    return [] if type(o) in kinds else [walk(type(o)), walk.named(_own(o))]
 
 
 @singledispatch
 def _parts(o, walk):
     "What an object is made of, as digests"
-    kind, own = type(o), walk.named({**_slots(o), **getattr(o, '__dict__', {})})
+    kind, own = type(o), walk.named(_own(o))
     if not (_library(kind.__module__) and walk.data):
         return walk(kind), own
     pickled = [list(v) if isinstance(v, Iterator) else v for v in L(o.__reduce_ex__(2))]
@@ -179,7 +193,8 @@ def _code(o):
     "What a code object is made of; it cannot change, so it is read once"
     consts = [_constant(c) for c in o.co_consts]
     names = o.co_name, o.co_code, o.co_names, o.co_varnames, o.co_freevars
-    return *names, o.co_argcount, o.co_kwonlyargcount, o.co_flags, consts
+    handlers = getattr(o, 'co_exceptiontable', b'')  # which Python 3.10 has in `co_code`
+    return *names, handlers, o.co_argcount, o.co_posonlyargcount, o.co_kwonlyargcount, o.co_flags, consts
 
 
 @_parts.register(types.CodeType)
@@ -193,9 +208,9 @@ def _global(v, attrs, walk):
         return walk(v)
     if _library(v.__name__) or id(v) in walk.open:
         return v.__name__
-    walk.open.add(id(v))
+    walk.open[id(v)] = len(walk.open)
     used = [(a, _global(vars(v)[a], attrs, walk)) for a in sorted(attrs) if a in vars(v)]
-    walk.open.discard(id(v))
+    del walk.open[id(v)]
     return v.__name__, used
 
 
@@ -276,11 +291,23 @@ for _t in _BUILTINS:
     _parts.register(_t, _builtin)
 
 # %% ../nbs/00e_identity.ipynb #00f37424
+@_parts.register(bool)
+@_parts.register(int)
+@_parts.register(float)
+@_parts.register(complex)
+@_parts.register(str)
+@_parts.register(bytes)
+def _(o, walk):
+    kind = first(c for c in type(o).__mro__ if c in _BASIC)
+    value = [kind.__repr__(o)] if walk.data else []
+    return value + _beyond(o, walk, _BASIC)
+
+
 @_parts.register(list)
 @_parts.register(tuple)
 def _(o, walk):
     kind = [walk(type(o))] if walk.data else []
-    return kind + [v for v in map(walk, o) if v]
+    return [*kind, *_beyond(o, walk, (list, tuple)), *[v for v in map(walk, o) if v]]
 
 
 @_parts.register(set)
@@ -293,7 +320,8 @@ def _(o, walk):
 @_parts.register(types.MappingProxyType)
 def _(o, walk):
     pairs = [(walk(k), walk(v)) for k, v in o.items()]
-    return [(k, v) for k, v in pairs if k or v]
+    made = [walk(o.default_factory)] if isinstance(o, defaultdict) else []
+    return [*_beyond(o, walk, (dict, types.MappingProxyType)), *made, *[(k, v) for k, v in pairs if k or v]]
 
 # %% ../nbs/00e_identity.ipynb #9cc47c85
 def _unhooked(d):
@@ -341,6 +369,11 @@ def _(o, walk):
 @_parts.register(torch.utils.hooks.RemovableHandle)
 def _(o, walk):
     return type(o).__name__
+
+
+@_parts.register(torch.utils.data.Subset)
+def _(o, walk):
+    return walk(o.dataset), walk(o.indices)
 
 
 @_parts.register(torch.utils.data.TensorDataset)

@@ -82,7 +82,9 @@ def patch_grid(
     size = x.shape[-2:]
     if isinstance(m, Levit):
         return tuple(-(-s // m.stem.stride) for s in size)
-    embed = m.patch_embed
+    embed = getattr(m, 'patch_embed', None)
+    if embed is None:
+        raise TypeError(f'{type(m).__name__} does not cut images into patches: give a vision transformer of timm')
     if hasattr(embed, 'dynamic_feat_size'):
         return tuple(embed.dynamic_feat_size(size))
     return tuple(-(-s // embed.patch_size) for s in size)

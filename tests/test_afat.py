@@ -599,6 +599,16 @@ def test_two_calls_draw_the_noise_of_one(monkeypatch):
     assert seen == 2 * [5, 6, 7]
 
 
+@pytest.mark.parametrize('asked', [dict(ste='clip'), dict(patch=14)])
+def test_the_state_of_another_kind_of_corruption_model_is_refused(asked):
+    l = learner(AFAT(occlude=0.25))
+    l.fit(1)
+    fresh = AFAT(**asked)
+    with pytest.raises(ValueError, match='is for a fresh corruption model'):
+        fresh.load_state_dict(l.afat.state_dict())
+    assert fresh.corruption is None and fresh.rows == []
+
+
 def resumable(path):
     return learner(AFAT(occlude=0.25, lam=1.0, corruption_lr=0.1), path=path)
 

@@ -49,6 +49,13 @@ def test_models_that_never_disagree_are_not_known_to_be_equal():
     assert d.value == 0 and d.low < -0.005 and d.high > 0.005 and d.p == 1
 
 
+def test_weighed_verdicts_that_sum_to_the_same_are_a_tie():
+    ".2 + .4 is not quite .6"
+    a, b = [np.array(o)[:, None].repeat(4, 1) for o in ([0.2, 0.4, 0.0], [0.0, 0.0, 0.6])]
+    d = paired(a, b)
+    assert (d.wins, d.losses) == (0, 0)
+
+
 def test_a_seed_more_of_the_same_kind_never_widens_by_much():
     rng = np.random.default_rng(0)
     a, b = tables(0.05, 0.01, 10, 500, rng)

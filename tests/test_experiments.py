@@ -179,6 +179,49 @@ def test_code_counts_and_words_do_not(what, tmp_path, monkeypatch):
     assert (hashes[0] == hashes[1]) == same
 
 
+PATCHED = '''
+from fastcore.basics import patch
+class Method: pass
+@patch
+def after_loss(self: Method): return scaled(2)
+def scaled(a): return a*3
+def run(a): return Method()
+'''
+
+
+@pytest.mark.parametrize('change', ['scaled(2)', 'a*3'])
+def test_a_method_that_is_patched_into_a_class_counts_with_what_it_uses(change, tmp_path, monkeypatch):
+    "fastai calls `after_loss` by its name, so `run` never mentions it"
+    texts = PATCHED, PATCHED.replace(change, f'-{change}')
+    name = 'patched_' + re.sub(r'\W', '_', change)
+    old, new = [hash_of(t, tmp_path, monkeypatch, f'{name}_{i}') for i, t in enumerate(texts)]
+    assert old != new
+
+
+def test_a_row_names_the_code_that_made_it_though_the_file_is_saved_meanwhile(register, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / 'saved_meanwhile.py'
+    text = SAVED_MEANWHILE.replace('FILE', repr(str(file)))
+    file.write_text(text)
+    of_old = ex._code_of(importlib.import_module('saved_meanwhile').run)
+    ex._code_of.cache_clear()
+    register('toy.shares', lambda s: [Trial(dict(seed=0), importlib.import_module('saved_meanwhile').run)])
+    reproduce('toy.shares', toy, tmp_path / 'rows')
+    (row,) = [json.loads(f.read_text()) for f in (tmp_path / 'rows').rglob('*.json')]
+    assert row['made']['code'] == of_old and 'GAIN = 3' in file.read_text()
+
+
+SAVED_MEANWHILE = '''
+from pathlib import Path
+from robust_nbdev.experiments import Outcome
+GAIN = 2
+def run(seed):
+    file = Path(FILE)
+    file.write_text(file.read_text().replace('GAIN = 2', 'GAIN = 3'))
+    return Outcome(dict(gain=GAIN))
+'''
+
+
 # ---------------------------------------------------------------- reading
 def test_verdicts_come_seed_by_seed(register, tmp_path):
     register('toy.shares', lambda s: reversed(list(shares(s))))
@@ -215,7 +258,7 @@ def test_several_attacks_are_compared_by_their_mean_or_as_they_are_weighed(regis
     assert weighed == pytest.approx(0.1 * by_fog + 0.9 * by_rain)
     with pytest.raises(ValueError, match='named twice'):
         difference('toy.shares', ['fog', 'fog', 'rain'], *keys, toy, tmp_path)
-    with pytest.raises(ValueError, match="no verdicts 'snow', it has"):
+    with pytest.raises(ValueError, match="no verdicts 'snow' for seed 0, it has"):
         difference('toy.shares', ['fog', 'snow'], *keys, toy, tmp_path)
     with pytest.raises(ValueError, match='no attack is named'):
         difference('toy.shares', [], *keys, toy, tmp_path)
@@ -329,6 +372,39 @@ def test_a_sample_that_differs_confirms_nothing(register, tmp_path):
     with pytest.raises(ValueError, match='have changed'):
         confirm_rows('toy.shares', 4, toy, tmp_path)
     assert status('toy', toy, tmp_path).old.tolist() == [4]
+
+
+OTHERS = {
+    'a verdict that no number shows': lambda row: row['verdicts'].update(rain=_pack(np.zeros(40, bool))),
+    'a verdict that is not made any more': lambda row: row['verdicts'].update(snow=row['verdicts']['rain']),
+    'a number that is not made any more': lambda row: row['numbers'].update(snow=1.0),
+    'a number that was not made': lambda row: row['numbers'].clear(),
+}
+
+
+@pytest.mark.parametrize('what', OTHERS)
+def test_what_differs_in_any_way_confirms_nothing(what, register, tmp_path):
+    register('toy.shares', lambda s: shares(s, fog_and_rain))
+    reproduce('toy.shares', toy, tmp_path)
+    of_yesterday(tmp_path)
+    for f in tmp_path.rglob('*.json'):
+        row = json.loads(f.read_text())
+        OTHERS[what](row)
+        f.write_text(json.dumps(row))
+    with pytest.raises(ValueError, match='have changed'):
+        confirm_rows('toy.shares', 1, toy, tmp_path)
+
+
+def test_a_number_that_could_not_be_measured_is_kept_and_confirmed_as_such(register, tmp_path):
+    register('toy.shares', lambda s: [Trial(dict(seed=0), nothing)])
+    reproduce('toy.shares', toy, tmp_path)
+    assert rows('toy.shares', toy, tmp_path).gain.isna().all()
+    of_yesterday(tmp_path)
+    assert len(confirm_rows('toy.shares', 1, toy, tmp_path)) == 1
+
+
+def nothing(seed):
+    return Outcome(dict(gain=None))
 
 
 def test_code_of_the_day_after_is_confirmed_anew(register, tmp_path, monkeypatch):

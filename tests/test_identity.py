@@ -30,6 +30,7 @@ BACKWARD = '''class F(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g): return {}
 def A(m, x, y): return m(F.apply(x))'''
+HANDLER = 'def A(x):\n try:\n  g(x)\n{}\n return 1'
 # A source with a gap, and what stands in the gap before and after a change
 CHANGES = dict(
     update=('class A(PGD):\n def update(self, x, s, g, v, i): return {}\nA = A(.1)', 's', '{**s}'),
@@ -56,6 +57,12 @@ CHANGES = dict(
     torch_generator=('A = torch.Generator().manual_seed({})', '0', '1'),
     function_attribute=('def A(z, y): return z\nA.clean = {}', 'True', 'False'),
     backward=(BACKWARD, 'g', '0*g'),
+    handler=(HANDLER, ' except ValueError: return 2\n h(x)', '  h(x)\n except ValueError: return 2'),
+    factory=('from collections import defaultdict\nA = defaultdict(lambda: {})', '1', '2'),
+    subclass_of_float=('class F(float):\n def __neg__(self): return {}\nA = F(1)', '1', '2'),
+    attribute_of_a_list=('class B(list): pass\nA = B()\nA.t = {}', '1', '2'),
+    private_slot=("class F:\n __slots__ = ('__t',)\n def __init__(self): self.__t = {}\nA = F()", '1', '2'),
+    whom_a_loop_is_to=('def A(x): return x and f(x)\ndef f(x): return g(x)\ndef g(x): return {}(x)', 'f', 'A'),
     seventh_digit=('A = PGD({})', '.1000001', '.1000002'),
 )
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -381,6 +382,53 @@ def test_a_function_cannot_be_recognised_and_is_not_resumed(model, data, tmp_pat
     robust_report(lambda x: model(x), data, [FGSM_], out=tmp_path)
     with pytest.raises(ValueError, match='plain function'):
         robust_report(lambda x: -model(x), data, [FGSM_], out=tmp_path)
+
+
+@pytest.fixture
+def added(monkeypatch):
+    "How many images the batches had, one after another; each is saved. `stop_after` batches the run is interrupted"
+    seen, real = SimpleNamespace(batches=[], stop_after=None), ev._Progress.add
+
+    def add(self, i, found):
+        real(self, i, found)
+        seen.batches.append(len(i))
+        if len(seen.batches) == seen.stop_after:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ev._Progress, 'every', -1)
+    monkeypatch.setattr(ev._Progress, 'add', add)
+    return seen
+
+
+def begun(seen, model, data, out):
+    "Interrupt a row after two batches of ten images"
+    seen.stop_after = len(seen.batches) + 2
+    with pytest.raises(KeyboardInterrupt):
+        robust_report(model, data, [FGSM_], bs=10, out=out)
+    seen.stop_after, seen.batches[:] = None, []
+
+
+def test_a_begun_row_of_a_function_is_not_taken_up(model, data, added, tmp_path):
+    "Two functions of one code, which differ in what they hold, and not on the first images"
+
+    def by(sign):
+        return lambda x: (
+            torch.where(torch.isin(x.sum((1, 2, 3)), data[0][:20].sum((1, 2, 3)))[:, None], 1, sign) * model(x)
+        )
+
+    begun(added, by(1), data, tmp_path)
+    rep = robust_report(by(-1), data, [FGSM_], out=tmp_path)
+    assert acc(rep, FGSM_) == acc(robust_report(by(-1), data, [FGSM_]), FGSM_)
+
+
+@pytest.mark.parametrize('bs', [4, 64])
+def test_a_begun_row_goes_on_with_batches_of_another_size(bs, model, data, added, tmp_path):
+    "What one does after running out of memory"
+    begun(added, model, data, tmp_path)
+    rep = robust_report(model, data, [FGSM_], bs=bs, out=tmp_path)
+    rest, added.batches[:] = sum(added.batches), []
+    fresh = robust_report(model, data, [FGSM_])
+    assert acc(rep, FGSM_) == acc(fresh, FGSM_) and rest == sum(added.batches) - 20
 
 
 def test_a_damaged_report_is_refused_in_words(model, data, tmp_path):
