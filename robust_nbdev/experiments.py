@@ -503,7 +503,8 @@ def _right(row, attack):
     known = row['verdicts']
     if isinstance(attack, str):
         return _unpack(known[attack], known['n'])
-    return sum(weight * _unpack(known[o], known['n']) for o, weight in attack.items())
+    # rounded, since 75 times 1/75 is more than 1
+    return sum(weight * _unpack(known[o], known['n']) for o, weight in attack.items()).round(12)
 
 
 def _stack(found, attack, what):

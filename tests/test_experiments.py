@@ -264,6 +264,19 @@ def test_several_attacks_are_compared_by_their_mean_or_as_they_are_weighed(regis
         difference('toy.shares', [], *keys, toy, tmp_path)
 
 
+def test_what_is_right_under_all_of_many_attacks_is_right(register, tmp_path):
+    "75 times 1/75, added up, is more than 1"
+    names = [f'fog {o}' for o in range(75)]
+    register('toy.all', lambda s: [Trial(dict(seed=0), always_right)])
+    reproduce('toy.all', toy, tmp_path)
+    assert (verdicts_of('toy.all', names, toy, tmp_path) == 1).all()
+
+
+def always_right(seed):
+    right = np.ones(8, bool)
+    return Outcome(dict(clean=100.0), {o: right for o in ('clean', *[f'fog {i}' for i in range(75)])}, 'these')
+
+
 def test_a_goal_with_clean_accuracy_in_it_still_needs_a_baseline_above_chance_under_the_attack(register, tmp_path):
     register('toy.shares', lambda s: shares(s, fog_and_rain))
     reproduce('toy.shares', toy, tmp_path)
