@@ -437,6 +437,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'robust_nbdev.afat._halves': ('afat.html#_halves', 'robust_nbdev/afat.py'),
                                    'robust_nbdev.afat._idle': ('afat.html#_idle', 'robust_nbdev/afat.py'),
                                    'robust_nbdev.afat._idle_hook': ('afat.html#_idle_hook', 'robust_nbdev/afat.py'),
+                                   'robust_nbdev.afat._like_table1': ('afat.html#_like_table1', 'robust_nbdev/afat.py'),
                                    'robust_nbdev.afat._mean_by': ('afat.html#_mean_by', 'robust_nbdev/afat.py'),
                                    'robust_nbdev.afat._occluder': ('afat.html#_occluder', 'robust_nbdev/afat.py'),
                                    'robust_nbdev.afat._percent': ('afat.html#_percent', 'robust_nbdev/afat.py'),

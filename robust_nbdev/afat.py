@@ -1469,7 +1469,7 @@ def _afat_key(s, net, method, times=1, **changes):
 
 def _afat_cost(how, evaluation):
     "Passes of an image through the model: training, then `evaluation` for each test image"
-    step = dict(plain=3, gradient=10).get(how['method'], 6)
+    step = dict(plain=3, gradient=10, ce=8).get(how['method'], 6)
     n_train = how['n_train'] or dict(imagenet=1281167).get(how['dataset'], 50000)
     return step * n_train * how['epochs'] + evaluation * how['n']
 
@@ -1548,27 +1548,18 @@ def _corruption_tables(s):
 
 @experiment(
     'afat.table1',
-    'Table 1: CIFAR-10 and CIFAR-100',
+    'Table 1: CIFAR-10 and CIFAR-100, corrupted here, without DeepAugment',
     by=('dataset', 'net', 'method', 'epochs'),
     needs=('table1',),
-    published=_mean_by(
-        'dataset net method clean -C',
-        [
-            ('cifar10', 'RVT-S*', 'plain', 97.21, 92.35),
-            ('cifar10', 'RVT-S*', 'adversarial', 97.73, 94.14),
-            ('cifar10', 'FAN-S', 'plain', 97.69, 93.14),
-            ('cifar10', 'FAN-S', 'adversarial', 98.06, 94.59),
-            ('cifar100', 'RVT-S*', 'plain', 84.13, 73.43),
-            ('cifar100', 'RVT-S*', 'adversarial', 84.81, 74.94),
-            ('cifar100', 'FAN-S', 'plain', 84.92, 74.19),
-            ('cifar100', 'FAN-S', 'adversarial', 85.30, 75.72),
-        ],
-    ),
 )
 def _table1(s):
     for name in (s.get('table1') or '').split():
-        own = {k: s[f'table1_{k}'] for k in 'nets recipe epochs bs'.split()}
-        yield from _corruption_tables(RunSettings(s | own | dict(dataset=name)))
+        yield from _corruption_tables(_like_table1(s, name))
+
+
+def _like_table1(s, dataset):
+    own = {k: s[f'table1_{k}'] for k in 'nets recipe epochs bs'.split()}
+    return RunSettings(s | own | dict(dataset=dataset))
 
 
 @experiment(
@@ -1603,17 +1594,18 @@ def _variants(s):
 
 
 def _ablations(s, changes):
-    "AFAT with one setting changed, under corruptions"
+    "AFAT with one setting changed, under corruptions, for one network"
+    net = s.get('ablation_net') or first(s.nets.split(','))
     for seed in range(s.seeds):
         for change in changes:
-            how = (
-                _afat_key(s, first(s.nets.split(',')), 'adversarial', seed=seed, n=min(s.n_corrupt, s.n_valid)) | change
-            )
+            how = _afat_key(s, net, 'adversarial', seed=seed, n=min(s.n_corrupt, s.n_valid)) | change
             yield Trial(how, corruptions_run, _afat_cost(how, 76))
 
 
 @experiment('afat.figure6', 'Figure 6: share of patches and weight', by=('occlude', 'lam'))
 def _figure6(s):
+    if s.get('table1'):
+        s = RunSettings(_like_table1(s, 'cifar10') | dict(ablation_net=''))
     shares = [dict(occlude=o) for o in (0.05, 0.1, 0.25, 0.5)]
     weights = [dict(lam=s.lam * o) for o in (0.1, 10.0)]
     yield from _ablations(s, shares + weights)

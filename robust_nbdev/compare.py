@@ -932,8 +932,11 @@ def _why(claim, effect):
         )
     if effect.high < 0:
         return 'the interval lies below zero'
+    small = f'smaller than the {100 * claim.least:g} points that matter'
+    if -claim.least < effect.low and effect.high < claim.least:
+        return f'if there is an effect, it is {small}'
     if effect.high < claim.least:
-        return f'if there is an effect, it is smaller than the {100 * claim.least:g} points that matter'
+        return f'zero lies inside the interval; if there is a gain, it is {small}'
     return 'zero lies inside the interval'
 
 
