@@ -434,6 +434,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'robust_nbdev.afat._crop': ('afat.html#_crop', 'robust_nbdev/afat.py'),
                                    'robust_nbdev.afat._effect': ('afat.html#_effect', 'robust_nbdev/afat.py'),
                                    'robust_nbdev.afat._figure6': ('afat.html#_figure6', 'robust_nbdev/afat.py'),
+                                   'robust_nbdev.afat._first_net': ('afat.html#_first_net', 'robust_nbdev/afat.py'),
                                    'robust_nbdev.afat._halves': ('afat.html#_halves', 'robust_nbdev/afat.py'),
                                    'robust_nbdev.afat._idle': ('afat.html#_idle', 'robust_nbdev/afat.py'),
                                    'robust_nbdev.afat._idle_hook': ('afat.html#_idle_hook', 'robust_nbdev/afat.py'),

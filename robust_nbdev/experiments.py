@@ -377,7 +377,9 @@ def reproduce(
     (e,) = _named(name)
     s = _settings(e, profile)
     trials = trials_of(name, s)
-    _library(), [_code_of(o.fn) for o in trials]  # read now: later the files may differ from what runs
+    _library()  # read now, as the code of the runs: later the files may differ from what is in memory
+    for o in trials:
+        _code_of(o.fn)
     return sum(_run(e, o, out, s.profile, say) for o in trials)
 
 # %% ../nbs/01g_experiments.ipynb #12e6e09e
