@@ -6,8 +6,9 @@
 __all__ = ['READINGS', 'Adapter', 'Reading', 'Gate', 'Branches', 'tora_vit', 'adapter_fusion', 'single_adapter', 'head_only',
            'remove_tora', 'use_head', 'OneHead', 'tora_parts', 'tora_splitter', 'tora_cost', 'TORA', 'gates_of',
            'set_gates', 'GateDial', 'save_adapters', 'load_adapters', 'gate_maps', 'gate_pictures', 'show_gates',
-           'lam_slider', 'WithGates', 'gate_loss', 'GateFirst', 'forced_gates', 'gate_variants', 'decompose', 'tuned',
-           'attacked_tora', 'attacked_heads', 'decomposed_gates', 'attacked_gates', 'corrupted_tora']
+           'lam_slider', 'WithGates', 'gate_loss', 'GateFirst', 'WithMaps', 'map_distance', 'forced_gates', 'FixedGate',
+           'fixed_gates', 'gate_variants', 'decompose', 'tuned', 'attacked_tora', 'attacked_heads', 'decomposed_gates',
+           'controlled_gates', 'attacked_gates', 'corrupted_tora']
 
 # %% ../nbs/03_tora.ipynb #cbaee73f
 import hashlib, inspect, json, math, timm, warnings
@@ -1052,10 +1053,11 @@ def lam_slider(
     except ImportError as e:
         raise ImportError('the slider needs ipywidgets: pip install ipywidgets') from e
     lams = list(dial.gates)
+    lim = max(gate_pictures(dial(lam), x).abs().max().item() for lam in lams)  # the same colours for every lam
 
     def draw(lam):
         fig = plt.figure(figsize=(8, 2.2 * len(x)), layout='constrained')
-        show_gates(dial(lam), x, fig=fig)
+        show_gates(dial(lam), x, fig=fig, lim=lim)
         predicted = predict(dial.model, x).tolist()
         names = [str(c if vocab is None else vocab[c]) for c in predicted]
         fig.suptitle(f'lam {lam:.2f}: ' + ', '.join(names))
@@ -1130,6 +1132,29 @@ class GateFirst(PGD):
         moved = first(obj.model, x.to(obj.x.dtype), obj.t, seed=seed)
         return dict(d=moved.to(x.dtype) - x)
 
+
+class WithMaps(Wrapper):
+    "The model's logits and all weights of its gates, less 100 so that no prediction is one of them"
+
+    def forward(
+        self,
+        x: Tensor,  # Images [B,C,H,W] in [0,1]
+    ) -> Tensor:  # [B,classes+M]: logits, then the M weights of all gates, less 100
+        "Run the model and record its gates"
+        maps, z = gate_maps(self.model, x, logits=True)
+        return torch.cat([z, *[g.flatten(1) - 100 for g in maps]], 1)
+
+
+def map_distance(
+    classes: int,  # Number of classes C: what comes after them in the output is of the gates
+) -> Loss:  # `loss(z, z0) -> [B]`
+    "For attacks on `WithMaps(model)`: the mean squared change of a weight against the clean image"
+
+    def map_distance(z, z0):
+        return mse(z[:, classes:], z0[:, classes:])
+
+    return Loss(map_distance, 'clean')
+
 # %% ../nbs/03_tora.ipynb #d0ca0002
 @contextmanager
 def forced_gates(
@@ -1149,6 +1174,42 @@ def forced_gates(
     finally:
         for g, o in zip(gates, was):
             g.forced = o
+
+
+class FixedGate(Gate):
+    "A gate whose weights are the same for all images"
+
+    def __init__(
+        self,
+        gate: Gate,  # Whose reading and projections it takes
+        fixed: Tensor,  # Its weights, as `gate.weights` gives them for one image: [1,2,T,N] or [1,2,T,1]
+    ):
+        nn.Module.__init__(self)
+        self.reading = replace(gate.reading, folded=False)
+        self.q, self.k, self.v, self.fixed = gate.q, gate.k, gate.v, fixed
+
+    def weights(self, z, a, r):
+        return self.fixed.expand(len(z), -1, -1, -1)
+
+
+@contextmanager
+def fixed_gates(
+    model: nn.Module,  # A model after `tora_vit` or `adapter_fusion`
+    weights: list,  # For each block its gate's weights for one image, `[m[:1] for m in gate_maps(model, x)]`
+) -> Iterator:  # Yields `model`
+    "Inside the context the gates have these weights, whatever the image is; raises ValueError for another number"
+    gates_of(model)  # raises ValueError without gates
+    branches = unwrap(model).adapters
+    if len(weights) != len(branches):
+        raise ValueError(f'the model has {len(branches)} gates, got weights for {len(weights)}')
+    was = [b.gate for b in branches]
+    try:
+        for b, w in zip(branches, weights):
+            b.gate = FixedGate(b.gate, w)
+        yield model
+    finally:
+        for b, g in zip(branches, was):
+            b.gate = g
 
 
 def _swapped(gates, others, which):
@@ -1361,10 +1422,41 @@ def decomposed_gates(
     return _outcome(how, right, rep.meta['data'])
 
 
+def _mean_maps(model, dls):
+    "The weights of each gate, mean over the validation images: [1,2,T,N] for each block"
+    sums = []
+    with attack_mode(model), torch.no_grad():
+        for _, x, _ in eval_batches(dls.valid, device=dls.device):
+            sums.append([g.sum(0) for g in gate_maps(model, x)])
+    return [torch.stack(o).sum(0, keepdim=True) / dls.valid.n for o in zip(*sums)]
+
+
+def controlled_gates(
+    **how,  # Key of a run
+) -> Outcome:  # Verdicts with the learned gates and with weights that no image changes, clean and under PGD-5
+    "Do the gates need to see the image?"
+    dls = _tora_images(how)
+    model, _ = tuned(how, dls)
+    maps = _mean_maps(model, dls)
+    controls = {
+        'one half': [torch.full_like(m, 0.5) for m in maps],
+        'mean share': [m.mean((2, 3), keepdim=True).expand_as(m) for m in maps],
+        'mean map': maps,
+    }
+    right, rep = _right(model, dls, how, pgd5=_pgd5(how))
+    right = {f'learned {k}': v for k, v in right.items()}
+    for name, weights in controls.items():
+        with fixed_gates(model, weights):
+            own, _ = _right(model, dls, how, pgd5=_pgd5(how))
+        right |= {f'{name} {k}': v for k, v in own.items()}
+    return _outcome(how, right, rep.meta['data'])
+
+
 def _gate_attacks(model, how, classes):
     "Attacks on the gate at the price of PGD with `attack_steps`: each with the model on which it is made"
     eps, steps = how['eps'], how['attack_steps']
-    bits, shares = WithGates(model), WithGates(model, share=True)
+    bits, shares, maps = WithGates(model), WithGates(model, share=True), WithMaps(model)
+    distance = map_distance(classes)
     first = partial(GateFirst, eps, steps=steps - steps // 2, gate_steps=steps // 2, loss=gate_loss(classes, 0.0))
     last = len(unwrap(model).blocks) - 1
 
@@ -1377,11 +1469,16 @@ def _gate_attacks(model, how, classes):
     def ahead(net, weight, block=None):
         return made(net, first(gate=gate_loss(classes, weight, block, alone=True)))
 
+    def with_entropy(weight):
+        return made(bits, PGD(eps, steps=steps, loss=gate_loss(classes, weight)))
+
     return {
         'PGD': PGD(eps, steps=steps),
-        'entropy up, weight 1': made(bits, PGD(eps, steps=steps, loss=gate_loss(classes, 1.0))),
-        'entropy up, weight 100': made(bits, PGD(eps, steps=steps, loss=gate_loss(classes, 100.0))),
-        'entropy down, weight 100': made(bits, PGD(eps, steps=steps, loss=gate_loss(classes, -100.0))),
+        'entropy up, weight 1': with_entropy(1.0),
+        'entropy up, weight 10': with_entropy(10.0),
+        'entropy up, weight 100': with_entropy(100.0),
+        'entropy down, weight 10': with_entropy(-10.0),
+        'entropy down, weight 100': with_entropy(-100.0),
         'share up alone': alone(shares, 1.0),
         'share up in block 1 alone': alone(shares, 1.0, 0),
         'share up in the last block alone': alone(shares, 1.0, last),
@@ -1389,6 +1486,9 @@ def _gate_attacks(model, how, classes):
         'share up first': ahead(shares, 1.0),
         'share up in the last block first': ahead(shares, 1.0, last),
         'share down first': ahead(shares, -1.0),
+        'map moved alone': made(maps, PGD(eps, steps=steps, loss=distance)),
+        'map moved alone, 5 times the steps': made(maps, PGD(eps, steps=5 * steps, loss=distance)),
+        'map moved first': made(maps, first(gate=distance)),
     }
 
 
@@ -1399,20 +1499,28 @@ def attacked_gates(
     dls = _tora_images(how)
     model, _ = tuned(how, dls)
     x, y = [torch.cat(o).to(dls.device) for o in zip(*[(x, y) for _, x, y in eval_batches(dls.valid)])]
-    net = WithGates(model, share=True)
+    size = 4 * how['bs']
+
+    def of_gates(net, x):
+        with attack_mode(net), torch.no_grad():
+            return torch.cat([outputs(net, o)[:, dls.c :] for o in x.split(size)])
 
     def shares(x):
-        with attack_mode(net), torch.no_grad():
-            return torch.cat([outputs(net, o)[:, dls.c :] + 100 for o in x.split(4 * how['bs'])])
+        return of_gates(WithGates(model, share=True), x) + 100
+
+    def moved(x_adv):
+        net, pairs = WithMaps(model), zip(x.split(size), x_adv.split(size))
+        return torch.cat([(of_gates(net, a) - of_gates(net, b)).abs().mean(1) for a, b in pairs]).mean()
 
     clean = shares(x)
     right, numbers = {'clean': (predict(model, x) == y).cpu().numpy()}, {'share clean': clean.mean()}
     for name, attack in _gate_attacks(model, how, dls.c).items():
-        batches = zip(x.split(4 * how['bs']), y.split(4 * how['bs']))
+        batches = zip(x.split(size), y.split(size))
         x_adv = torch.cat([attack(model, a, b, seed=how['seed']) for a, b in batches])
         right[name] = right['clean'] & (predict(model, x_adv) == y).cpu().numpy()
         now = shares(x_adv)
-        numbers |= {f'{name}: share': now.mean(), f'{name}: most': (now - clean).mean(0).abs().max()}
+        most = (now - clean).abs().mean(0).max()
+        numbers |= {f'{name}: share': now.mean(), f'{name}: most': most, f'{name}: moved': moved(x_adv)}
     return _outcome(how, right, f'{len(x)} images', numbers)
 
 
@@ -1558,12 +1666,21 @@ def _parts(s):
             yield Trial(how, decomposed_gates, _training_passes(how) + 7 * 12 * how['n'])
 
 
+@experiment('tora.controls', 'Do the gates need to see the image?', by=('reading',))
+def _controls(s):
+    lam = _ends(s)[1]
+    for seed in range(s.seeds):
+        for reading in ('mean over tokens', 'features', 'own token', 'own token, features'):
+            how = _tora_key(s, seed, lam, reading=reading) | dict(n=_few(s, s.n_parts))
+            yield Trial(how, controlled_gates, _training_passes(how) + 4 * 12 * how['n'])
+
+
 @experiment('tora.gate', 'Can an attack move the gates?', by=('reading',))
 def _gate(s):
     for seed in range(s.seeds):
         for reading in dict.fromkeys((s.reading, 'own token')):
             how = _tora_key(s, seed, 0.5, reading=reading, attack_steps=s.steps) | dict(n=_few(s, s.n_gate))
-            yield Trial(how, attacked_gates, _training_passes(how) + 11 * 2 * s.steps * how['n'])
+            yield Trial(how, attacked_gates, _training_passes(how) + 20 * 2 * s.steps * how['n'])
 
 
 @experiment('tora.corruptions', 'Corruptions, against the pretrained model', by=('method', 'lam'))
@@ -1582,3 +1699,31 @@ def _one_step(s):
     for seed in range(s.seeds):
         for steps in (1, s.train_steps):
             yield _attacked(s, seed, _ends(s)[1], train_steps=steps)
+
+
+@experiment('tora.longer', 'More images and epochs: does the order of the methods stay?', by=('method', 'reading'))
+def _longer(s):
+    more = dict(n_train=s.long_images, epochs=s.long_epochs)
+    for seed in range(s.seeds):
+        for method in ('AdapterFusion', 'single adapter'):
+            yield _attacked(s, seed, _ends(s)[1], method, **more)
+        for reading in dict.fromkeys((s.reading, 'own token, features')):
+            yield _attacked(s, seed, _ends(s)[1], reading=reading, **more)
+
+
+@experiment('tora.rates', 'Smaller and larger learning rates', by=('method', 'lr'))
+def _rates(s):
+    for seed in range(s.seeds):
+        for lr in [float(o) for o in str(s.rates).split()]:
+            for method in ('single adapter', 'AdapterFusion', 'TORA', 'full fine-tuning'):
+                yield _attacked(s, seed, _ends(s)[1], method, lr=lr)
+
+
+@experiment('tora.autoattack', 'AutoAttack for three lam', by=('lam',))
+def _autoattack(s):
+    low, high = _ends(s)
+    more = dict(n=_few(s, s.n_autoattack), attack='autoattack', attack_steps=s.steps, variants='')
+    for seed in range(s.seeds):
+        for lam in sorted({low, 0.5, high}):
+            how = _tora_key(s, seed, lam, **more)
+            yield Trial(how, attacked_tora, _training_passes(how) + 12000 * how['n'])

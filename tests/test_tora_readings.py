@@ -2,6 +2,7 @@
 
 import pytest, torch
 import numpy as np
+from dataclasses import asdict
 from robust_nbdev.attacks import *
 from robust_nbdev.core import *
 from robust_nbdev.experiments import *
@@ -147,6 +148,37 @@ def test_one_adapter_alone_hears_nothing_of_the_other():
     with pytest.raises(ValueError, match='between 0 and 1'), forced_gates(m, 2):
         pass
 
+@pytest.mark.parametrize('name', ['mean over tokens', 'own token', 'over keys', 'gathering tokens'])
+def test_fixed_gates_keep_their_weights_for_any_image_and_end_with_the_context(name):
+    m = noisy(**asdict(READINGS[name])).eval()
+    with torch.no_grad():
+        before, maps = m(images(2)), [g[:1] for g in gate_maps(m, images(2))]
+        with pytest.raises(RuntimeError, match='stop'), fixed_gates(m, maps):
+            assert all(torch.equal(g[1], w[0]) for g, w in zip(gate_maps(m, images(2, seed=5)), maps))
+            assert torch.allclose(m(images(2))[0], before[0], atol=1e-5)
+            raise RuntimeError('stop')
+        assert torch.equal(m(images(2)), before)
+
+
+def test_fixed_gates_of_another_number_of_blocks_are_refused():
+    m = noisy()
+    maps = [g[:1] for g in gate_maps(m, images(1))]
+    with pytest.raises(ValueError, match='got weights for'), fixed_gates(m, maps[:-1]):
+        pass
+
+
+def test_an_attack_on_the_maps_moves_them():
+    m, x, y = noisy(scale=1.0).eval(), images(4), torch.zeros(4, dtype=torch.long)
+    net = WithMaps(m)
+
+    def moved(x_adv):
+        with torch.no_grad():
+            return map_distance(4)(net(x_adv), net(x)).mean().item()
+
+    start, end = [PGD(0.1, steps=o, loss=map_distance(4))(net, x, y, seed=0) for o in (0, 10)]
+    assert moved(end) > 2 * moved(start) > 0
+    assert torch.equal(net(x).argmax(1), m(x).argmax(1))
+
 
 def test_variants_swap_what_they_name_and_leave_the_last_gates():
     m = noisy()
@@ -250,7 +282,7 @@ def test_parts_gates_and_corruptions_give_verdicts(kept):
         'robustness adapter pgd5',
     }
     got = gate.fn(**gate.key | dict(bs=4))  # more images than fit into one batch
-    assert len(got.verdicts) == 12 and got.numbers['PGD: most'] < 0.5
+    assert len(got.verdicts) == 17 and got.numbers['PGD: most'] < 0.5
     t = smoke('tora.corruptions', method='pretrained')
     rows = t.fn(**t.key | dict(bs=4))
     assert len(rows.verdicts) == 16 and rows.numbers['corrupted'] == pytest.approx(
