@@ -148,6 +148,7 @@ def test_one_adapter_alone_hears_nothing_of_the_other():
     with pytest.raises(ValueError, match='between 0 and 1'), forced_gates(m, 2):
         pass
 
+
 @pytest.mark.parametrize('name', ['mean over tokens', 'own token', 'over keys', 'gathering tokens'])
 def test_fixed_gates_keep_their_weights_for_any_image_and_end_with_the_context(name):
     m = noisy(**asdict(READINGS[name])).eval()
