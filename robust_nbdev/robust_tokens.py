@@ -1374,7 +1374,7 @@ def segmented_tokens(
     **how,  # Key of a run
 ) -> Outcome:  # Verdicts `clean`, `secret`, `white`: whether most pixels of an image are right; mIoUs in percent
     "Tokens are trained on images without masks, a head on images with masks, which are then attacked"
-    small = images_of(dict(how, bs=64, n=64), batch_tfms=None)
+    small = images_of(dict(how, bs=64, n=8), batch_tfms=None)
     of_masks = dict(dataset=how['masks'], n_train=how['n_masks'], n=how['n'], bs=8, side=tuple(how['size']))
     dls = images_of(of_masks, item_tfms=None, batch_tfms=None, num_workers=0)
     x, masks = _images_and_targets(dls.valid)
