@@ -1511,7 +1511,7 @@ def strongly_attacked_tokens(
     known = _known_to(how, dls, probe)
     if known is not probe:
         attacks = {k: Transfer(known, a) for k, a in attacks.items()}
-    rep = robust_report(probe, (x, y), list(attacks.values()), bs=100, cascade=False, seed=seed)
+    rep = robust_report(probe, (x, y), list(attacks.values()), bs=250, cascade=False, seed=seed)
     names = dict(clean='clean', **{k: repr(a) for k, a in attacks.items()})
     right = {k: np.asarray(rep.verdicts[o], bool) for k, o in names.items()}
     right['worst'] = right['pgd'] & right['autoattack']
