@@ -1280,6 +1280,11 @@ class Wraps(AttackBase):
         "What belongs beside those inside"
         return tuple(b for a in self.attacks for b in declared(a, 'beside'))
 
+    @property
+    def slack(self):
+        "By how much the loosest of those inside may leave its ball"
+        return max(declared(a, 'slack') for a in self.attacks)
+
     def _names(self):
         return '_'.join(declared(a, 'name') for a in self.attacks)
 

@@ -6,7 +6,8 @@
 __all__ = ['FeatCos', 'tokens_of', 'use_tokens', 'WithoutTokens', 'RandomTokens', 'TokenAttack', 'token_attack', 'RobustTokens',
            'save_tokens', 'read_tokens', 'load_tokens', 'Probe', 'LinearProbe', 'SegProbe', 'seg_loss', 'fit_head',
            'mask_ce', 'iou_counts', 'miou', 'TokenSets', 'token_sets', 'largest_activations', 'feature_cosine',
-           'fit_tokens', 'plant_massive', 'put_activations', 'planted_activations', 'attacked_tokens']
+           'fit_tokens', 'table_of_tokens', 'features_of_tokens', 'activations_of_tokens', 'plant_massive',
+           'put_activations', 'planted_activations', 'segmented_tokens', 'attacked_tokens', 'strongly_attacked_tokens']
 
 # %% ../nbs/02_robust_tokens.ipynb #3d2364ea
 import timm, warnings
@@ -866,6 +867,274 @@ def fit_tokens(  # noqa: PLR0913
     learn.model.eval()
     return learn
 
+# %% ../nbs/02_robust_tokens.ipynb #c0ffee51
+_AXES = {'over tokens': 1, 'over features': -1}
+
+
+def _frozen_backbone(how, dls):
+    "The backbone of a run; of one from timm maybe the first blocks alone"
+    kw = dict(img_size=how['side'])
+    if how['blocks']:
+        kw |= dict(depth=how['blocks'], pretrained_strict=False)
+    return backbone_named(how['backbone'], dls, **kw).to(dls.device).eval()
+
+
+def _attack_of(how, model, eps, steps, loss):
+    "The attack of a run, with this radius in pixel units in the widest channel: PGD, or the authors'"
+    if how['attack'] == 'pgd':
+        return PGD(eps, steps=steps, loss=loss)
+    a = token_attack(model, steps=steps, loss=loss)
+    return a.but(eps=eps, alpha=a.alpha * eps / a.eps)
+
+
+def _trained_tokens(how, dls, seed):
+    "A backbone with trained tokens, and the similarities of each step; with 0 tokens nothing is trained"
+    torch.manual_seed(seed)
+    model = add_tokens(_frozen_backbone(how, dls), how['tokens'], how['out'])
+    if not how['tokens']:
+        return model, None
+    loss = partial(feat_cos, axis=how['axis'])
+    attack = _attack_of(how, model, how['train_eps'], how['train_attack_steps'], loss)
+    learn = fit_tokens(dls, model, attack, how['train_steps'], how['lr'], seed, how['axis'])
+    return learn.model, learn.robust_tokens.df
+
+
+def _images_and_targets(dl):
+    "All images of a DataLoader, and their labels or masks"
+    return [torch.cat(o) for o in zip(*[[o.as_subclass(Tensor) for o in b] for b in dl])]
+
+
+def _turned(how, plain, x):
+    "Images that turn the features of the backbone without tokens"
+    loss = partial(feat_cos, axis=how['axis'])
+    attack = _attack_of(how, plain, how['feature_eps'], how['attack_steps'], loss)
+    return torch.cat([attack(plain, o, seed=how['seed']) for o in x.split(100)])
+
+
+def _features_kept(model, plain, x, x_adv):
+    "The cosines of the features along both axes; and for each image, whether it stays above one half"
+    numbers, verdicts = {}, {}
+    for name, axis in _AXES.items():
+        cosines = feature_cosine(model, x, x_adv, axis)
+        numbers[f'cosine {name}'] = cosines.mean()
+        numbers[f'clean cosine {name}'] = feature_cosine(model, x, x, axis, plain).mean()
+        verdicts[f'features {name}'] = (cosines > 0.5).cpu().numpy()
+    return numbers, verdicts
+
+
+def _similarities(seen):
+    "What training maximises: at its start, in each tenth of it, and over the last 20 steps"
+    if seen is None:
+        return {}
+    parts = np.array_split(seen.total.to_numpy(), min(10, len(seen)))
+    ends = np.cumsum([len(o) for o in parts])
+    numbers = {'total at the start': seen.total.iloc[0], **seen.tail(20).mean()}
+    return numbers | {f'total to step {i}': o.mean() for i, o in zip(ends, parts)}
+
+
+def _with_shares(numbers, verdicts, images, notes=()):
+    "An outcome, with the share of the images of each verdict in percent"
+    shares = {k: 100 * v.mean() for k, v in verdicts.items()}
+    return Outcome(numbers | shares, verdicts, images, tuple(notes))
+
+
+_OF_PROFILE = 'dataset side blocks n_train train_steps lr train_eps train_attack_steps'.split()
+
+
+def _token_key(s, backbone, tokens, seed, **more):
+    "The key of a run at a profile"
+    key = {k: s[k] for k in _OF_PROFILE} | dict(backbone=backbone, tokens=tokens, seed=seed)
+    return key | dict(axis=1, out='cls_patch', attack=s.table_attack, attack_steps=s.steps, n=s.n_valid) | more
+
+
+def _named_in(s, key):
+    "Backbones in a list of settings.ini"
+    return [o.strip() for o in (s.get(key) or '').split(',') if o.strip()]
+
+
+def _token_training(how):
+    "Passes of an image through the model while its tokens are trained"
+    return 8 * how['train_steps'] * (2 * how['train_attack_steps'] + 5) if how['tokens'] else 0
+
+
+def _feature_cost(how):
+    "Passes for the attack on features and for their cosines"
+    return how['n'] * (2 * how['attack_steps'] + 8)
+
+# %% ../nbs/02_robust_tokens.ipynb #c0ffee55
+def table_of_tokens(
+    **how,  # Key of a run
+) -> Outcome:  # Verdicts `clean`, `secret`, `white`; whether features are kept, along each axis
+    "A row of the poster's table: tokens and a head are trained, then features and predictions are attacked"
+    dls, seed = images_of({**how, 'bs': 64}, batch_tfms=None), how['seed']
+    x, y = _images_and_targets(dls.valid)
+    model, seen = _trained_tokens(how, dls, seed)
+    plain = WithoutTokens(model)
+    set_seed(seed)
+    probe = fit_head(LinearProbe(model, dls.c), dls)
+    white = _attack_of(how, model, how['eps'], how['attack_steps'], ce)
+    attacks = dict(white=white)
+    if how['tokens']:
+        attacks['secret'] = Transfer(_behind(probe, plain), white)
+    rep = robust_report(probe, (x, y), list(attacks.values()), bs=100, cascade=False, seed=seed)
+    right = {k: np.asarray(rep.verdicts[repr(a)], bool) for k, a in attacks.items()}
+    right = dict(clean=np.asarray(rep.verdicts['clean'], bool), secret=right['white']) | right
+    numbers, kept = _features_kept(model, plain, x, _turned(how, plain, x))
+    numbers |= _similarities(seen)
+    return _with_shares(numbers, right | kept, f'{how["dataset"]} test, {rep.meta["data"]}', rep.warnings)
+
+
+def _dinov2(size, registers):
+    return f'timm vit_{size}_patch14_{"reg4_" if registers else ""}dinov2.lvd142m'
+
+
+# size, registers, tokens; classification and segmentation, clean; cosine; classification and segmentation, robust
+_POSTER = [
+    ('small', 0, 0, 80.0, 41.0, 0.09, 0.0, 2.8),
+    ('small', 4, 0, 79.8, 40.4, 0.01, 0.0, 2.1),
+    ('small', 0, 10, 78.5, 40.6, 0.93, 31.9, 24.6),
+    ('small', 4, 10, 79.2, 40.9, 0.93, 30.5, 22.7),
+    ('base', 0, 0, 83.4, 45.1, 0.05, 0.0, 3.1),
+    ('base', 4, 0, 83.7, 45.8, 0.03, 0.1, 3.0),
+    ('base', 0, 10, 83.1, 45.0, 0.92, 50.0, 23.4),
+    ('base', 4, 10, 83.1, 45.8, 0.92, 49.7, 25.9),
+    ('large', 0, 0, 85.5, 45.1, 0.06, 0.3, 4.5),
+    ('large', 4, 0, 86.1, 46.6, 0.03, 0.6, 4.6),
+    ('large', 0, 10, 84.2, 45.5, 0.89, 62.9, 21.2),
+    ('large', 4, 10, 85.9, 46.7, 0.83, 58.7, 16.2),
+    ('giant', 0, 0, 85.2, 46.6, 0.12, 0.3, 4.7),
+    ('giant', 4, 0, 86.3, 46.8, 0.08, 0.9, 4.2),
+    ('giant', 0, 10, 85.6, 47.2, 0.89, 63.1, 23.3),
+    ('giant', 4, 10, 86.1, 47.5, 0.90, 69.9, 25.7),
+]
+
+
+def _poster(**columns):
+    "The poster's main table, with some of its columns by our names"
+    return [dict(backbone=_dinov2(*o[:2]), tokens=o[2], **{k: o[i] for k, i in columns.items()}) for o in _POSTER]
+
+
+@experiment(
+    'tokens.table1',
+    'The main table: backbones with registers and without, with tokens and without, along both axes of the cosine',
+    by=('backbone', 'tokens', 'axis'),
+    published=_poster(clean=3, secret=6, **{'cosine over tokens': 5}),
+)
+def _table1(s):
+    for seed in range(s.seeds):
+        for backbone in _named_in(s, 'table_backbones'):
+            for tokens in (s.tokens, 0):
+                for axis in _AXES.values():
+                    how = _token_key(s, backbone, tokens, seed, axis=axis)
+                    how |= dict(eps=s.eps, feature_eps=s.feature_eps)
+                    attacked = how['n'] * (2 * s.steps * (2 if tokens else 1) + 4)
+                    head = how['n_train'] or 50000
+                    cost = _token_training(how) + head + attacked + _feature_cost(how)
+                    yield Trial(how, table_of_tokens, cost, _token_training(how) + head)
+
+# %% ../nbs/02_robust_tokens.ipynb #c0ffee5a
+def features_of_tokens(
+    **how,  # Key of a run
+) -> Outcome:  # Verdicts `features over tokens` and `features over features`; the similarities in training
+    "Tokens are trained, then the features of the backbone without them are attacked"
+    dls = images_of({**how, 'bs': 64}, batch_tfms=None)
+    x, _ = _images_and_targets(dls.valid)
+    model, seen = _trained_tokens(how, dls, how['seed'])
+    plain = WithoutTokens(model)
+    numbers, kept = _features_kept(model, plain, x, _turned(how, plain, x))
+    return _with_shares(numbers | _similarities(seen), kept, dls.about)
+
+
+_COUNTS = 1, 10, 20, 50
+_ENDS = {
+    'small': (1.741, 1.804, 1.812, 1.818),
+    'base': (1.728, 1.802, 1.796, 1.794),
+    'large': (1.731, 1.769, 1.794, 1.769),
+    'giant': (1.727, 1.757, 1.734, 1.771),
+}
+
+
+@experiment(
+    'tokens.count',
+    'The ablation: how many tokens, and the curves of their training',
+    by=('backbone', 'tokens'),
+    published=[
+        dict(backbone=_dinov2(o, 0), tokens=n, total=v) for o, ends in _ENDS.items() for n, v in zip(_COUNTS, ends)
+    ],
+)
+def _count(s):
+    for seed in range(s.seeds):
+        for backbone in _named_in(s, 'count_backbones'):
+            for n in _COUNTS:
+                how = _token_key(s, backbone, n, seed, feature_eps=s.feature_eps)
+                how |= dict(train_steps=s.count_steps)
+                yield Trial(how, features_of_tokens, _token_training(how) + _feature_cost(how), _token_training(how))
+
+
+_DEIT3 = {k: f'timm deit3_{k}_patch{p}_224.fb_in1k' for k, p in dict(base=16, large=16, huge=14).items()}
+_CLIP = {k: f'timm vit_{k}_patch{p}_clip_224.laion2b' for k, p in dict(base=16, large=14, huge=14).items()}
+
+
+@experiment(
+    'tokens.table2',
+    'The second table: features of DeiT-III, and of OpenCLIP after its projection',
+    by=('backbone', 'tokens'),
+    needs=('table2',),
+    published=[
+        dict(zip(('backbone', 'tokens', 'cosine over tokens', 'total'), o))
+        for o in (
+            (_DEIT3['base'], 0, 0.16),
+            (_DEIT3['base'], 10, 0.74, 1.59),
+            (_DEIT3['large'], 0, 0.22),
+            (_DEIT3['large'], 10, 0.78, 1.63),
+            (_DEIT3['huge'], 0, 0.23),
+            (_DEIT3['huge'], 10, 0.77, 1.63),
+            (_CLIP['base'], 0, -0.02),
+            (_CLIP['base'], 10, 0.86, 1.81),
+            (_CLIP['large'], 0, 0.13),
+            (_CLIP['large'], 10, 0.91, 1.87),
+            (_CLIP['huge'], 0, 0.10),
+            (_CLIP['huge'], 10, 0.89, 1.85),
+        )
+    ],
+)
+def _table2(s):
+    if not s.get('table2'):
+        return
+    for seed in range(s.seeds):
+        for backbone in _named_in(s, 'table2_backbones'):
+            out = 'logits' if '_clip_' in backbone else 'cls_patch'
+            for tokens in (s.tokens, 0):
+                how = _token_key(s, backbone, tokens, seed, out=out)
+                how |= dict(dataset=s.table2, train_steps=s.table2_steps, feature_eps=s.feature_eps)
+                yield Trial(how, features_of_tokens, _token_training(how) + _feature_cost(how), _token_training(how))
+
+# %% ../nbs/02_robust_tokens.ipynb #c0ffee60
+def activations_of_tokens(
+    **how,  # Key of a run
+) -> Outcome:  # No verdicts; means over the images
+    "The largest activation after each block, without tokens and with them, of clean images and of attacked ones"
+    dls = images_of({**how, 'bs': 64}, batch_tfms=None)
+    x, _ = _images_and_targets(dls.valid)
+    model, _ = _trained_tokens(how, dls, how['seed'])
+    plain = WithoutTokens(model)
+    images = dict(clean=x, attacked=_turned(how, plain, x))
+    with torch.no_grad():
+        numbers = {f'median {i}': o.abs().median() for i, o in enumerate(block_outputs(plain, x[:16]), 1)}
+    for name, net in {'plain': plain, 'tokens': model}.items():
+        for kind, o in images.items():
+            sizes = torch.cat([largest_activations(net, part) for part in o.split(100)]).mean(0)
+            numbers |= {f'{name} {kind} {i}': v for i, v in enumerate(sizes, 1)}
+    return Outcome(numbers, images=dls.about)
+
+
+@experiment('tokens.activations', 'The figure of the largest activation in each block', by=('backbone',))
+def _activations(s):
+    for seed in range(s.seeds):
+        for backbone in _named_in(s, 'table_backbones'):
+            how = _token_key(s, backbone, s.tokens, seed) | dict(n=min(s.n_valid, 100), feature_eps=s.feature_eps)
+            yield Trial(how, activations_of_tokens, _token_training(how) + _feature_cost(how), _token_training(how))
+
 # %% ../nbs/02_robust_tokens.ipynb #c0ffee31
 _WHERE = 'empty patches', 'class token'
 
@@ -1074,6 +1343,82 @@ def _planted_cost(how):
     training = 3 * n_train * how['tune_epochs'] + 8 * how['train_steps'] * (2 * how['train_attack_steps'] + 5)
     return training + n * (2 * 2 * how['attack_steps'] + 30), training
 
+# %% ../nbs/02_robust_tokens.ipynb #c0ffee63
+def _seg_behind(probe, model):
+    "The segmentation head of `probe` on the features of `model`"
+    p = SegProbe(model, 1)
+    p.head = probe.head
+    return p.eval()
+
+
+def _seg_attacked(how, net, x, masks):
+    "The images of an attack on the cross-entropy of the pixels"
+    found = []
+    for a, m in zip(x.split(20), masks.split(20)):
+        attack = _attack_of(how, net, how['eps'], how['attack_steps'], mask_ce(m))
+        found.append(attack(net, a, seed=how['seed']))
+    return torch.cat(found)
+
+
+def _seg_scores(net, x, masks):
+    "Pixels in the intersection and in the union [N,C]; and for each image, whether most of its pixels are right"
+    found = []
+    with attack_mode(net), torch.no_grad():
+        for a, m in zip(x.split(20), masks.split(20)):
+            inter, union = iou_counts(net(a), m)
+            found.append((inter, union, inter.sum(1) > (m != 255).flatten(1).sum(1) / 2))
+    return [torch.cat(o) for o in zip(*found)]
+
+
+def segmented_tokens(
+    **how,  # Key of a run
+) -> Outcome:  # Verdicts `clean`, `secret`, `white`: whether most pixels of an image are right; mIoUs in percent
+    "Tokens are trained on images without masks, a head on images with masks, which are then attacked"
+    small = images_of(dict(how, bs=64, n=8), batch_tfms=None)
+    of_masks = dict(dataset=how['masks'], n_train=how['n_masks'], n=how['n'], bs=8, side=tuple(how['size']))
+    dls = images_of(of_masks, item_tfms=None, batch_tfms=None, num_workers=0)
+    x, masks = _images_and_targets(dls.valid)
+    model, _ = _trained_tokens(how, small, how['seed'])
+    unwrap(model).set_input_size(img_size=tuple(how['size']))
+    set_seed(how['seed'])
+    probe = fit_head(SegProbe(model, dls.c), dls, how['head_epochs'], bs=8)
+    images = dict(clean=x, white=_seg_attacked(how, probe, x, masks))
+    surrogate = _seg_behind(probe, WithoutTokens(model))
+    images['secret'] = _seg_attacked(how, surrogate, x, masks) if how['tokens'] else images['white']
+    numbers, right = {}, {}
+    for name, o in images.items():
+        inter, union, most = _seg_scores(probe, o, masks)
+        numbers[f'miou {name}'] = 100 * miou(inter, union)
+        numbers[f'miou {name}, mean of images'] = 100 * miou(inter, union, per_image=True)
+        right[name] = most.cpu().numpy()
+    return _with_shares(numbers, right, dls.about)
+
+
+@experiment(
+    'tokens.segmentation',
+    'The main table: segmentation; CamVid in place of ADE20K',
+    by=('backbone', 'tokens'),
+    needs=('seg_dataset', 'seg_tokens'),
+    published=_poster(**{'miou clean': 4, 'miou secret, mean of images': 7}),
+)
+def _segmentation(s):
+    size = [int(o) for o in s.seg_size.split()]
+    for seed in range(s.seeds):
+        for backbone in _named_in(s, 'table_backbones'):
+            for tokens in (s.tokens, 0):
+                how = _token_key(s, backbone, tokens, seed, dataset=s.seg_tokens, masks=s.seg_dataset, size=size)
+                how |= dict(n=s.seg_n, n_masks=s.seg_train, eps=s.seg_eps, head_epochs=s.seg_epochs)
+                yield Trial(how, segmented_tokens, *_seg_cost(how))
+
+
+def _seg_cost(how):
+    "Passes of a small image through the model: all, and in training; a larger image counts as several"
+    height, width = how['size']
+    larger = height * width / (how['side'] or 32) ** 2
+    training = _token_training(how) + larger * (how['n_masks'] or 367)
+    attacks = 2 if how['tokens'] else 1
+    return training + larger * (how['n'] or 233) * (attacks * 2 * how['attack_steps'] + 4), training
+
 # %% ../nbs/02_robust_tokens.ipynb #c0ffee2b
 def _behind(probe, model):
     "The head of `probe` on the features of `model`"
@@ -1142,3 +1487,47 @@ def _tokens_cost(how):
     "Passes of an image through the model: two sets of tokens, two heads, five attacks"
     training = 2 * how['train_steps'] * 8 * (2 * how['train_attack_steps'] + 5)
     return training + 2 * (how['n_train'] or 50000) + how['n'] * (5 * 2 * how['attack_steps'] + 12)
+
+# %% ../nbs/02_robust_tokens.ipynb #c0ffee67
+def _known_to(how, dls, probe):
+    "What an attacker of a probe attacks: the probe itself, its head on the plain backbone, or on tokens of his own"
+    if how['attacker'] in ('none', 'white'):
+        return probe
+    if how['attacker'] == 'secret':
+        return _behind(probe, WithoutTokens(probe.model))
+    return _behind(probe, _trained_tokens(how, dls, how['seed'] + 100)[0])
+
+
+def strongly_attacked_tokens(
+    **how,  # Key of a run
+) -> Outcome:  # Verdicts `clean`, `pgd`, `autoattack`, and `worst`, under both
+    "Tokens and a head are trained, then attacked with AutoAttack by one who knows more or less"
+    dls, seed = images_of({**how, 'bs': 64}, batch_tfms=None), how['seed']
+    x, y = _images_and_targets(dls.valid)
+    model, _ = _trained_tokens(how, dls, seed)
+    set_seed(seed)
+    probe = fit_head(LinearProbe(model, dls.c), dls)
+    attacks = dict(pgd=PGD(how['eps'], steps=how['attack_steps']), autoattack=AutoAttack(how['eps']))
+    known = _known_to(how, dls, probe)
+    if known is not probe:
+        attacks = {k: Transfer(known, a) for k, a in attacks.items()}
+    rep = robust_report(probe, (x, y), list(attacks.values()), bs=250, cascade=False, seed=seed)
+    names = dict(clean='clean', **{k: repr(a) for k, a in attacks.items()})
+    right = {k: np.asarray(rep.verdicts[o], bool) for k, o in names.items()}
+    right['worst'] = right['pgd'] & right['autoattack']
+    return _with_shares({}, right, f'{how["dataset"]} test, {rep.meta["data"]}', rep.warnings)
+
+
+@experiment(
+    'tokens.autoattack',
+    'What the secret is worth, under AutoAttack',
+    by=('attacker',),
+    needs=('aa_dataset',),
+)
+def _autoattack(s):
+    for seed in range(s.seeds):
+        for attacker in s.aa_attackers.split():
+            how = _token_key(s, s.aa_backbone, s.tokens if attacker != 'none' else 0, seed, dataset=s.aa_dataset)
+            how |= dict(attacker=attacker, n=s.aa_n, eps=s.aa_eps, train_eps=s.aa_train_eps)
+            training = (2 if attacker == 'own' else 1) * _token_training(how) + (how['n_train'] or 50000)
+            yield Trial(how, strongly_attacked_tokens, training + 3000 * how['n'], training)

@@ -553,6 +553,12 @@ SHRUNK = dict(
     table1_bs=4,
     train_steps=1,
     train_attack_steps=1,
+    count_steps=1,
+    table2_steps=1,
+    seg_train=4,
+    seg_n=4,
+    seg_epochs=1,
+    aa_n=4,
 )
 CLASSES = dict(imagenet=1000, imagenet100=100, cifar10=10, cifar100=100, imagenette=10, caltech101=101, flowers102=102)
 
@@ -584,6 +590,15 @@ def tree(folder, classes, side):
             save_png(folder / split / f'class{k:04d}', '0.png', np.roll(noise, k, axis=0))
 
 
+def street_scenes(folder):
+    "Six images with masks in each split, as CamVid's folders have them"
+    for split in ('train', 'val', 'test'):
+        for i in range(6):
+            image = np.roll(pixels(48), i, axis=0)
+            save_png(folder / split, f'{i}.png', image)
+            save_png(folder / f'{split}annot', f'{i}.png', image[..., 0] % 12)
+
+
 @pytest.fixture(scope='module')
 def generated(tmp_path_factory):
     "Images of the right number and size for every dataset, and a settings.ini that names them"
@@ -591,7 +606,8 @@ def generated(tmp_path_factory):
     for name, classes in CLASSES.items():
         tree(root / name, classes, 32 if name.startswith('cifar') else 64)
     variants_of_imagenet(root)
-    lines = [f'{k} = {root / k}' for k in (*CLASSES, 'imagenet_a', 'imagenet_p')]
+    street_scenes(root / 'camvid')
+    lines = [f'{k} = {root / k}' for k in (*CLASSES, 'camvid', 'imagenet_a', 'imagenet_p')]
     (root / 'settings.ini').write_text(
         '\n'.join(['[DEFAULT]', 'profile = smoke', f'out = {root / "out"}', *lines, '[smoke]', 'epochs = 1'])
     )

@@ -1,7 +1,7 @@
 "Robustness Tokens: only the tokens train, the fastai contract, files, heads, and the attack by hand."
 
 import copy, warnings
-import pytest, timm, torch, torch.nn.functional as F
+import numpy as np, pandas as pd, pytest, timm, torch, torch.nn.functional as F
 from torch import nn
 from fastai.vision.all import (
     AvgMetric,
@@ -27,6 +27,7 @@ from robust_nbdev.evaluate import *
 from robust_nbdev.experiments import trials_of
 from robust_nbdev.models import small_model
 from robust_nbdev.robust_tokens import *
+from robust_nbdev.robust_tokens import _attack_of, _seg_behind, _seg_scores, _similarities
 from robust_nbdev.test_utils import *
 from copies import COPIES, grow, replicate
 
@@ -915,6 +916,90 @@ def test_a_run_of_the_planted_experiment():
     out = trial.fn(**key)
     assert {len(v) for v in out.verdicts.values()} == {16} and key == dict(trial.key, n=16, n_train=32)
     assert out.numbers['largest clean'] > 50 and out.numbers['cosine others back'] > out.numbers['cosine none']
+
+
+def run(name, n=16, **key):
+    "The first run of an experiment at the smoke profile that has these keys, on fewer images"
+    trial = next(o for o in trials_of(name, 'smoke') if key.items() <= o.key.items())
+    return trial.fn(**dict(trial.key, n=n, n_train=32))
+
+
+@pytest.mark.parametrize('axis', [1, -1])
+def test_without_tokens_there_is_nothing_secret(axis):
+    plain, tokens = [run('tokens.table1', tokens=o, axis=axis) for o in (0, 10)]
+    assert (plain.verdicts['secret'] == plain.verdicts['white']).all() and plain.images == tokens.images
+    for o in ('over tokens', 'over features'):
+        with_none, with_ten = [float(r.numbers[f'clean cosine {o}']) for r in (plain, tokens)]
+        assert with_none == pytest.approx(1, abs=1e-4) and with_ten < 0.9999
+        assert plain.numbers[f'cosine {o}'] < 0.9
+    assert 'total' not in plain.numbers and -2 < tokens.numbers['total'] <= 2
+
+
+def test_the_axis_of_a_row_is_that_of_its_attack():
+    "What turns the features most along one axis does not along the other"
+    found = {o: run('tokens.table1', tokens=0, axis=o).numbers for o in (1, -1)}
+    assert found[1]['cosine over tokens'] < found[-1]['cosine over tokens']
+    assert found[-1]['cosine over features'] < found[1]['cosine over features']
+
+
+def test_the_attack_of_a_row_has_the_asked_radius():
+    model, x = add_tokens(tiny_vit(num_classes=4), 0, 'cls_patch'), images()
+    for attack in ('pgd', 'authors'):
+        a = _attack_of(dict(attack=attack), model, 0.1, 2, feat_cos)
+        assert a.eps == 0.1 and a.steps == 2 and (a(model, x, seed=0) - x).abs().max() <= 0.1 + a.slack + 1e-6
+
+
+def test_rounding_out_of_the_ball_is_allowed_to_what_transfers_it_too():
+    model, x = tiny_vit(num_classes=4), images()
+    a = token_attack(model, steps=2, loss=ce)
+    transfer = Transfer(tiny_vit(num_classes=4, seed=1), a)
+    assert transfer.slack == a.slack == 1 / 255 and WorstCase([PGD(a.eps), a]).slack == a.slack
+    assert Transfer(model, PGD(0.1)).slack == 0
+    transfer(model, x, torch.tensor([0, 1, 2, 3]))
+
+
+def test_the_curve_of_a_training_ends_where_the_training_does():
+    seen = pd.DataFrame(dict(inv=1.0, adv=np.arange(50) / 50)).assign(total=lambda d: d.inv + d.adv)
+    numbers = _similarities(seen)
+    assert numbers['total at the start'] == 1 and numbers['inv'] == 1 and numbers['adv'] == pytest.approx(39.5 / 50)
+    assert numbers['total to step 5'] == pytest.approx(1.04) and numbers['total to step 50'] == pytest.approx(1.94)
+    assert _similarities(None) == {}
+
+
+def test_a_run_of_the_ablation_and_of_the_activations():
+    out = run('tokens.count', tokens=20)
+    assert {len(v) for v in out.verdicts.values()} == {16} and 'total to step 2' in out.numbers
+    out = run('tokens.activations')
+    assert out.verdicts == {} and out.numbers['plain clean 6'] > out.numbers['median 6'] > 0
+    assert out.numbers['plain clean 1'] != out.numbers['plain attacked 1']
+
+
+@pytest.mark.parametrize('attacker', ['none', 'secret', 'own', 'white'])
+def test_worst_is_right_under_pgd_and_under_autoattack(attacker, monkeypatch):
+    members = AutoAttack.members
+    monkeypatch.setattr(AutoAttack, 'members', lambda self, c: [o.but(steps=2) for o in members(self, c)[:2]])
+    out = run('tokens.autoattack', n=8, attacker=attacker)
+    v = out.verdicts
+    assert (v['worst'] == v['pgd'] & v['autoattack']).all() and (v['pgd'] <= v['clean']).all()
+
+
+def test_segmentation_scores_by_hand():
+    masks = torch.tensor([[[0, 1], [1, 255]], [[1, 1], [0, 0]]])
+    predicted = torch.tensor([[[0, 1], [0, 0]], [[1, 0], [1, 0]]])
+    net = nn.Identity()
+    z = F.one_hot(predicted, 2).permute(0, 3, 1, 2).float()
+    inter, union, most = _seg_scores(net, z, masks)
+    assert inter.tolist() == [[1, 1], [1, 1]] and union.tolist() == [[2, 2], [3, 3]]
+    assert most.tolist() == [True, False]  # 2 of 3 pixels, and 2 of 4
+
+
+def test_the_seg_head_behind_another_model_is_the_same_head():
+    model = add_tokens(tiny_vit(num_classes=4), 3, 'cls_patch')
+    probe, x = SegProbe(model, 5).eval(), images()
+    plain = _seg_behind(probe, WithoutTokens(model))
+    with no_tokens(model):
+        expected = probe(x)
+    assert torch.equal(plain(x), expected) and plain.head is probe.head
 
 
 def test_tokens_are_fitted_on_all_classes_of_a_folder_that_is_sorted(monkeypatch):
