@@ -99,6 +99,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'robust_nbdev.aas._of_scales': ('aas.html#_of_scales', 'robust_nbdev/aas.py'),
                                   'robust_nbdev.aas._on_two': ('aas.html#_on_two', 'robust_nbdev/aas.py'),
                                   'robust_nbdev.aas._percent': ('aas.html#_percent', 'robust_nbdev/aas.py'),
+                                  'robust_nbdev.aas._percent_over': ('aas.html#_percent_over', 'robust_nbdev/aas.py'),
                                   'robust_nbdev.aas._pixels': ('aas.html#_pixels', 'robust_nbdev/aas.py'),
                                   'robust_nbdev.aas._pushed': ('aas.html#_pushed', 'robust_nbdev/aas.py'),
                                   'robust_nbdev.aas._query_norm': ('aas.html#_query_norm', 'robust_nbdev/aas.py'),

@@ -1262,7 +1262,7 @@ def _drawn(dls, n, seed):
     def draw():
         return rng.sample(range(len(dl.dataset)), n)
 
-    return DataLoaders(dl.new(n=n, shuffle=False, get_idxs=draw), dls.valid, device=dls.device)
+    return DataLoaders(dl.new(n=n, shuffle=False, drop_last=False, get_idxs=draw), dls.valid, device=dls.device)
 
 
 def _defended(how):
@@ -1353,6 +1353,12 @@ def _query_norm(model):
     return sum(b.attn.qkv.weight[: net.embed_dim].pow(2).sum().item() for b in net.blocks) ** 0.5
 
 
+def _percent_over(model, x, limit):
+    "Percent of the gaps before a softmax that are larger than `limit`, over images, heads and blocks"
+    found = [torch.cat([g.flatten() for g in attn_gaps(model, o)]) > limit for o in x.split(100)]
+    return 100 * torch.cat(found).float().mean().item()
+
+
 def _pushed(how, model):
     "The model after PGD-AT during which its queries grow, in evaluation mode"
     model = deepcopy(model)
@@ -1389,6 +1395,7 @@ def pushed_run(
     )
     numbers = {
         'largest gap': _gap(model, x),
+        'gaps over 17, %': _percent_over(model, x, 17.0),
         'queries, times': _query_norm(model) / _query_norm(begun),
         **{f'scale {i + 1}': o for i, o in enumerate(scales)},
     }
