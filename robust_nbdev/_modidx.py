@@ -94,6 +94,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'robust_nbdev.aas._gap': ('aas.html#_gap', 'robust_nbdev/aas.py'),
                                   'robust_nbdev.aas._is_trained': ('aas.html#_is_trained', 'robust_nbdev/aas.py'),
                                   'robust_nbdev.aas._keys': ('aas.html#_keys', 'robust_nbdev/aas.py'),
+                                  'robust_nbdev.aas._left_by': ('aas.html#_left_by', 'robust_nbdev/aas.py'),
                                   'robust_nbdev.aas._names_in': ('aas.html#_names_in', 'robust_nbdev/aas.py'),
                                   'robust_nbdev.aas._net_training': ('aas.html#_net_training', 'robust_nbdev/aas.py'),
                                   'robust_nbdev.aas._of_scales': ('aas.html#_of_scales', 'robust_nbdev/aas.py'),

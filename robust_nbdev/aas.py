@@ -1160,6 +1160,11 @@ def _right_on(model, x, y):
     return torch.cat([predict(model, o) for o in x.split(250)]) == y
 
 
+def _left_by(attack, model, x, y, alive, seed):  # noqa: PLR0913
+    "`_survivors`, also where no image is alive"
+    return _survivors(attack, model, x, y, alive, seed) if alive.any() else alive
+
+
 def _fitted(model, dls, how, cbs, wd=0.05):
     "A Learner after a training without a word, and what `AASTrain` warned of; the seed alone decides what is random"
     with no_random(how['seed']), warnings.catch_warnings(record=True) as said:
@@ -1302,11 +1307,11 @@ def defended_run(
     model, (x, y), numbers, notes = _defended(how)
     first, pgd = 10 * how['seed'], PGD(how['eps'], steps=how['steps'])
     clean = _right_on(model, x, y)
-    right = dict(clean=clean, pgd=_survivors(pgd, model, x, y, clean, first))
-    right['strong'] = _survivors(_LAST[how['attack']](how['eps'], how['steps']), model, x, y, clean, first)
+    right = dict(clean=clean, pgd=_left_by(pgd, model, x, y, clean, first))
+    right['strong'] = _left_by(_LAST[how['attack']](how['eps'], how['steps']), model, x, y, clean, first)
     right['scaled'] = right['pgd']
     for a in with_scales(pgd).attacks[1:]:
-        right['scaled'] = _survivors(a, model, x, y, right['scaled'], first)
+        right['scaled'] = _left_by(a, model, x, y, right['scaled'], first)
     right['worst'] = right['scaled'] & right['strong']
     numbers['largest gap'] = _gap(model, x)
     found = _found(numbers, right, f'{how["dataset"]} test, {len(x)} images')
@@ -1321,8 +1326,8 @@ def curve_run(
     first, right = 10 * how['seed'], dict(clean=_right_on(model, x, y))
     for levels in how['curve']:
         pgd = PGD(levels / 255, steps=how['steps'])
-        right[f'pgd {levels}'] = _survivors(pgd, model, x, y, right['clean'], first)
-        right[f'aas {levels}'] = _survivors(AAS(pgd), model, x, y, right[f'pgd {levels}'], first)
+        right[f'pgd {levels}'] = _left_by(pgd, model, x, y, right['clean'], first)
+        right[f'aas {levels}'] = _left_by(AAS(pgd), model, x, y, right[f'pgd {levels}'], first)
     return _found(numbers, right, f'{how["dataset"]} test, {len(x)} images')
 
 # %% ../nbs/06_aas.ipynb #ae240004
@@ -1380,18 +1385,18 @@ def pushed_run(
     pgd, first = PGD(how['eps'], steps=how['steps']), 10 * how['seed']
     scales = choose_scales(pgd, model, xh, yh, seed=first)
     clean = _right_on(model, x, y)
-    starts = [_survivors(pgd, model, x, y, clean, first)]
+    starts = [_left_by(pgd, model, x, y, clean, first)]
     for i in range(1, 5):
-        starts.append(_survivors(pgd, model, x, y, starts[-1], first + i))
+        starts.append(_left_by(pgd, model, x, y, starts[-1], first + i))
     plain = scaled = starts[0]
     for o in scales:
-        scaled = _survivors(Scaled(pgd, o), model, x, y, scaled, first)
+        scaled = _left_by(Scaled(pgd, o), model, x, y, scaled, first)
     right = dict(
         clean=clean,
         plain=plain,
         **{f'starts_{i}': o for i, o in enumerate(starts[1:], 2)},
         scales=scaled,
-        gap=_survivors(GapScaled(pgd), model, x, y, plain, first),
+        gap=_left_by(GapScaled(pgd), model, x, y, plain, first),
     )
     numbers = {
         'largest gap': _gap(model, x),
@@ -1450,8 +1455,8 @@ def matrix_run(
     columns = dict(clean='clean', plain='plain')
     found = _on_two(model, x, y, AAS(inner), seed)
     right = {k: found[v] for k, v in columns.items()}
-    right['starts_2'] = _survivors(inner, model, x, y, right['plain'], seed + 1)
-    right['starts_3'] = _survivors(inner, model, x, y, right['starts_2'], seed + 2)
+    right['starts_2'] = _left_by(inner, model, x, y, right['plain'], seed + 1)
+    right['starts_3'] = _left_by(inner, model, x, y, right['starts_2'], seed + 2)
     right |= {f'aas {k}': v for k, v in found.items() if k not in columns}
     right |= {f'scale {k}': v for k, v in _scale_alone(model, x, y, Scaled(inner, how['scale']), right, seed).items()}
     return _found({'largest gap': _gap(model, x)}, right, f'{how["dataset"]} test, {len(x)} images')
