@@ -7,12 +7,16 @@ __all__ = ['planted_vit', 'planted_images', 'ScaledModel', 'Around', 'Float64', 
            'attn_gaps', 'GapScaled', 'with_scales', 'choose_scales', 'two_models', 'scale_report', 'AASTrain', 'louder']
 
 # %% ../nbs/06_aas.ipynb #d1442cf7
-import math, warnings
+import hashlib, json, math, warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from numbers import Number, Real
 import timm
+from fastcore.xtras import atomic_save
+from safetensors.torch import load_file
+from safetensors.torch import save as save_bytes
 from timm.models.vision_transformer import VisionTransformer
 from torch.func import functional_call
 from .core import *
@@ -29,6 +33,7 @@ from .evaluate import _names
 from .datasets import *
 from .models import *
 from .experiments import *
+from .experiments import _code_of
 from fastai.basics import *
 
 # %% ../nbs/06_aas.ipynb #391a784e
@@ -1095,3 +1100,685 @@ def _rounding(s):
 def _eta(s):
     cost = (4 * s.steps + 21) * s.n_valid
     return (Trial(k | dict(n=s.n_valid), eta_run, cost) for k in _keys(s, 'eta', s.etas))
+
+# %% ../nbs/06_aas.ipynb #ae240002
+_SIDES = dict(fashion_mnist=28, cifar10=32, cifar100=32, imagenet100=224, imagenet=224)
+_BUILT = dict(
+    swin=('swin_tiny_patch4_window7_224', dict(patch_size=2, embed_dim=24, depths=(1, 1), num_heads=(2, 4))),
+    levit=(
+        'levit_128s',
+        dict(embed_dim=(48, 64), depth=(2, 2), num_heads=(3, 4), key_dim=8, stem_type='s8'),
+    ),
+)
+
+
+def _is_trained(net, data):
+    "Does the package have a robust checkpoint of this network for this dataset?"
+    return small_key(f'{data}_{net}_robust') is not None
+
+
+def _pixels(net, data):
+    "The side of the images that a network takes: ViT and XCiT take those of the dataset"
+    if net == 'levit':
+        return 32
+    resizes = not net.startswith('timm ') or net.startswith(('timm vit', 'timm xcit'))
+    return _SIDES[data] if resizes else 224
+
+
+def _timm_net(net, data, side, classes):
+    "A pretrained network of timm; on small images with patches of four pixels"
+    small, name = side < 224, net.removeprefix('timm ')
+    kw = dict(img_size=side, patch_size=4) if small and name.startswith('vit') else {}
+    model = backbone_named(net, data, num_classes=classes, **kw)
+    return xcit_stem(model, 4) if small and name.startswith('xcit') else model
+
+
+def _begun(how, dls):
+    "The network of a run before its own training, maybe of fewer blocks"
+    net, data, side = how['net'], how['dataset'], how['side']
+    if _is_trained(net, data):
+        model = small_model(net, robust=True, data=data)
+    elif net in _BUILT:
+        name, kw = _BUILT[net]
+        channels = dls.valid.one_batch()[0].shape[1]
+        model = Normalized(timm.create_model(name, img_size=side, in_chans=channels, num_classes=dls.c, **kw))
+    else:
+        model = _timm_net(net, data, side, dls.c)
+    if how['blocks'] and hasattr(unwrap(model), 'blocks'):
+        unwrap(model).blocks = unwrap(model).blocks[: how['blocks']]
+    return model.to(dls.device)
+
+
+def _tested(dls):
+    "The test images and their labels"
+    xs, ys = zip(*[b[1:] for b in eval_batches(dls.valid, device=dls.device)])
+    return torch.cat(xs), torch.cat(ys)
+
+
+def _right_on(model, x, y):
+    "Which images are classified correctly without an attack"
+    return torch.cat([predict(model, o) for o in x.split(250)]) == y
+
+
+def _left_by(attack, model, x, y, alive, seed):  # noqa: PLR0913
+    "`_survivors`, also where no image is alive"
+    return _survivors(attack, model, x, y, alive, seed) if alive.any() else alive
+
+
+def _fitted(model, dls, how, cbs, wd=0.05):
+    "A Learner after a training without a word, and what `AASTrain` warned of; the seed alone decides what is random"
+    with no_random(how['seed']), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        learn = Learner(dls, model, loss_func=CrossEntropyLossFlat(), cbs=cbs)
+        with learn.no_bar(), learn.no_logging():
+            learn.fit_adv(how['epochs'], how['lr'], wd=wd)
+    model.eval()
+    return learn, tuple(str(o.message) for o in said if 'attention scales' in str(o.message))
+
+
+def _fitted_once(how, dls):
+    "The network of a run after PGD-AT with AWP; trained only if its weights are not in the folder `out` yet"
+    training = how['training']
+    decides = [_code_of(_fitted_once), *[how[k] for k in ('dataset', 'net', 'side')], training]
+    name = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+    file = settings().out / 'aas_weights' / f'{name}.safetensors'
+    with no_random(training['seed']):
+        model = _begun(how | training, dls)
+    if file.exists():
+        model.load_state_dict(load_file(file))
+        return model.eval()
+    attack = PGD(training['eps'], steps=training['train_steps'])
+    _fitted(model, dls, training, [AdvTrain(attack, eps=warmup(training['eps'], pct=0.3)), AWP(0.005)])
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_save(file) as f:
+        f.write(save_bytes({k: v.contiguous() for k, v in model.state_dict().items()}))
+    return model
+
+
+def _victim(how):
+    "The model of a run that attacks one: a robust checkpoint, or a network that is trained; its radius, images, labels"
+    training = how['training']
+    of_data = dict(n_train=10, bs=64) | {k: training[k] for k in ('n_train', 'bs') if k in training}
+    dls = images_of(how | of_data)
+    model = _fitted_once(how, dls) if training else _begun(how | dict(blocks=0), dls).eval()
+    eps = training['eps'] if training else model.card.eps
+    return model, eps, *_tested(dls)
+
+# %% ../nbs/06_aas.ipynb #ae240003
+def _by_pgd(a):
+    return [AdvTrain(a)]
+
+
+def _by_trades(a):
+    return [TRADES(a, beta=6)]
+
+
+def _by_trades_awp(a):
+    return [TRADES(a, beta=6), AWP(0.005)]
+
+
+def _by_mart(a):
+    return [MART(a, beta=5)]
+
+
+def _by_ard_prm(a):
+    grown = warmup(1, pct=0.25)
+    return [AdvTrain(ARDPRM(a.eps, steps=a.steps), ard=grown, prm=grown)]
+
+
+# Callbacks of a base method; forwards of an image in a step, beside two for each step of the attack
+_BASES = {
+    'PGD-AT': (_by_pgd, 3),
+    'TRADES': (_by_trades, 7),
+    'TRADES + AWP': (_by_trades_awp, 13),
+    'MART': (_by_mart, 6),
+    'XCiT': (_by_trades, 7),
+    'ARD/PRM': (_by_ard_prm, 3),
+}
+_ARMS = {'none': None, 'as published': {}, 'floor': dict(floor=0.5), 'reset': dict(reset=True)}
+_OF_ASCENT = 21  # forwards of an image: one for the reference, ten forwards and backwards
+
+
+def _step_passes(how):
+    "Forwards of an image in a training step of the base method"
+    return 2 * how['train_steps'] + _BASES[how['method']][1]
+
+
+def _ascents(how):
+    "How often the scales of a run change"
+    return 0 if how['aas'] == 'none' else how['epochs'] // how['period']
+
+
+def _ascent_passes(how):
+    "Forwards of all ascents together"
+    return _OF_ASCENT * _ascents(how) * min(how['bs'], how['n_train'] or how['bs'])
+
+
+def _epoch_images(how, total):
+    "Images of an epoch: with `AASTrain` fewer, by what its ascents cost"
+    less = _ascent_passes(how) / _step_passes(how) / how['epochs']
+    return max(how['bs'], total - round(less)) if less else total
+
+
+def _drawn(dls, n, seed):
+    "DataLoaders whose epochs have `n` of the training images, each time others"
+    dl, rng = dls.train, random.Random(seed)
+
+    def draw():
+        return rng.sample(range(len(dl.dataset)), n)
+
+    return DataLoaders(dl.new(n=n, shuffle=False, drop_last=False, get_idxs=draw), dls.valid, device=dls.device)
+
+
+def _defended(how):
+    "A model after the training of a run, its images and labels, and what the training says of the scales"
+    dls = images_of(how)
+    with no_random(how['seed']):
+        model = _begun(how, dls)
+    arm, base = _ARMS[how['aas']], _BASES[how['method']][0](PGD(how['eps'], steps=how['train_steps']))
+    cbs = base if arm is None else [*base, AASTrain(period=how['period'], **arm)]
+    learn, notes = _fitted(model, _drawn(dls, _epoch_images(how, len(dls.train.dataset)), how['seed']), how, cbs)
+    return model, _tested(dls), _of_scales(learn), notes
+
+
+def _of_scales(learn):
+    "What became of the scales of a training with `AASTrain`: after its first ascent and at its end; else nothing"
+    cb = getattr(learn, 'aas_train', None)
+    if cb is None:
+        return {}
+    found = cb.df.drop(columns='epoch') if cb.rows else pd.DataFrame([scales_of(learn.model).tolist()])
+    means = found.mean(axis=1)
+    return {
+        'ascents': len(cb.rows),
+        'mean scale, first': means.iloc[0],
+        'mean scale': means.iloc[-1],
+        'smallest scale': found.iloc[-1].min(),
+    }
+
+
+_LAST = dict(apgd=lambda eps, steps: APGD(eps, steps=steps), autoattack=lambda eps, steps: AutoAttack(eps))
+
+
+def defended_run(
+    **how,  # Key of a run
+) -> Outcome:  # Verdicts on the model with its own scales; what became of the scales
+    """A method with or without `AASTrain`, for the same number of passes: clean, PGD, the strong attack, PGD with
+    scales, and all of them together"""
+    model, (x, y), numbers, notes = _defended(how)
+    first, pgd = 10 * how['seed'], PGD(how['eps'], steps=how['steps'])
+    clean = _right_on(model, x, y)
+    right = dict(clean=clean, pgd=_left_by(pgd, model, x, y, clean, first))
+    right['strong'] = _left_by(_LAST[how['attack']](how['eps'], how['steps']), model, x, y, clean, first)
+    right['scaled'] = right['pgd']
+    for a in with_scales(pgd).attacks[1:]:
+        right['scaled'] = _left_by(a, model, x, y, right['scaled'], first)
+    right['worst'] = right['scaled'] & right['strong']
+    numbers['largest gap'] = _gap(model, x)
+    found = _found(numbers, right, f'{how["dataset"]} test, {len(x)} images')
+    return replace(found, notes=notes)
+
+
+def curve_run(
+    **how,  # Key of a run; `curve` has radii in grey levels
+) -> Outcome:  # Verdicts under PGD, and under PGD and `AAS`, at each radius
+    "Accuracy of a model against the radius of the attack"
+    model, (x, y), numbers, _ = _defended(how)
+    first, right = 10 * how['seed'], dict(clean=_right_on(model, x, y))
+    for levels in how['curve']:
+        pgd = PGD(levels / 255, steps=how['steps'])
+        right[f'pgd {levels}'] = _left_by(pgd, model, x, y, right['clean'], first)
+        right[f'aas {levels}'] = _left_by(AAS(pgd), model, x, y, right[f'pgd {levels}'], first)
+    return _found(numbers, right, f'{how["dataset"]} test, {len(x)} images')
+
+# %% ../nbs/06_aas.ipynb #ae240004
+class _GrowQueries(Callback):
+    "Weight decay with the opposite sign: in the course of a fit all queries become `times` as long, if nothing opposes"
+
+    run_valid = False
+
+    def __init__(
+        self,
+        times: float,  # Factor of the weights and biases over all steps together
+    ):
+        self.times = times
+
+    def after_step(self):
+        "A little longer after each step"
+        net = unwrap(self.model)
+        once = self.times ** (1 / (self.n_epoch * self.n_iter))
+        with torch.no_grad():
+            for b in net.blocks:
+                b.attn.qkv.weight[: net.embed_dim] *= once
+                b.attn.qkv.bias[: net.embed_dim] *= once
+
+
+def _query_norm(model):
+    "The norm of all query weights together"
+    net = unwrap(model)
+    return sum(b.attn.qkv.weight[: net.embed_dim].pow(2).sum().item() for b in net.blocks) ** 0.5
+
+
+def _percent_over(model, x, limit):
+    "Percent of the gaps before a softmax that are larger than `limit`, over images, heads and blocks"
+    found = [torch.cat([g.flatten() for g in attn_gaps(model, o)]) > limit for o in x.split(100)]
+    return 100 * torch.cat(found).float().mean().item()
+
+
+def _pushed(how, model):
+    "The model after PGD-AT during which its queries grow, in evaluation mode"
+    model = deepcopy(model)
+    dls = images_of(how)
+    cbs = [AdvTrain(PGD(how['eps'], steps=how['train_steps']))]
+    if how['grow'] != 1:
+        cbs.append(_GrowQueries(how['grow']))
+    _fitted(model, dls, how, cbs, wd=how['decay'])
+    return model
+
+
+def pushed_run(
+    **how,  # Key of a run
+) -> Outcome:  # Verdicts of each attack on the unscaled model, as in `saturated_run`
+    """Starts and scales at equal cost, on a model that was trained until its attention is saturated: the robust ViT,
+    trained on while its queries grow"""
+    begun, (x, y), (xh, yh) = _small(how['dataset'], how['n'], how['held'])
+    model = _pushed(how, begun)
+    pgd, first = PGD(how['eps'], steps=how['steps']), 10 * how['seed']
+    scales = choose_scales(pgd, model, xh, yh, seed=first)
+    clean = _right_on(model, x, y)
+    starts = [_left_by(pgd, model, x, y, clean, first)]
+    for i in range(1, 5):
+        starts.append(_left_by(pgd, model, x, y, starts[-1], first + i))
+    plain = scaled = starts[0]
+    for o in scales:
+        scaled = _left_by(Scaled(pgd, o), model, x, y, scaled, first)
+    right = dict(
+        clean=clean,
+        plain=plain,
+        **{f'starts_{i}': o for i, o in enumerate(starts[1:], 2)},
+        scales=scaled,
+        gap=_left_by(GapScaled(pgd), model, x, y, plain, first),
+    )
+    numbers = {
+        'largest gap': _gap(model, x),
+        'gaps over 17, %': _percent_over(model, x, 17.0),
+        'queries, times': _query_norm(model) / _query_norm(begun),
+        **{f'scale {i + 1}': o for i, o in enumerate(scales)},
+    }
+    return _found(numbers, right, f'{how["dataset"]} test, {how["n"]} images')
+
+# %% ../nbs/06_aas.ipynb #ae240005
+_CLIMBS = dict(eq3=eq3, lpips=lpips_feats, ce=ce, margin=margin, gama=gama)
+_INNER = dict(
+    fgsm=lambda eps, steps: FGSM(eps),
+    pgd=lambda eps, steps: PGD(eps, steps=steps),
+    long=lambda eps, steps: PGD(eps, steps=5 * steps),
+    cw=lambda eps, steps: CWPGD(eps, steps=steps),
+    dlr=lambda eps, steps: PGD(eps, steps=steps, loss=dlr),
+    gama=lambda eps, steps: GAMAPGD(eps, steps=steps),
+)
+
+
+def _wrapped(attack, how):
+    "The attack of a run around its inner attack: a scale, or `AAS` with an objective on the first blocks"
+    if how['scale']:
+        return Scaled(attack, how['scale'])
+    blocks = None if how['scaled_blocks'] is None else range(how['scaled_blocks'])
+    return AAS(attack, climb=_CLIMBS[how['climb']], blocks=blocks)
+
+
+def _on_two(model, x, y, attack, seed):
+    "The columns of `two_models` over all images; the inner attack is spared those that are misclassified anyway"
+
+    def judged(a, b):
+        return two_models(model, a, b, attack, seed, _where_right(attack.attack, model, a, b, seed))
+
+    found = [judged(a, b) for a, b in zip(x.split(250), y.split(250))]
+    return {k: torch.cat([o[k] for o in found]) for k in found[0]}
+
+
+def scaled_run(
+    **how,  # Key of a run
+) -> Outcome:  # Verdicts of two attackers on two models, as in `two_models`
+    "An attack and the same attack on the scaled model, each judged on the model and on the scaled model"
+    model, eps, x, y = _victim(how)
+    right = _on_two(model, x, y, _wrapped(_INNER[how['attack']](eps, how['steps']), how), 10 * how['seed'])
+    numbers = {'largest gap': _gap(model, x), 'blocks': len(vit_blocks(model))}
+    return _found(numbers, right, f'{how["dataset"]} test, {len(x)} images')
+
+
+def matrix_run(
+    **how,  # Key of a run
+) -> Outcome:  # Verdicts: starts of the attack on the model; with a scale and with `AAS`, on both models
+    "A row of Table 3: an attack, the paper's scale and `AAS`, and what more starts find"
+    model, eps, x, y = _victim(how)
+    seed, inner = 10 * how['seed'], _INNER[how['attack']](eps, how['steps'])
+    columns = dict(clean='clean', plain='plain')
+    found = _on_two(model, x, y, AAS(inner), seed)
+    right = {k: found[v] for k, v in columns.items()}
+    right['starts_2'] = _left_by(inner, model, x, y, right['plain'], seed + 1)
+    right['starts_3'] = _left_by(inner, model, x, y, right['starts_2'], seed + 2)
+    right |= {f'aas {k}': v for k, v in found.items() if k not in columns}
+    right |= {f'scale {k}': v for k, v in _scale_alone(model, x, y, Scaled(inner, how['scale']), right, seed).items()}
+    return _found({'largest gap': _gap(model, x)}, right, f'{how["dataset"]} test, {len(x)} images')
+
+
+def _scale_alone(model, x, y, attack, right, seed):
+    "The columns of `two_models` that depend on the scaled model; the inner attack is not run again"
+    parts = zip(x.split(250), y.split(250))
+    found = [two_models(model, a, b, attack, seed, x_plain=a) for a, b in parts]
+    found = {k: torch.cat([o[k] for o in found]) for k in ('clean_scaled', 'on_scaled', 'transferred')}
+    return found | dict(worst=found['transferred'] & right['plain'])
+
+# %% ../nbs/06_aas.ipynb #ae240006
+_TRAINING = 'n_train bs epochs lr train_steps eps'.split()
+
+
+def _names_in(text):
+    "The names in a setting, which commas separate"
+    return [o.strip() for o in (text or '').split(',') if o.strip()]
+
+
+def _training_images(how):
+    known = dict(imagenet=1281167, imagenet100=128000)
+    return how['n_train'] or known.get(how['dataset'], 50000)
+
+
+# --- AAS-AT
+
+
+def _defence_key(s, method, arm, seed, **changes):
+    "What decides a training and its evaluation"
+    key = {k: s[k] for k in _TRAINING} | dict(blocks=s.blocks or 0, period=s.period, steps=s.steps, attack=s.strong)
+    key |= dict(
+        dataset=first(s.defence_sets.split()), net=s.defence_net, method=method, aas=arm, n=s.n_valid, seed=seed
+    )
+    key |= changes
+    if method == 'XCiT':
+        key['net'] = s.defence_xcit
+    return key | dict(side=_pixels(key['net'], key['dataset']))
+
+
+def _defence_trial(key, run, evaluation):
+    "A run with what it costs: its ascents are paid for by images that it leaves out"
+    images = _epoch_images(key, _training_images(key))
+    training = _step_passes(key) * key['epochs'] * images + _ascent_passes(key)
+    return Trial(key, run, training + evaluation * (key['n'] or 10000), training)
+
+
+def _defence(s, method, arm, seed, **changes):
+    passes = 12000 if s.strong == 'autoattack' else 2 * s.steps
+    return _defence_trial(_defence_key(s, method, arm, seed, **changes), defended_run, 8 * s.steps + passes)
+
+
+def _said(keys, values):
+    return tuple(dict(zip(keys.split(), o)) for o in values)
+
+
+_T5 = 'method aas clean pgd scaled strong'
+
+
+@experiment(
+    'aas.table5',
+    'Table 5: AAS-AT beside six base methods, for the same number of passes',
+    by=('dataset', 'method', 'aas'),
+    needs=('defence_sets',),
+    published=tuple(
+        dict(dataset=data, **o)
+        for data, values in dict(
+            cifar10=[
+                ('PGD-AT', 'none', 86.14, 59.12, 54.24, 53.14),
+                ('PGD-AT', 'as published', 85.32, 58.12, 57.78, 56.61),
+                ('TRADES', 'none', 86.31, 60.12, 55.49, 54.03),
+                ('TRADES', 'as published', 87.46, 59.01, 58.03, 57.34),
+                ('TRADES + AWP', 'none', 86.21, 60.48, 56.84, 56.03),
+                ('TRADES + AWP', 'as published', 87.10, 59.78, 58.41, 57.73),
+                ('MART', 'none', 86.19, 59.13, 54.76, 54.12),
+                ('MART', 'as published', 85.31, 57.87, 56.43, 55.78),
+                ('XCiT', 'none', 90.06, 61.48, 57.06, 56.14),
+                ('XCiT', 'as published', 90.78, 59.94, 57.84, 57.42),
+                ('ARD/PRM', 'none', 86.43, 60.03, 56.12, 55.03),
+                ('ARD/PRM', 'as published', 86.71, 58.46, 57.44, 56.79),
+            ],
+            cifar100=[
+                ('PGD-AT', 'none', 60.04, 30.06, 26.31, 25.78),
+                ('PGD-AT', 'as published', 62.06, 29.03, 28.34, 27.71),
+                ('TRADES', 'none', 61.03, 30.43, 26.94, 26.01),
+                ('TRADES', 'as published', 63.06, 29.41, 28.71, 28.06),
+                ('TRADES + AWP', 'none', 62.78, 31.86, 27.94, 27.03),
+                ('TRADES + AWP', 'as published', 63.14, 31.76, 30.43, 29.41),
+                ('MART', 'none', 62.41, 32.61, 27.12, 26.47),
+                ('MART', 'as published', 62.84, 28.32, 27.83, 27.01),
+                ('XCiT', 'none', 67.34, 37.86, 33.41, 32.17),
+                ('XCiT', 'as published', 67.12, 35.35, 33.97, 33.46),
+                ('ARD/PRM', 'none', 61.76, 31.30, 27.84, 27.01),
+                ('ARD/PRM', 'as published', 61.43, 30.86, 29.16, 28.42),
+            ],
+        ).items()
+        for o in _said(_T5, values)
+    ),
+)
+def _table5(s):
+    for seed in range(s.seeds):
+        for data in s.defence_sets.split():
+            for method in _BASES:
+                for arm in _ARMS if method in _names_in(s.variants_of) else ('none', 'as published'):
+                    yield _defence(s, method, arm, seed, dataset=data)
+
+
+@experiment(
+    'aas.table4',
+    'Table 4: AAS-AT on ImageNet-100',
+    by=('method', 'aas'),
+    needs=('table4_sets',),
+    published=_said(
+        'method aas clean strong',
+        [
+            ('PGD-AT', 'none', 68.32, 25.78),
+            ('PGD-AT', 'as published', 68.02, 27.32),
+            ('TRADES', 'none', 65.48, 26.46),
+            ('TRADES', 'as published', 65.26, 28.04),
+        ],
+    ),
+)
+def _table4(s):
+    for seed in range(s.seeds):
+        for data in (s.table4_sets or '').split():
+            for method in ('PGD-AT', 'TRADES'):
+                for arm in ('none', 'as published'):
+                    yield _defence(s, method, arm, seed, dataset=data, net=s.table4_net)
+
+
+@experiment('aas.figure5', 'Figure 5a, b: the period', by=('aas', 'period'), needs=('defence_sets',))
+def _figure5(s):
+    for seed in range(s.seeds):
+        yield _defence(s, 'PGD-AT', 'none', seed)
+        for period in sorted({s.period, *[int(o) for o in str(s.periods).split()]}):
+            yield _defence(s, 'PGD-AT', 'as published', seed, period=period)
+
+
+@experiment('aas.figure5_eps', 'Figure 5c, d: accuracy against eps', by=('aas',), needs=('defence_sets',))
+def _figure5_eps(s):
+    curve = [int(o) for o in str(s.curve).split()]
+    for seed in range(s.seeds):
+        for arm in ('none', 'as published'):
+            key = _defence_key(s, 'PGD-AT', arm, seed, curve=curve)
+            del key['attack']
+            yield _defence_trial(key, curve_run, len(curve) * (4 * s.steps + _OF_ASCENT))
+
+
+# --- attention that training has saturated
+
+
+@experiment(
+    'aas.trained_saturation',
+    'Starts and scales on models whose queries grew in training',
+    by=('dataset', 'grow', 'decay'),
+    needs=('push_sets',),
+)
+def _trained_saturation(s):
+    growths = [float(o) for o in str(s.grow).split()]
+    for seed in range(s.seeds):
+        for data in s.push_sets.split():
+            for grow, decay in [(1.0, 0.05), *[(o, 0.0) for o in growths]]:
+                key = {k: s[k] for k in _TRAINING} | dict(dataset=data, side=_SIDES[data], grow=grow, decay=decay)
+                key |= dict(eps=_eps_of(data), epochs=s.push_epochs, n=s.n_valid, held=s.held, steps=s.steps, seed=seed)
+                training = (2 * s.train_steps + 3) * s.push_epochs * _training_images(key)
+                cost = training + 2 * s.steps * (9 * s.n_valid + 7 * s.held)
+                yield Trial(key, pushed_run, cost, training)
+
+
+@lru_cache
+def _eps_of(data):
+    "The radius at which the robust ViT of a dataset was trained"
+    return small_model('vit', robust=True, data=data).card.eps
+
+
+# --- Tables 1 to 3, Figures 3 and 4
+
+
+def _net_training(s, net, data, blocks=0):
+    "How a network is trained before it is attacked; nothing for a robust checkpoint as it is"
+    if _is_trained(net, data) and not blocks:
+        return {}
+    key = dict(n_train=s.net_train, bs=s.bs, epochs=s.net_epochs, lr=s.net_lr, train_steps=s.train_steps, eps=s.eps)
+    return key | dict(blocks=blocks or s.blocks or 0, seed=0)
+
+
+def _victim_key(s, net, data, seed, blocks=0, **more):  # noqa: PLR0913
+    "What decides the model of a run and its images"
+    key = dict(dataset=data, net=net, side=_pixels(net, data), training=_net_training(s, net, data, blocks))
+    return key | dict(n=s.n_valid, steps=s.steps, seed=seed) | more
+
+
+def _victims(s):
+    "Pairs of a network and a dataset: checkpoints where the package has them, built networks where images are grey"
+    for data in s.table_sets.split():
+        for net in _names_in(s.table_nets):
+            is_for = net in _BUILT and data == 'fashion_mnist'
+            if is_for or net.startswith('timm ') or _is_trained(net, data):
+                yield net, data
+
+
+def _two(s, net, data, seed, blocks=0, **more):  # noqa: PLR0913
+    "A run of `scaled_run`"
+    how = dict(attack='pgd', scale=0.0, climb='eq3', scaled_blocks=None) | more
+    key = _victim_key(s, net, data, seed, blocks, **how)
+    return Trial(key, scaled_run, (4 * key['steps'] + _OF_ASCENT) * (key['n'] or 10000))
+
+
+@experiment(
+    'aas.table1',
+    'Table 1: one scale for all blocks',
+    by=('dataset', 'net', 'scale'),
+    needs=('table_sets',),
+    published=tuple(
+        dict(dataset='cifar10', scale=s, clean_scaled=clean, on_scaled=pgd)
+        for s, clean, pgd in [
+            (1.0, 87.43, 61.10),
+            (0.1, 87.22, 60.87),
+            (0.01, 87.01, 59.43),
+            (0.001, 86.79, 60.14),
+            (0.0001, 86.23, 60.23),
+            (10.0, 85.71, 66.78),
+        ]
+    ),
+)
+def _table1(s):
+    for seed in range(s.table_seeds):
+        for data in s.table_sets.split():
+            for scale in str(s.scales).split():
+                net = first(n for n, d in _victims(s) if d == data)
+                yield _two(s, net, data, seed, scale=float(scale))
+
+
+@experiment(
+    'aas.table2',
+    'Table 2: what the scales maximise',
+    by=('dataset', 'net', 'climb'),
+    needs=('table_sets',),
+    published=tuple(
+        dict(dataset=data, climb=climb, on_scaled=v)
+        for data, values in dict(cifar10=(60.13, 59.78, 59.85, 58.01), cifar100=(29.11, 28.46, 28.31, 27.02)).items()
+        for climb, v in zip(('ce', 'margin', 'gama', 'eq3'), values)
+    ),
+)
+def _table2(s):
+    for seed in range(s.table_seeds):
+        for data in s.table_sets.split():
+            for climb in _CLIMBS:
+                net = first(n for n, d in _victims(s) if d == data)
+                yield _two(s, net, data, seed, climb=climb)
+
+
+_T3 = {
+    'cifar10': dict(
+        fgsm=(66.48, 63.78, 61.04),
+        pgd=(63.14, 60.64, 58.21),
+        long=(61.10, 59.43, 58.01),
+        cw=(59.98, 58.13, 57.73),
+        dlr=(60.03, 58.31, 57.94),
+        gama=(59.78, 58.16, 57.61),
+    ),
+    'cifar100': dict(
+        fgsm=(33.46, 30.78, 28.03),
+        pgd=(30.78, 28.31, 27.21),
+        long=(30.01, 27.76, 27.02),
+        cw=(29.03, 27.08, 26.31),
+        dlr=(29.21, 26.95, 26.42),
+        gama=(28.97, 26.64, 26.08),
+    ),
+    'imagenet100': dict(
+        fgsm=(32.06, 29.47, 28.79),
+        pgd=(30.02, 27.13, 26.41),
+        long=(29.75, 27.03, 26.12),
+        cw=(28.69, 26.48, 25.81),
+        dlr=(28.71, 26.71, 25.90),
+        gama=(28.07, 26.15, 25.64),
+    ),
+}
+
+
+@experiment(
+    'aas.table3',
+    'Table 3: attacks, plain, with a scale and with AAS, on the model and on the scaled model',
+    by=('dataset', 'net', 'attack'),
+    needs=('table_sets',),
+    published=tuple(
+        dict({'dataset': data, 'attack': k, 'plain': v[0], 'scale on_scaled': v[1], 'aas on_scaled': v[2]})
+        for data, values in _T3.items()
+        for k, v in values.items()
+    ),
+)
+def _table3(s):
+    for seed in range(s.table_seeds):
+        for net, data in _victims(s):
+            for attack in s.attacks.split():
+                key = _victim_key(s, net, data, seed, attack=attack, scale=0.01)
+                steps = dict(fgsm=1, long=5 * s.steps).get(attack, s.steps)
+                yield Trial(key, matrix_run, (10 * steps + _OF_ASCENT) * (key['n'] or 10000))
+
+
+@experiment(
+    'aas.figure3a', 'Figure 3a: the number of scaled blocks', by=('net', 'scaled_blocks'), needs=('table_sets',)
+)
+def _figure3a(s):
+    net, data = first(_victims(s))
+    for seed in range(s.table_seeds):
+        for k in str(s.first_blocks).split():
+            yield _two(s, net, data, seed, scaled_blocks=int(k))
+
+
+@experiment('aas.figure3b', 'Figure 3b: the depth of the model', by=('net', 'depth'), needs=('table_sets',))
+def _figure3b(s):
+    net, data = first(_victims(s))
+    for seed in range(s.table_seeds):
+        for depth in str(s.depths).split():
+            yield _two(s, net, data, seed, blocks=int(depth), depth=int(depth))
+
+
+@experiment('aas.figure4', 'Figure 4: iterations', by=('net', 'steps'), needs=('table_sets',))
+def _figure4(s):
+    net, data = first(_victims(s))
+    for seed in range(s.table_seeds):
+        for steps in str(s.iterations).split():
+            yield _two(s, net, data, seed, steps=int(steps), n=s.n_iterations)

@@ -7,7 +7,9 @@ import pytest, timm, torch, torch.nn.functional as F
 from torch import nn
 from fastai.vision.all import (
     Callback,
+    CrossEntropyLossFlat,
     DataLoaders,
+    Learner,
     set_seed,
 )
 from fastai.callback.schedule import *
@@ -19,6 +21,10 @@ from robust_nbdev.autoattack import *
 from robust_nbdev.patch_attacks import *
 from robust_nbdev.adv_train import *
 from robust_nbdev.aas import *
+from robust_nbdev.compare import StepCost
+from robust_nbdev.datasets import fashion_mnist
+from robust_nbdev.experiments import profile_for, trials_of
+from robust_nbdev.models import small_model
 from robust_nbdev.evaluate import *
 from robust_nbdev.test_utils import *
 from copies import replicate, reusing
@@ -733,3 +739,68 @@ def test_with_scales_is_never_weaker_than_the_attack():
     m, pgd = planted_vit(1), PGD(0.1, steps=5)
     x, y = planted_images(24)
     assert right(m, with_scales(pgd, 1e-7)(m, x, y), y) <= right(m, pgd(m, x, y), y)
+
+
+# --- experiments
+
+
+@pytest.mark.parametrize('method', list(aas_mod._BASES))
+def test_the_passes_of_a_base_method_are_those_that_are_counted(method):
+    "What a run with `AASTrain` leaves out is reckoned with these numbers"
+    model, count = small_model('vit', robust=True, data='fashion_mnist'), StepCost(batches=None)
+    dls = fashion_mnist(n_train=8, n_valid=8, bs=8)
+    cbs = [*aas_mod._BASES[method][0](PGD(0.1, steps=2)), count]
+    learn = Learner(dls, model, loss_func=CrossEntropyLossFlat(), cbs=cbs)
+    with learn.no_bar(), learn.no_logging():
+        learn.fit_adv(1, 1e-3)
+    assert aas_mod._step_passes(dict(method=method, train_steps=2)) == pytest.approx(count.step, abs=0.1)
+
+
+def test_both_arms_of_table_5_pay_the_same():
+    paid = {}
+    for t in trials_of('aas.table5', 'laptop'):
+        paid.setdefault((t.key['method'], t.key['seed']), {})[t.key['aas']] = t.training
+    for arms in paid.values():
+        assert all(v == pytest.approx(arms['none'], rel=0.005) for v in arms.values()), arms
+
+
+@pytest.mark.parametrize('profile', ['smoke', 'laptop', 'gpu', 'paper'])
+def test_scales_change_more_than_once_in_every_run(profile):
+    runs = [t.key for t in trials_of('aas.table5', profile) if t.key['aas'] != 'none']
+    assert runs and all(aas_mod._ascents(k) > 1 for k in runs)
+
+
+def test_an_epoch_draws_as_many_images_as_it_is_told():
+    dls = aas_mod._drawn(fashion_mnist(n_train=60, n_valid=20, bs=16), 40, seed=0)
+    epochs = [torch.cat([b[0] for b in dls.train]) for _ in range(2)]
+    assert [len(o) for o in epochs] == [40, 40]
+    assert all(len(o.flatten(1).unique(dim=0)) == 40 for o in epochs)
+    assert not torch.equal(*epochs)
+
+
+def test_queries_grow_by_the_factor_where_nothing_opposes():
+    model = small_model('vit', robust=True, data='fashion_mnist')
+    before = aas_mod._query_norm(model)
+    learn = Learner(fashion_mnist(n_train=32, n_valid=8, bs=8), model, loss_func=CrossEntropyLossFlat())
+    with learn.no_bar(), learn.no_logging():
+        learn.fit(2, 0.0, cbs=aas_mod._GrowQueries(10))
+    assert aas_mod._query_norm(model) == pytest.approx(10 * before, rel=1e-3)
+
+
+def test_a_network_is_trained_once(tmp_path, monkeypatch):
+    monkeypatch.setenv('ROBUST_OUT', str(tmp_path))
+    s = profile_for('aas', 'smoke')
+    how = aas_mod._victim_key(s, 'swin', 'fashion_mnist', 0)
+    (first, *_), fits = aas_mod._victim(how), []
+    monkeypatch.setattr(aas_mod, '_fitted', lambda *a: fits.append(a))
+    second, eps, x, y = aas_mod._victim(how | dict(seed=1))
+    assert not fits and torch.equal(predict(first, x), predict(second, x)) and eps == s.eps
+
+
+def test_the_weights_of_a_network_depend_on_its_training(tmp_path, monkeypatch):
+    monkeypatch.setenv('ROBUST_OUT', str(tmp_path))
+    s = profile_for('aas', 'smoke')
+    for lr in (0.001, 0.01):
+        s.net_lr = lr
+        aas_mod._victim(aas_mod._victim_key(s, 'levit', 'fashion_mnist', 0))
+    assert len(list(tmp_path.rglob('*.safetensors'))) == 2

@@ -559,6 +559,15 @@ SHRUNK = dict(
     seg_n=4,
     seg_epochs=1,
     aa_n=4,
+    net_train=8,
+    net_epochs=1,
+    push_epochs=1,
+    held=4,
+    period=1,
+    n_iterations=4,
+    long_images=8,
+    long_epochs=1,
+    n_autoattack=4,
 )
 CLASSES = dict(imagenet=1000, imagenet100=100, cifar10=10, cifar100=100, imagenette=10, caltech101=101, flowers102=102)
 
@@ -615,13 +624,13 @@ def generated(tmp_path_factory):
 
 
 def kinds(trials):
-    "One run for each network, method and way to start"
+    "One run for each dataset, network, method and way to start"
     res = {}
     for t in trials:
         k = t.key
         res.setdefault(
             repr(
-                [k.get(o) for o in ('net', 'method', 'start', 'generated', 'maker', 'backbone')]
+                [k.get(o) for o in ('dataset', 'net', 'method', 'aas', 'start', 'generated', 'maker', 'backbone')]
                 + [k.get('tune', {}).get('method')]
             ),
             t,
