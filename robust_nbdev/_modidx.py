@@ -2229,6 +2229,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'robust_nbdev/robust_tokens.py'),
                                             'robust_nbdev.robust_tokens._images_and_targets': ( 'robust_tokens.html#_images_and_targets',
                                                                                                 'robust_nbdev/robust_tokens.py'),
+                                            'robust_nbdev.robust_tokens._key_of_tokens': ( 'robust_tokens.html#_key_of_tokens',
+                                                                                           'robust_nbdev/robust_tokens.py'),
                                             'robust_nbdev.robust_tokens._known_to': ( 'robust_tokens.html#_known_to',
                                                                                       'robust_nbdev/robust_tokens.py'),
                                             'robust_nbdev.robust_tokens._mlp_inputs': ( 'robust_tokens.html#_mlp_inputs',

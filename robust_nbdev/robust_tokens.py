@@ -941,7 +941,7 @@ def _with_shares(numbers, verdicts, images, notes=()):
 _OF_PROFILE = 'dataset side blocks n_train train_steps lr train_eps train_attack_steps'.split()
 
 
-def _token_key(s, backbone, tokens, seed, **more):
+def _key_of_tokens(s, backbone, tokens, seed, **more):
     "The key of a run at a profile"
     key = {k: s[k] for k in _OF_PROFILE} | dict(backbone=backbone, tokens=tokens, seed=seed)
     return key | dict(axis=1, out='cls_patch', attack=s.table_attack, attack_steps=s.steps, n=s.n_valid) | more
@@ -1025,7 +1025,7 @@ def _table1(s):
         for backbone in _named_in(s, 'table_backbones'):
             for tokens in (s.tokens, 0):
                 for axis in _AXES.values():
-                    how = _token_key(s, backbone, tokens, seed, axis=axis)
+                    how = _key_of_tokens(s, backbone, tokens, seed, axis=axis)
                     how |= dict(eps=s.eps, feature_eps=s.feature_eps)
                     attacked = how['n'] * (2 * s.steps * (2 if tokens else 1) + 4)
                     head = how['n_train'] or 50000
@@ -1066,7 +1066,7 @@ def _count(s):
     for seed in range(s.seeds):
         for backbone in _named_in(s, 'count_backbones'):
             for n in _COUNTS:
-                how = _token_key(s, backbone, n, seed, feature_eps=s.feature_eps)
+                how = _key_of_tokens(s, backbone, n, seed, feature_eps=s.feature_eps)
                 how |= dict(train_steps=s.count_steps)
                 yield Trial(how, features_of_tokens, _token_training(how) + _feature_cost(how), _token_training(how))
 
@@ -1105,7 +1105,7 @@ def _table2(s):
         for backbone in _named_in(s, 'table2_backbones'):
             out = 'logits' if '_clip_' in backbone else 'cls_patch'
             for tokens in (s.tokens, 0):
-                how = _token_key(s, backbone, tokens, seed, out=out)
+                how = _key_of_tokens(s, backbone, tokens, seed, out=out)
                 how |= dict(dataset=s.table2, train_steps=s.table2_steps, feature_eps=s.feature_eps)
                 yield Trial(how, features_of_tokens, _token_training(how) + _feature_cost(how), _token_training(how))
 
@@ -1132,7 +1132,7 @@ def activations_of_tokens(
 def _activations(s):
     for seed in range(s.seeds):
         for backbone in _named_in(s, 'table_backbones'):
-            how = _token_key(s, backbone, s.tokens, seed) | dict(n=min(s.n_valid, 100), feature_eps=s.feature_eps)
+            how = _key_of_tokens(s, backbone, s.tokens, seed) | dict(n=min(s.n_valid, 100), feature_eps=s.feature_eps)
             yield Trial(how, activations_of_tokens, _token_training(how) + _feature_cost(how), _token_training(how))
 
 # %% ../nbs/02_robust_tokens.ipynb #c0ffee31
@@ -1406,7 +1406,7 @@ def _segmentation(s):
     for seed in range(s.seeds):
         for backbone in _named_in(s, 'table_backbones'):
             for tokens in (s.tokens, 0):
-                how = _token_key(s, backbone, tokens, seed, dataset=s.seg_tokens, masks=s.seg_dataset, size=size)
+                how = _key_of_tokens(s, backbone, tokens, seed, dataset=s.seg_tokens, masks=s.seg_dataset, size=size)
                 how |= dict(n=s.seg_n, n_masks=s.seg_train, eps=s.seg_eps, head_epochs=s.seg_epochs)
                 yield Trial(how, segmented_tokens, *_seg_cost(how))
 
@@ -1527,7 +1527,7 @@ def strongly_attacked_tokens(
 def _autoattack(s):
     for seed in range(s.seeds):
         for attacker in s.aa_attackers.split():
-            how = _token_key(s, s.aa_backbone, s.tokens if attacker != 'none' else 0, seed, dataset=s.aa_dataset)
+            how = _key_of_tokens(s, s.aa_backbone, s.tokens if attacker != 'none' else 0, seed, dataset=s.aa_dataset)
             how |= dict(attacker=attacker, n=s.aa_n, eps=s.aa_eps, train_eps=s.aa_train_eps)
             training = (2 if attacker == 'own' else 1) * _token_training(how) + (how['n_train'] or 50000)
             yield Trial(how, strongly_attacked_tokens, training + 3000 * how['n'], training)

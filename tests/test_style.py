@@ -46,6 +46,18 @@ def test_no_cell_mixes_imports_with_other_code(nb):
     assert not bad
 
 
+@mods
+def test_no_function_takes_the_place_of_another(mod):
+    "Cells of a notebook share one module: a second function of a name silently replaces the first"
+
+    def extends(o):
+        return any(re.match(r'patch|typedispatch|.*\.register', ast.unparse(d)) for d in o.decorator_list)
+
+    found = [o for o in ast.parse(mod.read_text()).body if isinstance(o, (ast.FunctionDef, ast.ClassDef))]
+    names = [o.name for o in found if not extends(o)]
+    assert sorted(names) == sorted(set(names))
+
+
 @nbs
 def test_headings_are_cells_of_their_own_and_no_symbols(nb):
     names = set(
