@@ -11,7 +11,6 @@ import hashlib, json, math, warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache
 from numbers import Number, Real
 import timm
 from fastcore.xtras import atomic_save
@@ -33,7 +32,7 @@ from .evaluate import _names
 from .datasets import *
 from .models import *
 from .experiments import *
-from .experiments import _code_of
+from .experiments import _code_of, _names_in
 from fastai.basics import *
 
 # %% ../nbs/06_aas.ipynb #391a784e
@@ -1473,11 +1472,6 @@ def _scale_alone(model, x, y, attack, right, seed):
 _TRAINING = 'n_train bs epochs lr train_steps eps'.split()
 
 
-def _names_in(text):
-    "The names in a setting, which commas separate"
-    return [o.strip() for o in (text or '').split(',') if o.strip()]
-
-
 def _training_images(how):
     known = dict(imagenet=1281167, imagenet100=128000)
     return how['n_train'] or known.get(how['dataset'], 50000)
@@ -1627,10 +1621,9 @@ def _trained_saturation(s):
                 yield Trial(key, pushed_run, cost, training)
 
 
-@lru_cache
 def _eps_of(data):
     "The radius at which the robust ViT of a dataset was trained"
-    return small_model('vit', robust=True, data=data).card.eps
+    return float(small_cards().eps[f'{data}_vit_robust'])
 
 
 # --- Tables 1 to 3, Figures 3 and 4

@@ -605,6 +605,11 @@ def judge_rows(  # noqa: PLR0913
     return judge(claim, effect, needs, cost)
 
 # %% ../nbs/01g_experiments.ipynb #c34f6ebe
+def _names_in(text):
+    "The names in a setting, which commas separate; none in an empty one"
+    return [o.strip() for o in (text or '').split(',') if o.strip()]
+
+
 def published_table(
     name: str,  # Of an experiment
     profile=None,  # Section of settings.ini, or `RunSettings`

@@ -31,6 +31,7 @@ from .evaluate import to_8bit
 from .datasets import *
 from .models import small_model
 from .experiments import *
+from .experiments import _names_in
 from fastai.basics import *
 from fastai.callback.core import GatherPredsCallback
 from fastai.callback.mixup import MixHandler
@@ -947,11 +948,6 @@ def _key_of_tokens(s, backbone, tokens, seed, **more):
     return key | dict(axis=1, out='cls_patch', attack=s.table_attack, attack_steps=s.steps, n=s.n_valid) | more
 
 
-def _named_in(s, key):
-    "Backbones in a list of settings.ini"
-    return [o.strip() for o in (s.get(key) or '').split(',') if o.strip()]
-
-
 def _token_training(how):
     "Passes of an image through the model while its tokens are trained"
     return 8 * how['train_steps'] * (2 * how['train_attack_steps'] + 5) if how['tokens'] else 0
@@ -1022,7 +1018,7 @@ def _poster(**columns):
 )
 def _table1(s):
     for seed in range(s.seeds):
-        for backbone in _named_in(s, 'table_backbones'):
+        for backbone in _names_in(s.table_backbones):
             for tokens in (s.tokens, 0):
                 for axis in _AXES.values():
                     how = _key_of_tokens(s, backbone, tokens, seed, axis=axis)
@@ -1064,7 +1060,7 @@ _ENDS = {
 )
 def _count(s):
     for seed in range(s.seeds):
-        for backbone in _named_in(s, 'count_backbones'):
+        for backbone in _names_in(s.count_backbones):
             for n in _COUNTS:
                 how = _key_of_tokens(s, backbone, n, seed, feature_eps=s.feature_eps)
                 how |= dict(train_steps=s.count_steps)
@@ -1102,7 +1098,7 @@ def _table2(s):
     if not s.get('table2'):
         return
     for seed in range(s.seeds):
-        for backbone in _named_in(s, 'table2_backbones'):
+        for backbone in _names_in(s.table2_backbones):
             out = 'logits' if '_clip_' in backbone else 'cls_patch'
             for tokens in (s.tokens, 0):
                 how = _key_of_tokens(s, backbone, tokens, seed, out=out)
@@ -1131,7 +1127,7 @@ def activations_of_tokens(
 @experiment('tokens.activations', 'The figure of the largest activation in each block', by=('backbone',))
 def _activations(s):
     for seed in range(s.seeds):
-        for backbone in _named_in(s, 'table_backbones'):
+        for backbone in _names_in(s.table_backbones):
             how = _key_of_tokens(s, backbone, s.tokens, seed) | dict(n=min(s.n_valid, 100), feature_eps=s.feature_eps)
             yield Trial(how, activations_of_tokens, _token_training(how) + _feature_cost(how), _token_training(how))
 
@@ -1404,7 +1400,7 @@ def segmented_tokens(
 def _segmentation(s):
     size = [int(o) for o in s.seg_size.split()]
     for seed in range(s.seeds):
-        for backbone in _named_in(s, 'table_backbones'):
+        for backbone in _names_in(s.table_backbones):
             for tokens in (s.tokens, 0):
                 how = _key_of_tokens(s, backbone, tokens, seed, dataset=s.seg_tokens, masks=s.seg_dataset, size=size)
                 how |= dict(n=s.seg_n, n_masks=s.seg_train, eps=s.seg_eps, head_epochs=s.seg_epochs)
