@@ -13,9 +13,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from numbers import Number, Real
 import timm
-from fastcore.xtras import atomic_save
-from safetensors.torch import load_file
-from safetensors.torch import save as save_bytes
 from timm.models.vision_transformer import VisionTransformer
 from torch.func import functional_call
 from .core import *
@@ -1148,12 +1145,6 @@ def _begun(how, dls):
     return model.to(dls.device)
 
 
-def _tested(dls):
-    "The test images and their labels"
-    xs, ys = zip(*[b[1:] for b in eval_batches(dls.valid, device=dls.device)])
-    return torch.cat(xs), torch.cat(ys)
-
-
 def _right_on(model, x, y):
     "Which images are classified correctly without an attack"
     return torch.cat([predict(model, o) for o in x.split(250)]) == y
@@ -1183,15 +1174,10 @@ def _fitted_once(how, dls):
     file = settings().out / 'aas_weights' / f'{name}.safetensors'
     with no_random(training['seed']):
         model = _begun(how | training, dls)
-    if file.exists():
-        model.load_state_dict(load_file(file))
-        return model.eval()
     attack = PGD(training['eps'], steps=training['train_steps'])
-    _fitted(model, dls, training, [AdvTrain(attack, eps=warmup(training['eps'], pct=0.3)), AWP(0.005)])
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_save(file) as f:
-        f.write(save_bytes({k: v.contiguous() for k, v in model.state_dict().items()}))
-    return model
+    cbs = [AdvTrain(attack, eps=warmup(training['eps'], pct=0.3)), AWP(0.005)]
+    keep_weights(file, model, lambda: _fitted(model, dls, training, cbs))
+    return model.eval()
 
 
 def _victim(how):
@@ -1201,7 +1187,7 @@ def _victim(how):
     dls = images_of(how | of_data)
     model = _fitted_once(how, dls) if training else _begun(how | dict(blocks=0), dls).eval()
     eps = training['eps'] if training else model.card.eps
-    return model, eps, *_tested(dls)
+    return model, eps, *held_out(dls)
 
 # %% ../nbs/06_aas.ipynb #ae240003
 def _by_pgd(a):
@@ -1277,7 +1263,7 @@ def _defended(how):
     arm, base = _ARMS[how['aas']], _BASES[how['method']][0](PGD(how['eps'], steps=how['train_steps']))
     cbs = base if arm is None else [*base, AASTrain(period=how['period'], **arm)]
     learn, notes = _fitted(model, _drawn(dls, _epoch_images(how, len(dls.train.dataset)), how['seed']), how, cbs)
-    return model, _tested(dls), _of_scales(learn), notes
+    return model, held_out(dls), _of_scales(learn), notes
 
 
 def _of_scales(learn):

@@ -900,11 +900,6 @@ def _trained_tokens(how, dls, seed):
     return learn.model, learn.robust_tokens.df
 
 
-def _images_and_targets(dl):
-    "All images of a DataLoader, and their labels or masks"
-    return [torch.cat(o) for o in zip(*[[o.as_subclass(Tensor) for o in b] for b in dl])]
-
-
 def _turned(how, plain, x):
     "Images that turn the features of the backbone without tokens"
     loss = partial(feat_cos, axis=how['axis'])
@@ -963,7 +958,7 @@ def table_of_tokens(
 ) -> Outcome:  # Verdicts `clean`, `secret`, `white`; whether features are kept, along each axis
     "A row of the poster's table: tokens and a head are trained, then features and predictions are attacked"
     dls, seed = images_of({**how, 'bs': 64}, batch_tfms=None), how['seed']
-    x, y = _images_and_targets(dls.valid)
+    x, y = held_out(dls)
     model, seen = _trained_tokens(how, dls, seed)
     plain = WithoutTokens(model)
     set_seed(seed)
@@ -1034,7 +1029,7 @@ def features_of_tokens(
 ) -> Outcome:  # Verdicts `features over tokens` and `features over features`; the similarities in training
     "Tokens are trained, then the features of the backbone without them are attacked"
     dls = images_of({**how, 'bs': 64}, batch_tfms=None)
-    x, _ = _images_and_targets(dls.valid)
+    x, _ = held_out(dls)
     model, seen = _trained_tokens(how, dls, how['seed'])
     plain = WithoutTokens(model)
     numbers, kept = _features_kept(model, plain, x, _turned(how, plain, x))
@@ -1111,7 +1106,7 @@ def activations_of_tokens(
 ) -> Outcome:  # No verdicts; means over the images
     "The largest activation after each block, without tokens and with them, of clean images and of attacked ones"
     dls = images_of({**how, 'bs': 64}, batch_tfms=None)
-    x, _ = _images_and_targets(dls.valid)
+    x, _ = held_out(dls)
     model, _ = _trained_tokens(how, dls, how['seed'])
     plain = WithoutTokens(model)
     images = dict(clean=x, attacked=_turned(how, plain, x))
@@ -1373,7 +1368,7 @@ def segmented_tokens(
     small = images_of(dict(how, bs=64, n=8), batch_tfms=None)
     of_masks = dict(dataset=how['masks'], n_train=how['n_masks'], n=how['n'], bs=8, side=tuple(how['size']))
     dls = images_of(of_masks, item_tfms=None, batch_tfms=None, num_workers=0)
-    x, masks = _images_and_targets(dls.valid)
+    x, masks = held_out(dls)
     model, _ = _trained_tokens(how, small, how['seed'])
     unwrap(model).set_input_size(img_size=tuple(how['size']))
     set_seed(how['seed'])
@@ -1436,7 +1431,7 @@ def attacked_tokens(
 ) -> Outcome:  # Verdicts under four attackers, and whether the features keep a cosine above one half
     "Tokens and heads are trained, then attacked by those who know more and more"
     dls, seed = images_of({**how, 'bs': 64}, batch_tfms=None), how['seed']
-    x, y = [torch.cat(o) for o in zip(*[[o.as_subclass(Tensor) for o in b] for b in dls.valid])]
+    x, y = held_out(dls)
     model, thief = [_with_tokens(how, dls, o) for o in (seed, seed + 100)]
     plain = WithoutTokens(model)
     heads = []
@@ -1461,10 +1456,9 @@ def attacked_tokens(
     x_adv = torch.cat([on_features(plain, o, seed=seed) for o in x.split(100)])
     for name, net in {'features none': plain, 'features': model}.items():
         cosines = feature_cosine(net, x, x_adv)
-        numbers[f'cosine {name}'] = cosines.mean().item()
-        verdicts[name] = (cosines > 0.5).numpy()
-    numbers |= {k: 100 * v.mean() for k, v in verdicts.items()}
-    return Outcome(numbers, verdicts, f'{how["dataset"]} test, {rep.meta["data"]}')
+        numbers[f'cosine {name}'] = cosines.mean()
+        verdicts[name] = (cosines > 0.5).cpu().numpy()
+    return _with_shares(numbers, verdicts, f'{how["dataset"]} test, {rep.meta["data"]}')
 
 
 @experiment('tokens.secrecy', 'What the secret is worth, and whether features resist', by='backbone')
@@ -1499,7 +1493,7 @@ def strongly_attacked_tokens(
 ) -> Outcome:  # Verdicts `clean`, `pgd`, `autoattack`, and `worst`, under both
     "Tokens and a head are trained, then attacked with AutoAttack by one who knows more or less"
     dls, seed = images_of({**how, 'bs': 64}, batch_tfms=None), how['seed']
-    x, y = _images_and_targets(dls.valid)
+    x, y = held_out(dls)
     model, _ = _trained_tokens(how, dls, seed)
     set_seed(seed)
     probe = fit_head(LinearProbe(model, dls.c), dls)

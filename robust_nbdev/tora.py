@@ -1452,43 +1452,61 @@ def controlled_gates(
     return _outcome(how, right, rep.meta['data'])
 
 
-def _gate_attacks(model, how, classes):
-    "Attacks on the gate at the price of PGD with `attack_steps`: each with the model on which it is made"
-    eps, steps = how['eps'], how['attack_steps']
-    bits, shares, maps = WithGates(model), WithGates(model, share=True), WithMaps(model)
-    distance = map_distance(classes)
-    first = partial(GateFirst, eps, steps=steps - steps // 2, gate_steps=steps // 2, loss=gate_loss(classes, 0.0))
-    last = len(unwrap(model).blocks) - 1
+def _attacks_on_entropy(model, pgd, classes):
+    "PGD on the cross-entropy and the entropy of the gates"
 
-    def made(net, attack):
-        return Transfer(net, attack)
-
-    def alone(net, weight, block=None):
-        return made(net, PGD(eps, steps=steps, loss=gate_loss(classes, weight, block, alone=True)))
-
-    def ahead(net, weight, block=None):
-        return made(net, first(gate=gate_loss(classes, weight, block, alone=True)))
-
-    def with_entropy(weight):
-        return made(bits, PGD(eps, steps=steps, loss=gate_loss(classes, weight)))
+    def weighted(weight):
+        return Transfer(WithGates(model), pgd.but(loss=gate_loss(classes, weight)))
 
     return {
-        'PGD': PGD(eps, steps=steps),
-        'entropy up, weight 1': with_entropy(1.0),
-        'entropy up, weight 10': with_entropy(10.0),
-        'entropy up, weight 100': with_entropy(100.0),
-        'entropy down, weight 10': with_entropy(-10.0),
-        'entropy down, weight 100': with_entropy(-100.0),
-        'share up alone': alone(shares, 1.0),
-        'share up in block 1 alone': alone(shares, 1.0, 0),
-        'share up in the last block alone': alone(shares, 1.0, last),
-        'share down alone': alone(shares, -1.0),
-        'share up first': ahead(shares, 1.0),
-        'share up in the last block first': ahead(shares, 1.0, last),
-        'share down first': ahead(shares, -1.0),
-        'map moved alone': made(maps, PGD(eps, steps=steps, loss=distance)),
-        'map moved alone, 5 times the steps': made(maps, PGD(eps, steps=5 * steps, loss=distance)),
-        'map moved first': made(maps, first(gate=distance)),
+        'entropy up, weight 1': weighted(1.0),
+        'entropy up, weight 10': weighted(10.0),
+        'entropy up, weight 100': weighted(100.0),
+        'entropy down, weight 10': weighted(-10.0),
+        'entropy down, weight 100': weighted(-100.0),
+    }
+
+
+def _attacks_on_shares(model, pgd, first, classes):
+    "The share of the accuracy adapter as the only aim, or as the aim of the first half of the steps"
+    last = len(unwrap(model).blocks) - 1
+
+    def aim(weight, block=None):
+        return gate_loss(classes, weight, block, alone=True)
+
+    attacks = {
+        'share up alone': pgd.but(loss=aim(1.0)),
+        'share up in block 1 alone': pgd.but(loss=aim(1.0, 0)),
+        'share up in the last block alone': pgd.but(loss=aim(1.0, last)),
+        'share down alone': pgd.but(loss=aim(-1.0)),
+        'share up first': first(gate=aim(1.0)),
+        'share up in the last block first': first(gate=aim(1.0, last)),
+        'share down first': first(gate=aim(-1.0)),
+    }
+    return {k: Transfer(WithGates(model, share=True), a) for k, a in attacks.items()}
+
+
+def _attacks_on_maps(model, pgd, first, classes):
+    "The change of all weights as the only aim, or as the aim of the first half of the steps"
+    distance = map_distance(classes)
+    attacks = {
+        'map moved alone': pgd.but(loss=distance),
+        'map moved alone, 5 times the steps': pgd.but(loss=distance, steps=5 * pgd.steps),
+        'map moved first': first(gate=distance),
+    }
+    return {k: Transfer(WithMaps(model), a) for k, a in attacks.items()}
+
+
+def _gate_attacks(model, how, classes):
+    "Attacks on the gate at the price of PGD with `attack_steps`, by name"
+    eps, steps = how['eps'], how['attack_steps']
+    pgd, plain = PGD(eps, steps=steps), gate_loss(classes, 0.0)
+    first = partial(GateFirst, eps, steps=steps - steps // 2, gate_steps=steps // 2, loss=plain)
+    return {
+        'PGD': pgd,
+        **_attacks_on_entropy(model, pgd, classes),
+        **_attacks_on_shares(model, pgd, first, classes),
+        **_attacks_on_maps(model, pgd, first, classes),
     }
 
 
@@ -1498,7 +1516,7 @@ def attacked_gates(
     "Can an attack move the gates, and what does that do to the prediction?"
     dls = _tora_images(how)
     model, _ = tuned(how, dls)
-    x, y = [torch.cat(o).to(dls.device) for o in zip(*[(x, y) for _, x, y in eval_batches(dls.valid)])]
+    x, y = held_out(dls)
     size = 4 * how['bs']
 
     def of_gates(net, x):
