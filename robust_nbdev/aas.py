@@ -1458,11 +1458,6 @@ def _scale_alone(model, x, y, attack, right, seed):
 _TRAINING = 'n_train bs epochs lr train_steps eps'.split()
 
 
-def _training_images(how):
-    known = dict(imagenet=1281167, imagenet100=128000)
-    return how['n_train'] or known.get(how['dataset'], 50000)
-
-
 # --- AAS-AT
 
 
@@ -1480,7 +1475,7 @@ def _defence_key(s, method, arm, seed, **changes):
 
 def _defence_trial(key, run, evaluation):
     "A run with what it costs: its ascents are paid for by images that it leaves out"
-    images = _epoch_images(key, _training_images(key))
+    images = _epoch_images(key, train_images(key))
     training = _step_passes(key) * key['epochs'] * images + _ascent_passes(key)
     return Trial(key, run, training + evaluation * (key['n'] or 10000), training)
 
@@ -1602,7 +1597,7 @@ def _trained_saturation(s):
             for grow, decay in [(1.0, 0.05), *[(o, 0.0) for o in growths]]:
                 key = {k: s[k] for k in _TRAINING} | dict(dataset=data, side=_SIDES[data], grow=grow, decay=decay)
                 key |= dict(eps=_eps_of(data), epochs=s.push_epochs, n=s.n_valid, held=s.held, steps=s.steps, seed=seed)
-                training = (2 * s.train_steps + 3) * s.push_epochs * _training_images(key)
+                training = (2 * s.train_steps + 3) * s.push_epochs * train_images(key)
                 cost = training + 2 * s.steps * (9 * s.n_valid + 7 * s.held)
                 yield Trial(key, pushed_run, cost, training)
 

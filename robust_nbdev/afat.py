@@ -1470,7 +1470,7 @@ def _afat_key(s, net, method, times=1, **changes):
 def _afat_cost(how, evaluation):
     "Passes of an image through the model: training, then `evaluation` for each test image"
     step = dict(plain=3, gradient=9, ce=8).get(how['method'], 6)
-    n_train = how['n_train'] or dict(imagenet=1281167).get(how['dataset'], 50000)
+    n_train = train_images(how)
     return step * n_train * how['epochs'] + evaluation * how['n']
 
 

@@ -24,7 +24,7 @@ from .experiments import reproduce, status
 from .robust_tokens import (RobustTokens, fit_tokens, save_tokens, load_tokens, FeatCos, TokenAttack, TokenSets,
     token_attack, WithoutTokens, LinearProbe, fit_head)
 from .tora import (tora_vit, remove_tora, TORA, tora_splitter, Reading, READINGS, GateDial, decompose, save_adapters,
-    load_adapters, show_gates, lam_slider)
+    load_adapters, show_gates)
 from .xcit_recipe import xcit_recipe, XcitRecipe, CleanPass
 from .afat import (AFAT, Occlusion, PatchOcclusion, RankedOcclusion, fit_corruption, show_occlusion,
     afat_recipe)

@@ -1456,6 +1456,7 @@ def reproduce_all(
     out,  # Folder of all results; None: `results`, beside settings.ini
     check: int = 0,  # Make so many finished rows of each again instead, and compare
     confirm: int = 0,  # Make so many old rows of each again instead; the old rows count as done if these agree
+    here=None,  # Folder that `check` writes those rows into, and `confirm` compares with
 ):
     "Run each experiment whose data are there, and print its table beside the published one"
     from robust_nbdev.experiments import _missing, check_rows, confirm_rows, profile_for, published_table, reproduce
@@ -1467,7 +1468,7 @@ def reproduce_all(
             continue
         if check or confirm:
             again, n = (check_rows, check) if check else (confirm_rows, confirm)
-            lines = again(e.name, n, profile, out)
+            lines = again(e.name, n, profile, out, here=here)
             print(lines.to_string(index=False) if len(lines) else 'no rows to make again')
         else:
             reproduce(e.name, profile, out, _told)
@@ -1484,6 +1485,8 @@ def robust_reproduce(
     check: int = 0,  # Make so many finished rows of each experiment again, and compare with what is on disk
     # After a change that should not change a number: make so many old rows again; the rest count as done if these agree
     confirm: int = 0,
+    # Rows of this machine: --check keeps those that it makes in this folder, --confirm compares with them
+    here: str = None,
 ):
     """Make the rows of a paper's tables, go on where a killed command stopped, and print the tables beside the
     published ones"""
@@ -1495,7 +1498,9 @@ def robust_reproduce(
         if list or not names:
             print(_listed(names, profile, out))
         else:
-            reproduce_all(found, profile, out, check, confirm)
+            if here and not (check or confirm):
+                raise ValueError(f'--here {here} goes with --check or --confirm')
+            reproduce_all(found, profile, out, check, confirm, here)
 
 # %% ../nbs/08_cli.ipynb #a6695c38
 def named_model(

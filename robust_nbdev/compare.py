@@ -256,6 +256,7 @@ class StepCost(AdvCallback):
     def before_fit(self):
         "Undo what an interrupted fit may have left"
         self.learn.__dict__.pop('one_batch', None)
+        self.forward = None  # multiply-adds of a forward, counted once in each epoch
 
     def before_train(self):
         "Count from the first batch of the epoch on; not during `lr_find`"
@@ -284,9 +285,10 @@ class StepCost(AdvCallback):
         x, count = b[0].as_subclass(Tensor), FlopCounterMode(display=False)
         with _unfused(learn.model), count:
             learn.one_batch(i, b)
-        forward = multiply_adds(get_model(learn.model), x[:1])
-        if forward:  # a model without products has no F
-            self.counted.append(count.get_total_flops() / 2 / len(x) / forward)
+        if self.forward is None:
+            self.forward = multiply_adds(get_model(learn.model), x[:1])
+        if self.forward:  # a model without products has no F
+            self.counted.append(count.get_total_flops() / 2 / len(x) / self.forward)
         if self.batches is None or i + 1 < begin + self.batches:
             self.before_train()
 

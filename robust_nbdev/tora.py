@@ -6,7 +6,7 @@
 __all__ = ['READINGS', 'Adapter', 'Reading', 'Gate', 'Branches', 'tora_vit', 'adapter_fusion', 'single_adapter', 'head_only',
            'remove_tora', 'use_head', 'OneHead', 'tora_parts', 'tora_splitter', 'tora_cost', 'TORA', 'gates_of',
            'set_gates', 'GateDial', 'save_adapters', 'load_adapters', 'gate_maps', 'gate_pictures', 'show_gates',
-           'lam_slider', 'WithGates', 'gate_loss', 'GateFirst', 'WithMaps', 'map_distance', 'forced_gates', 'FixedGate',
+           'WithGates', 'gate_loss', 'GateFirst', 'WithMaps', 'map_distance', 'forced_gates', 'FixedGate',
            'fixed_gates', 'gate_variants', 'decompose', 'tuned', 'attacked_tora', 'attacked_heads', 'decomposed_gates',
            'controlled_gates', 'attacked_gates', 'corrupted_tora']
 
@@ -106,6 +106,18 @@ class Reading:
         "The axes of the weights [B,2,T,N] that an entropy is summed over: adapters, and keys if the softmax has them"
         return (1, 3) if self.gate in ('key', 'both') else (1,)
 
+    @property
+    def foldable(self):
+        "Can the same numbers be computed from differences, with less work? Says it for `_fold`, which knows no others"
+        return self.gate == 'adapter' and self.tokens == 'sequence'
+
+    def even(
+        self,
+        n: int,  # Number of keys N
+    ) -> float:  # The weight of a pair where a gate prefers nothing
+        "One half, or less where a softmax runs over the keys"
+        return dict(key=1 / n, both=1 / (2 * n)).get(self.gate, 0.5)
+
     def divisor(
         self,
         n: int,  # Number of keys N
@@ -203,15 +215,17 @@ def weights(
     s = torch.stack([q @ ka.mT, q @ kr.mT], 1)
     if how == 'key':
         return s.softmax(-1)
-    return s.transpose(1, 2).flatten(2).softmax(-1).unflatten(2, (2, -1)).transpose(1, 2)
+    if how == 'both':
+        return s.transpose(1, 2).flatten(2).softmax(-1).unflatten(2, (2, -1)).transpose(1, 2)
+    raise ValueError(f'no weights are defined for gate={how!r}')
 
 
 def _even(gate, z, a):
     "Weights that are the same for all tokens, a share of them the accuracy adapter's"
     how, n = gate.reading, a.shape[1]
     keys = 1 if how.own else n
-    total = dict(key=2 / n, both=1 / n).get(how.gate, 1.0)  # of the two weights of a pair
-    shares = z.new_tensor([gate.forced, 1 - gate.forced]) * total
+    of_pair = 2 * how.even(n)
+    shares = z.new_tensor([gate.forced, 1 - gate.forced]) * of_pair
     return shares.view(1, 2, 1, 1).expand(len(z), 2, z.shape[1], keys)
 
 # %% ../nbs/03_tora.ipynb #c2171bee
@@ -235,6 +249,8 @@ class Branches(nn.Module):
         reading: Reading = Reading(),  # For `Gate`
     ):
         super().__init__()
+        if len(sides) not in (1, 2):
+            raise ValueError(f'a block has one adapter alone, or two and a gate, got {list(sides)}')
         self.sides = nn.ModuleDict({o: Adapter(dim, d) for o in sides})
         self.split = split
         self.beside = reading.tokens == 'fusion'
@@ -274,6 +290,7 @@ class ToraHeads(nn.Module):
         m: nn.Module,  # The timm ViT whose head is copied
         sides=('acc', 'rob'),  # Names of the heads
         split: bool = True,  # True: each head has a class token of its own
+        beside: bool = False,  # True: [ACC] and [ROB] stand beside the blocks' sequence
         about: dict = None,  # How the model was made, for `save_adapters`
     ):
         super().__init__()
@@ -284,7 +301,7 @@ class ToraHeads(nn.Module):
 
         self.shift = nn.ParameterDict({o: zero() for o in sides}) if split else None
         self.about = about
-        self.beside = split and (about or {}).get('tokens') == 'fusion'
+        self.beside = beside
         self.flags = {n: p.requires_grad for n, p in m.named_parameters()}
 
     def no_weight_decay(self) -> set:  # Patterns of names
@@ -305,8 +322,8 @@ def start(
     self: ToraHeads,
     blk: nn.Module,  # The block
     args: tuple,  # Its inputs
-) -> tuple:  # Its inputs, the tokens [B,N+1,D] first
-    "Before the first block: replace the class token by [ACC] and [ROB]"
+) -> tuple:  # Its inputs, the tokens first: [B,N+1,D], or [B,N+2,D] with the class token that stays
+    "Before the first block: [ACC] and [ROB] take the place of the class token, or come before it"
     x = args[0] if type(args[0]) is Tensor else args[0].as_subclass(Tensor)
     class_tokens = [x[:, :1] + o for o in self.shift.values()]
     return torch.cat([*class_tokens, x if self.beside else x[:, 1:]], 1), *args[1:]
@@ -496,7 +513,7 @@ def _build(model, method, sides, d=None, split=False, reading=Reading()):
     if d != int(d) or d < 1:
         raise ValueError(f'd, the width of the adapters, must be a whole number >= 1, got {d}')
     about = dict(method=method, d=int(d), **asdict(reading))
-    heads = ToraHeads(m, sides, split, about).to(m.head.weight).train(m.training)
+    heads = ToraHeads(m, sides, split, split and reading.tokens == 'fusion', about).to(m.head.weight).train(m.training)
     if method != 'head_only':
         add_after_mlp(model, lambda dim: Branches(dim, int(d), sides, split, reading))
     for n in heads.flags:
@@ -777,21 +794,27 @@ def _begin_phase(learn, cb, phase, go_on):
         p.requires_grad_(id(p) in ids)
     if learn.splitter is trainable_params:
         learn.splitter = tora_splitter
-    if go_on and learn.opt is not None and cb.phase == phase:
-        return
     cb.phase = phase
-    learn.create_opt()
+    if not go_on or learn.opt is None:
+        learn.create_opt()
+    elif len(learn.opt.param_lists) != len(learn.splitter(learn.model)):
+        raise ValueError(
+            'the optimiser that was loaded has other groups of parameters than fit_tora trains, so its momentum would '
+            'be lost: load into Learner(..., splitter=tora_splitter)'
+        )
 
 
 @patch
 @delegates(Learner.fit_adv, but=['n_epoch', 'lr_max'])
 def fit_tora(  # noqa: PLR0913
     self: Learner,
-    adapter_epochs: int = 5,  # Epochs of phase 1, which alternates adversarial and clean batches; 0: skip it
+    # Epochs of phase 1, which alternates adversarial and clean batches; 0: skip it. A model without gates has one loss
+    # in both phases, that of phase 2
+    adapter_epochs: int = 5,
     gate_epochs: int = 2,  # Epochs of phase 2; 0: skip it
     lr: float = 1e-2,  # Highest learning rate
     gate_lr: float = None,  # The same for phase 2; None: `lr`
-    lam: float = None,  # For phase 2; None: the callback's
+    lam=None,  # For phase 2, a number or a schedule, which the callback keeps; None: what it has
     start_epoch: int = 0,  # Resume an interrupted phase here, after `learn.load`; the other phase must have 0 epochs
     **kwargs,
 ):
@@ -802,8 +825,7 @@ def fit_tora(  # noqa: PLR0913
     if start_epoch and adapter_epochs and gate_epochs:
         raise ValueError('start_epoch belongs to one phase: set adapter_epochs or gate_epochs to 0')
     if lam is not None:
-        TORA(cb.attack, lam)  # raises ValueError for a share outside [0,1]
-        cb.lam = lam
+        cb.lam = _weight(lam, 'lam', check_share)
     for phase, n, rate in (('adapters', adapter_epochs, lr), ('gate', gate_epochs, ifnone(gate_lr, lr))):
         if not n:
             continue
@@ -916,10 +938,14 @@ def _read_adapters(fname):
 _IN_FILES = {f.name: str(f.default) for f in fields(Reading)}  # what a file of an earlier version does not say
 
 
+def _parsed(of, text):
+    "A field of a reading from a file's text"
+    return text == 'True' if of is bool else of(text)
+
+
 def _reading_of(about):
     "The reading that a file describes"
-    said = {k: about.get(k, v) for k, v in _IN_FILES.items()}
-    return {k: v == 'True' if _IN_FILES[k] in ('True', 'False') else v for k, v in said.items()}
+    return {f.name: _parsed(f.type, about.get(f.name, _IN_FILES[f.name])) for f in fields(Reading)}
 
 
 def _like(model, about):
@@ -945,7 +971,7 @@ def load_adapters(
     m = unwrap(model)
     name = Path(fname).name
     check_backbone(model, about, name)
-    if not hasattr(m, 'tora'):
+    if plain := not hasattr(m, 'tora'):
         m = unwrap(_like(model, about))
     about = {**_IN_FILES, **about}
     if differ := [k for k in m.tora.about if k != 'folded' and str(m.tora.about[k]) != about.get(k)]:
@@ -959,6 +985,8 @@ def load_adapters(
     shapes = {k: v.shape for k, v in ts.items()}
     if own_shapes != shapes:
         differ = sorted(k for k in {*own_shapes, *shapes} if own_shapes.get(k) != shapes.get(k))
+        if plain:
+            remove_tora(model)
         raise ValueError(f"{name} does not fit the model's parts: {differ[:3]} differ; remove_tora(model) first")
     with torch.no_grad():
         for k, v in own.items():
@@ -966,12 +994,8 @@ def load_adapters(
     return model
 
 # %% ../nbs/03_tora.ipynb #ce928cb3
-def gate_maps(
-    model: nn.Module,  # A model after `tora_vit` or `adapter_fusion`
-    x: Tensor,  # Images [B,C,H,W] in [0,1]
-    logits: bool = False,  # True: return the model's output as well
-) -> list:  # Per block [B,2,T,N] or [B,2,T,1], differentiable; with `logits`: that list and the output
-    "The weights of the accuracy and of the robustness adapter in every gate, in one forward"
+def _maps_and_logits(model, x):
+    "The weights in every gate, and the output of the same forward"
     m, outs = unwrap(model), []
     _heads(model)
     gates = [b.gate for b in getattr(m, 'adapters', []) if b.gate is not None]
@@ -985,7 +1009,15 @@ def gate_maps(
         for g in gates:
             hooks.callback(g.register_forward_pre_hook(record).remove)
         z = outputs(model, x)
-    return (outs, z) if logits else outs
+    return outs, z
+
+
+def gate_maps(
+    model: nn.Module,  # A model after `tora_vit` or `adapter_fusion`
+    x: Tensor,  # Images [B,C,H,W] in [0,1]
+) -> list:  # Per block [B,2,T,N] or [B,2,T,1], differentiable
+    "The weights of the accuracy and of the robustness adapter in every gate, in one forward"
+    return _maps_and_logits(model, x)[0]
 
 
 def gate_pictures(
@@ -998,8 +1030,7 @@ def gate_pictures(
     grid = patch_grid(model, x)
     n = grid[0] * grid[1]
     ws = [w[:, :, -n:, 0] if w.shape[-1] == 1 else w.mean(2)[..., -n:] for w in maps]
-    N = maps[0].shape[-1]
-    equal = {'key': 1 / N, 'both': 1 / (2 * N)}.get(unwrap(model).adapters[0].gate.reading.gate, 0.5)
+    equal = unwrap(model).adapters[0].gate.reading.even(maps[0].shape[-1])
     return torch.stack(ws).unflatten(-1, grid) / equal - 1
 
 # %% ../nbs/03_tora.ipynb #ea706d1c
@@ -1041,32 +1072,15 @@ def show_gates(
     x = fair(self.dls.valid, max_n)[0].one_batch()[0]
     show_gates(get_model(self.model), x[:max_n].as_subclass(Tensor), **kwargs)
 
-# %% ../nbs/03_tora.ipynb #18c58378
-def lam_slider(
-    dial: GateDial,  # Its model is shown
-    x: Tensor,  # Images [B,C,H,W] in [0,1]
-    vocab=None,  # Names of the classes
-) -> Any:  # An ipywidgets box
-    "A slider for `lam` above `show_gates` and the predictions, in a live notebook"
-    try:
-        from ipywidgets import FloatSlider, interactive
-    except ImportError as e:
-        raise ImportError('the slider needs ipywidgets: pip install ipywidgets') from e
-    lams = list(dial.gates)
-    lim = max(gate_pictures(dial(lam), x).abs().max().item() for lam in lams)  # the same colours for every lam
-
-    def draw(lam):
-        fig = plt.figure(figsize=(8, 2.2 * len(x)), layout='constrained')
-        show_gates(dial(lam), x, fig=fig, lim=lim)
-        predicted = predict(dial.model, x).tolist()
-        names = [str(c if vocab is None else vocab[c]) for c in predicted]
-        fig.suptitle(f'lam {lam:.2f}: ' + ', '.join(names))
-        plt.show()
-
-    slider = FloatSlider(value=lams[0], min=lams[0], max=lams[-1], step=0.05, continuous_update=False)
-    return interactive(draw, lam=slider)
-
 # %% ../nbs/03_tora.ipynb #73defd3c
+_BELOW = 100  # what is taken from the numbers of the gates, so that none of them is the largest logit
+
+
+def _full(t):
+    "At least float32: in half precision, numbers near -100 would lose what a gate says"
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
 class WithGates(Wrapper):
     "The model's logits and a number from each block's gate, less 100 so that no prediction is one of them"
 
@@ -1083,7 +1097,7 @@ class WithGates(Wrapper):
         x: Tensor,  # Images [B,C,H,W] in [0,1]
     ) -> Tensor:  # [B,classes+blocks]: logits, then the mean entropy of each block's gate (or its share), less 100
         "Run the model and record its gates"
-        maps, z = gate_maps(self.model, x, logits=True)
+        maps, z = _maps_and_logits(self.model, x)
         over = unwrap(self.model).adapters[0].gate.reading.over
 
         def entropy(g):
@@ -1092,8 +1106,8 @@ class WithGates(Wrapper):
         def share(g):
             return g[:, 0].flatten(1).sum(1) / g.flatten(1).sum(1)
 
-        hs = torch.stack([(share if self.share else entropy)(g) for g in maps], 1)
-        return torch.cat([z, hs - 100], 1)
+        hs = torch.stack([(share if self.share else entropy)(_full(g)) for g in maps], 1)
+        return torch.cat([_full(z), hs - _BELOW], 1)
 
     def extra_repr(self):
         return f'share={self.share}'
@@ -1108,7 +1122,7 @@ def gate_loss(
     "For attacks on `WithGates(model)`: the cross-entropy plus what the gates say, weighted"
 
     def gate_loss(z, y):
-        of_gates = z[:, classes:] + 100
+        of_gates = z[:, classes:] + _BELOW
         moved = weight * (of_gates.mean(1) if block is None else of_gates[:, block])
         return moved if alone else ce(z[:, :classes], y) + moved
 
@@ -1117,9 +1131,10 @@ def gate_loss(
 
 @dataclass(frozen=True, repr=False)
 class GateFirst(PGD):
-    "PGD that starts where another PGD has moved the gates; for attacks on `WithGates(model)`"
+    "PGD that starts where another PGD has moved the gates; for attacks on `WithGates(model)` or `WithMaps(model)`"
 
-    gate: Callable = field(default=None, kw_only=True)  # What moves them: `gate_loss(classes, ..., alone=True)`
+    # What moves them: `gate_loss(classes, ..., alone=True)`, or `map_distance(classes)`
+    gate: Callable = field(default=None, kw_only=True)
     gate_steps: int = field(default=10, kw_only=True)  # Of the first PGD; each costs one forward and one backward
 
     def __post_init__(self):
@@ -1141,8 +1156,8 @@ class WithMaps(Wrapper):
         x: Tensor,  # Images [B,C,H,W] in [0,1]
     ) -> Tensor:  # [B,classes+M]: logits, then the M weights of all gates, less 100
         "Run the model and record its gates"
-        maps, z = gate_maps(self.model, x, logits=True)
-        return torch.cat([z, *[g.flatten(1) - 100 for g in maps]], 1)
+        maps, z = _maps_and_logits(self.model, x)
+        return torch.cat([_full(z), *[_full(g).flatten(1) - _BELOW for g in maps]], 1)
 
 
 def map_distance(
@@ -1166,6 +1181,8 @@ def forced_gates(
         raise ValueError(f'share lies between 0 and 1, got {share}')
     gates_of(model)  # raises ValueError without gates
     gates = [b.gate for b in unwrap(model).adapters]
+    if any(isinstance(g, FixedGate) for g in gates):
+        raise ValueError('the gates have fixed weights, which nothing else decides: leave fixed_gates first')
     was = [g.forced for g in gates]
     try:
         for g in gates:
@@ -1260,7 +1277,7 @@ def _tora_backbone(how, dls):
 
 def _fast(reading):
     "The same function with less work, where there is one"
-    return replace(reading, folded=reading.gate == 'adapter' and reading.tokens == 'sequence')
+    return replace(reading, folded=reading.foldable)
 
 
 def _with_parts(how, model):
@@ -1286,31 +1303,15 @@ def _fit_silently(how, dls, model, cb, fit):
             fit(learn)
 
 
+_OF_TRAINING = 'dataset side backbone blocks n_train bs epochs lr train_steps eps'.split()
+_TRAINED_BY = *_OF_TRAINING, 'method', 'reading', 'seed', 'lam'  # parts of a key that the weights depend on
+
+
 def _weights_file(how, phase):
     "Where the weights of a run are kept; those of phase 1 serve every lam"
-    decides = {k: v for k, v in how.items() if k not in _MEASURED and (phase == 2 or k != 'lam')}
+    decides = {k: how[k] for k in _TRAINED_BY if phase == 2 or k != 'lam'}
     text = json.dumps([_code_of(tuned), phase, decides], sort_keys=True)
     return settings().out / 'tora_weights' / f'{hashlib.sha256(text.encode()).hexdigest()[:16]}.safetensors'
-
-
-_MEASURED = (
-    'n',
-    'attack',
-    'attack_steps',
-    'severities',
-    'variants',
-)  # parts of a key that the weights do not depend on
-
-
-def _once(file, model, train):
-    "Train the model, or give it the weights that an earlier call kept"
-    if file.exists():
-        model.load_state_dict(load_file(file))
-        return
-    train()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_save(file) as f:
-        f.write(save_bytes(model.state_dict()))
 
 
 def tuned(
@@ -1325,7 +1326,7 @@ def tuned(
     fit = partial(_fit_silently, how, dls, model)
 
     def phase(number, cb, train):
-        _once(_weights_file(how, number), model, lambda: fit(cb, train))
+        keep_weights(_weights_file(how, number), model, lambda: fit(cb, train))
 
     if how['method'] == 'full fine-tuning':
         phase(2, AdvTrain(attack, clean_loss=1 - lam), lambda learn: learn.fit_adv(3 * e, lr / 10))
@@ -1343,7 +1344,7 @@ _STRONG = dict(apgd=APGD, autoattack=lambda eps, steps: AutoAttack(eps))
 
 
 def _right(model, dls, how, **attacks):
-    "Right or wrong per image, bool [N]: clean and under each attack, every one on all images"
+    "Right or wrong per image, bool [N], clean and under each attack, every one on all images; and the whole report"
     rep = robust_report(
         model, dls.valid, list(attacks.values()), bs=4 * how['bs'], cascade=False, seed=how['seed'], progress=False
     )
@@ -1354,7 +1355,7 @@ def _right(model, dls, how, **attacks):
 def _outcome(how, right, data, numbers=None, notes=()):
     "Verdicts and their shares in percent"
     shares = {k: 100 * v.mean() for k, v in right.items()}
-    return Outcome({**(numbers or {}), **shares}, right, f'{how["dataset"]} test, {data}', tuple(notes))
+    return Outcome({**(numbers or {}), **shares}, right, f'{how["dataset"]} test, {data}', tuple(dict.fromkeys(notes)))
 
 
 def _pgd5(how):
@@ -1365,7 +1366,7 @@ def _of_gates(model, dls, share=False):
     "The entropy of each block's gate in bits, or the accuracy adapter's share, mean over the validation images [L]"
     net, classes = WithGates(model, share), dls.c
     with attack_mode(net), torch.no_grad():
-        outs = [outputs(net, x)[:, classes:] + 100 for _, x, _ in eval_batches(dls.valid, device=dls.device)]
+        outs = [outputs(net, x)[:, classes:] + _BELOW for _, x, _ in eval_batches(dls.valid, device=dls.device)]
     return torch.cat(outs).mean(0)
 
 
@@ -1386,11 +1387,11 @@ def attacked_tora(
 ) -> Outcome:  # Verdicts of the joint prediction: clean, FGSM, PGD-5, and the strong attack
     "A model is trained by a method, and attacked"
     dls = _tora_images(how)
-    model, _ = tuned(how, dls)
+    model, gates = tuned(how, dls)
     strong = _STRONG[how['attack']](how['eps'], steps=how['attack_steps'])
     right, rep = _right(model, dls, how, fgsm=FGSM(how['eps']), pgd5=_pgd5(how), strong=strong)
     numbers, missing = _variants(model, how)
-    if how['method'] in ('TORA', 'AdapterFusion'):
+    if gates is not None:
         numbers['entropy'] = _of_gates(model, dls).mean()
         numbers['share'] = _of_gates(model, dls, share=True).mean()
     return _outcome(how, right, rep.meta['data'], numbers, [*rep.warnings, *missing])
@@ -1402,11 +1403,12 @@ def attacked_heads(
     "Each head of a model is attacked by itself"
     dls = _tora_images(how)
     model, _ = tuned(how, dls)
-    right = {}
+    right, notes = {}, []
     for head in ('joint', 'acc', 'rob'):
         own, rep = _right(OneHead(model, head), dls, how, fgsm=FGSM(how['eps']), pgd5=_pgd5(how))
         right |= {f'{head} {k}': v for k, v in own.items()}
-    return _outcome(how, right, rep.meta['data'])
+        notes += rep.warnings
+    return _outcome(how, right, rep.meta['data'], notes=notes)
 
 
 def decomposed_gates(
@@ -1415,11 +1417,12 @@ def decomposed_gates(
     "Which part of the gates brings what phase 2 gains?"
     dls = _tora_images(how)
     model, first = tuned(how, dls)
-    right = {}
+    right, notes = {}, []
     for name, m in gate_variants(model, first, gates_of(model)):
         own, rep = _right(m, dls, how, pgd5=_pgd5(how))
         right |= {f'{name} {k}': v for k, v in own.items()}
-    return _outcome(how, right, rep.meta['data'])
+        notes += rep.warnings
+    return _outcome(how, right, rep.meta['data'], notes=notes)
 
 
 def _mean_maps(model, dls):
@@ -1438,18 +1441,20 @@ def controlled_gates(
     dls = _tora_images(how)
     model, _ = tuned(how, dls)
     maps = _mean_maps(model, dls)
+    even = READINGS[how['reading']].even
     controls = {
-        'one half': [torch.full_like(m, 0.5) for m in maps],
+        'one half': [torch.full_like(m, even(m.shape[-1])) for m in maps],
         'mean share': [m.mean((2, 3), keepdim=True).expand_as(m) for m in maps],
         'mean map': maps,
     }
     right, rep = _right(model, dls, how, pgd5=_pgd5(how))
-    right = {f'learned {k}': v for k, v in right.items()}
+    right, notes = {f'learned {k}': v for k, v in right.items()}, [*rep.warnings]
     for name, weights in controls.items():
         with fixed_gates(model, weights):
-            own, _ = _right(model, dls, how, pgd5=_pgd5(how))
+            own, rep = _right(model, dls, how, pgd5=_pgd5(how))
         right |= {f'{name} {k}': v for k, v in own.items()}
-    return _outcome(how, right, rep.meta['data'])
+        notes += rep.warnings
+    return _outcome(how, right, rep.meta['data'], notes=notes)
 
 
 def _attacks_on_entropy(model, pgd, classes):
@@ -1498,7 +1503,7 @@ def _attacks_on_maps(model, pgd, first, classes):
 
 
 def _gate_attacks(model, how, classes):
-    "Attacks on the gate at the price of PGD with `attack_steps`, by name"
+    "Attacks on the gate, by name: at the price of PGD with `attack_steps`, but for the one with five times the steps"
     eps, steps = how['eps'], how['attack_steps']
     pgd, plain = PGD(eps, steps=steps), gate_loss(classes, 0.0)
     first = partial(GateFirst, eps, steps=steps - steps // 2, gate_steps=steps // 2, loss=plain)
@@ -1524,7 +1529,7 @@ def attacked_gates(
             return torch.cat([outputs(net, o)[:, dls.c :] for o in x.split(size)])
 
     def shares(x):
-        return of_gates(WithGates(model, share=True), x) + 100
+        return of_gates(WithGates(model, share=True), x) + _BELOW
 
     def moved(x_adv):
         net, pairs = WithMaps(model), zip(x.split(size), x_adv.split(size))
@@ -1539,7 +1544,7 @@ def attacked_gates(
         now = shares(x_adv)
         most = (now - clean).abs().mean(0).max()
         numbers |= {f'{name}: share': now.mean(), f'{name}: most': most, f'{name}: moved': moved(x_adv)}
-    return _outcome(how, right, f'{len(x)} images', numbers)
+    return _outcome(how, right, dls.about, numbers)
 
 
 def corrupted_tora(
@@ -1557,38 +1562,37 @@ def corrupted_tora(
     return _outcome(how, dict(rep.verdicts), rep.meta['data'], numbers, rep.warnings)
 
 # %% ../nbs/03_tora.ipynb #d0ca0014
-_KEYS = 'dataset side backbone blocks n_train bs epochs lr train_steps eps'.split()
-
-
 def _tora_key(s, seed, lam, method='TORA', reading=None, **more):  # noqa: PLR0913
     "The key of a run at a profile"
     reading = (reading or s.reading) if method == 'TORA' else ''
-    key = {k: s[k] for k in _KEYS}
+    key = {k: s[k] for k in _OF_TRAINING}
     return key | dict(n=s.n_valid, method=method, reading=reading, lam=lam, seed=seed) | more
 
 
 def _training_passes(how):
     "Of an image through the model: every method gets as many"
-    known = dict(imagenet=1281167, imagenet100=128000)
-    n_train = how['n_train'] or known.get(how['dataset'], 50000)
-    return 0 if how['method'] == 'pretrained' else 3 * how['epochs'] * (2 * how['train_steps'] + 6) * n_train
+    if how['method'] == 'pretrained':
+        return 0
+    return 3 * how['epochs'] * (2 * how['train_steps'] + 6) * train_images(how)
 
 
 def _attacked(s, seed, lam, method='TORA', **changes):
     "A run of the tables"
     more = dict(attack=s.attack, attack_steps=s.steps, variants=s.variants or '')
     how = _tora_key(s, seed, lam, method, **more | changes)
-    per_image = 2 * s.steps if s.attack == 'apgd' else 12000
-    return Trial(how, attacked_tora, _training_passes(how) + (how['n'] or 10000) * (per_image + 20))
+    strong = dict(apgd=2 * how['attack_steps'], autoattack=12000)[how['attack']]
+    return Trial(how, attacked_tora, _training_passes(how) + (how['n'] or 10000) * (strong + 20))
 
 
-def _lams(s):
-    return [float(o) for o in s.lams.split()]
+def _numbers(listed):
+    "What settings.ini lists: one number, or several with spaces between, or none"
+    return [] if listed is None else [float(o) for o in str(listed).split()]
 
 
 def _ends(s):
     "The smallest and the largest lam"
-    return _lams(s)[0], _lams(s)[-1]
+    lams = _numbers(s.lams)
+    return min(lams), max(lams)
 
 
 def _few(s, n):
@@ -1645,7 +1649,7 @@ _OF_HEADS = ['lam', *[f'{o}{k}' for o in ('joint ', 'acc ', 'rob ') for k in ('c
 )
 def _table2(s):
     for seed in range(s.seeds):
-        for lam in _lams(s):
+        for lam in _numbers(s.lams):
             how = _tora_key(s, seed, lam)
             yield Trial(how, attacked_heads, _training_passes(how) + 42 * (how['n'] or 10000))
 
@@ -1732,7 +1736,7 @@ def _longer(s):
 @experiment('tora.rates', 'Smaller and larger learning rates', by=('method', 'lr'))
 def _rates(s):
     for seed in range(s.seeds):
-        for lr in [float(o) for o in str(s.rates).split()]:
+        for lr in _numbers(s.rates):
             for method in ('single adapter', 'AdapterFusion', 'TORA', 'full fine-tuning'):
                 yield _attacked(s, seed, _ends(s)[1], method, lr=lr)
 
@@ -1743,5 +1747,4 @@ def _autoattack(s):
     more = dict(n=_few(s, s.n_autoattack), attack='autoattack', attack_steps=s.steps, variants='')
     for seed in range(s.seeds):
         for lam in sorted({low, 0.5, high}):
-            how = _tora_key(s, seed, lam, **more)
-            yield Trial(how, attacked_tora, _training_passes(how) + 12000 * how['n'])
+            yield _attacked(s, seed, lam, **more)

@@ -1156,7 +1156,7 @@ def _plan(s, **changes):
 def _training(how):
     "Passes of an image through the model in training"
     step = 3 if how['method'] == 'clean' else 2 * how['train_steps'] + 4
-    n_train = how['n_train'] or dict(imagenet=1281167, imagenet100=128000).get(how['dataset'], 50000)
+    n_train = train_images(how)
     return step * n_train * how['epochs'] * how.get('repeats', 1)
 
 

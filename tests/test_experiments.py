@@ -387,6 +387,39 @@ def test_a_sample_that_differs_confirms_nothing(register, tmp_path):
     assert status('toy', toy, tmp_path).old.tolist() == [4]
 
 
+def by_another_machine(folder):
+    "All rows as if another processor had rounded them"
+    for f in folder.rglob('*.json'):
+        row = json.loads(f.read_text())
+        row['numbers']['clean'] += 0.5
+        f.write_text(json.dumps(row))
+
+
+def test_rows_of_another_machine_are_confirmed_by_both_codes_on_this_one(register, tmp_path):
+    register('toy.shares', shares)
+    out, here = tmp_path / 'out', tmp_path / 'here'
+    reproduce('toy.shares', toy, out)
+    by_another_machine(out)
+    assert set(check_rows('toy.shares', 2, toy, out, here=here).id) == {o.stem for o in here.rglob('*.json')}
+    of_yesterday(out)
+    of_yesterday(here)
+    with pytest.raises(ValueError, match='have changed'):
+        confirm_rows('toy.shares', 4, toy, out)
+    confirm_rows('toy.shares', 2, toy, out, here=here)
+    assert status('toy', toy, out)[['done', 'old']].values.tolist() == [[4, 0]]
+
+
+def test_rows_that_yet_another_code_made_here_confirm_nothing(register, tmp_path):
+    register('toy.shares', shares)
+    out, here = tmp_path / 'out', tmp_path / 'here'
+    reproduce('toy.shares', toy, out)
+    check_rows('toy.shares', 2, toy, out, here=here)
+    of_yesterday(out)
+    with pytest.raises(ValueError, match='has no row of toy.shares'):
+        confirm_rows('toy.shares', 2, toy, out, here=here)
+    assert status('toy', toy, out).old.tolist() == [4]
+
+
 OTHERS = {
     'a verdict that no number shows': lambda row: row['verdicts'].update(rain=_pack(np.zeros(40, bool))),
     'a verdict that is not made any more': lambda row: row['verdicts'].update(snow=row['verdicts']['rain']),
@@ -623,16 +656,16 @@ def generated(tmp_path_factory):
     return root
 
 
+OF_A_KIND = 'dataset net method reading aas start generated maker backbone'.split()
+
+
 def kinds(trials):
-    "One run for each dataset, network, method and way to start"
+    "One run for each dataset, network, method, reading and way to start"
     res = {}
     for t in trials:
         k = t.key
         res.setdefault(
-            repr(
-                [k.get(o) for o in ('dataset', 'net', 'method', 'aas', 'start', 'generated', 'maker', 'backbone')]
-                + [k.get('tune', {}).get('method')]
-            ),
+            repr([k.get(o) for o in OF_A_KIND] + [k.get('tune', {}).get('method')]),
             t,
         )
     return list(res.values())

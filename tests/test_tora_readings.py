@@ -6,8 +6,9 @@ from dataclasses import asdict
 from robust_nbdev.attacks import *
 from robust_nbdev.core import *
 from robust_nbdev.experiments import *
+from robust_nbdev import tora
 from robust_nbdev.tora import *
-from robust_nbdev.tora import _tora_images, _training_passes
+from robust_nbdev.tora import Branches, _mean_maps, _tora_images, _training_passes
 from robust_nbdev.vit import *
 from robust_nbdev.test_utils import *
 
@@ -58,10 +59,32 @@ def test_a_misspelt_switch_is_not_taken_for_one_of_timms():
         tora_vit(tiny_vit(num_classes=4), residul=False)
 
 
-def test_folded_is_the_same_function():
-    kw = dict(average=False, values='features')
+@pytest.mark.parametrize('name', [k for k, o in READINGS.items() if o.foldable])
+def test_folded_is_the_same_function(name):
+    kw = asdict(READINGS[name]) | dict(folded=False)
     m = noisy(**kw)
-    assert torch.allclose(m(images()), with_state_of(m, **kw, folded=True)(images()), atol=1e-4)
+    assert torch.allclose(m(images()), with_state_of(m, **kw | dict(folded=True))(images()), atol=1e-4)
+
+
+@pytest.mark.parametrize('name', list(READINGS))
+def test_even_weights_are_those_of_a_gate_that_prefers_nothing(name):
+    m = noisy(**asdict(READINGS[name]) | dict(folded=False))
+    for b in m.model.adapters:
+        b.gate.q.weight.data.zero_()
+    for g in gate_maps(m, images()):
+        assert torch.allclose(g, torch.full_like(g, READINGS[name].even(g.shape[-1])))
+
+
+def test_three_adapters_are_refused():
+    with pytest.raises(ValueError, match='third'):
+        Branches(8, 2, ('acc', 'rob', 'third'))
+
+
+@pytest.mark.parametrize('wrapper', [lambda m: WithGates(m, share=True), WithMaps])
+def test_half_precision_does_not_round_the_gates_away(wrapper):
+    m, x = noisy(), images()
+    full, half = wrapper(m)(x)[:, 4:], wrapper(m.bfloat16())(x.bfloat16())[:, 4:]
+    assert half.std() > 0 and (half - full).abs().max() < 0.05
 
 
 # --- tokens beside the sequence
@@ -257,9 +280,43 @@ def kept(tmp_path, monkeypatch):
     return tmp_path / 'out' / 'tora_weights'
 
 
-def test_methods_get_the_same_number_of_passes():
-    found = trials_of('tora.table3', 'laptop')
-    assert len({_training_passes(o.key) for o in found}) == 1 and len({o.cost for o in found}) == 1
+def counting(model):
+    "A list whose sum is the passes of images while gradients are on: a backward that has weight gradients counts twice"
+    passes = []
+
+    def seen(model, args, z):
+        if torch.is_grad_enabled():
+            passes.append(len(z))
+        if z.requires_grad:
+            times = 2 if model.training else 1  # an attack is made in evaluation mode
+            z.register_hook(lambda g: passes.append(times * len(g)))
+
+    model.register_forward_hook(seen)
+    return passes
+
+
+@pytest.mark.parametrize('method', ['head only', 'single adapter', 'AdapterFusion', 'TORA', 'full fine-tuning'])
+def test_every_method_trains_with_the_passes_that_its_cost_names(method, kept, monkeypatch):
+    monkeypatch.setattr(tora, '_tora_backbone', lambda how, dls: tiny_vit(num_classes=dls.c))
+    with_parts, counted = tora._with_parts, []
+
+    def watched(how, model):
+        model = with_parts(how, model)
+        counted.append(counting(model))
+        return model
+
+    monkeypatch.setattr(tora, '_with_parts', watched)
+    how = smoke('tora.table3', method=method, lam=0.9).key | LESS | dict(n_train=32, bs=8, epochs=2, train_steps=2)
+    tuned(how, _tora_images(how))
+    assert sum(counted[0]) == pytest.approx(_training_passes(how), rel=0.1)
+
+
+def test_the_mean_map_counts_every_image_once():
+    m, dls = noisy(), synth_dls(80, bs=8)
+    x, _ = held_out(dls)
+    assert len(x) % 8
+    for mean, maps in zip(_mean_maps(m, dls), gate_maps(m, x)):
+        assert torch.allclose(mean, maps.mean(0, keepdim=True), atol=1e-5)
 
 
 def test_phase_1_is_trained_once_for_all_lam_and_changes_no_row(kept):
@@ -283,7 +340,10 @@ def test_parts_gates_and_corruptions_give_verdicts(kept):
         'robustness adapter pgd5',
     }
     got = gate.fn(**gate.key | dict(bs=4))  # more images than fit into one batch
-    assert len(got.verdicts) == 17 and got.numbers['PGD: most'] < 0.5
+    assert len(got.verdicts) == 17
+    for name in got.verdicts.keys() - {'clean'}:
+        change = abs(got.numbers[f'{name}: share'] - got.numbers['share clean'])
+        assert change <= got.numbers[f'{name}: most'] + 1e-6
     t = smoke('tora.corruptions', method='pretrained')
     rows = t.fn(**t.key | dict(bs=4))
     assert len(rows.verdicts) == 16 and rows.numbers['corrupted'] == pytest.approx(
