@@ -737,11 +737,11 @@ def _compared(trial, row, new):
     )
 
 # %% ../nbs/01g_experiments.ipynb #5d0c7a12
-def _kept_here(e, found, here):
-    "Of old runs those whose row stands in the folder `here`, too, with that row"
-    kept = [(trial, row, _row(_path(e, trial, here))) for trial, row in found]
+def _kept_here(e, found, trials, here):
+    "Of all `trials` those of which the folder `here` has a row made by a code that the rows `found` hold for, with it"
     codes = {o for _, row in found for o in (row['made']['code'], *row['made'].get('confirmed', {}))}
-    known = [(trial, own) for trial, _, own in kept if own is not None and own['made']['code'] in codes]
+    kept = [(o, _row(_path(e, o, here))) for o in trials]
+    known = [(o, row) for o, row in kept if row is not None and row['made']['code'] in codes]
     if not known:
         raise ValueError(
             f'{here} has no row of {e.name} that the code of its old rows ({", ".join(sorted(codes))}) has made: with '
@@ -763,9 +763,12 @@ def confirm_rows(
     check_whole(n, 'n', 1)
     (e,) = _named(name)
     old = groupby(_in_state(name, 'old', profile, out), lambda o: (_code_of(o[0].fn), o[1]['made']['code']))
-    known = old if here is None else {k: _kept_here(e, o, here) for k, o in old.items()}
+    known = old
+    if here is not None:
+        known = {k: _kept_here(e, o, trials_of(name, profile), here) for k, o in old.items()}
     chosen = {k: _sample(o, n, seed) for k, o in known.items()}
-    lines = _table([_compared(*o, _made_again(o[0])) for found in chosen.values() for o in found])
+    once = {o[0].id: o for found in chosen.values() for o in found}
+    lines = _table([_compared(*o, _made_again(o[0])) for o in once.values()])
     same = (lines.saved == lines.now) | lines.saved.isna() & lines.now.isna()
     differs = lines[~same | (lines.images.fillna(0) > 0)]
     if len(differs):

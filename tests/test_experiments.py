@@ -409,6 +409,22 @@ def test_rows_of_another_machine_are_confirmed_by_both_codes_on_this_one(registe
     assert status('toy', toy, out)[['done', 'old']].values.tolist() == [[4, 0]]
 
 
+def test_one_row_here_serves_all_states_of_the_code_that_it_stands_for(register, tmp_path):
+    register('toy.shares', shares)
+    out, here = tmp_path / 'out', tmp_path / 'here'
+    reproduce('toy.shares', toy, out)
+    check_rows('toy.shares', 1, toy, out, here=here)
+    of_yesterday(out)
+    of_yesterday(here)
+    kept = next(here.rglob('*.json')).stem
+    older = next(f for f in out.rglob('*.json') if f.stem != kept)
+    row = json.loads(older.read_text())
+    row['made'] |= dict(code='of the week before', confirmed={'of yesterday': [kept]})
+    older.write_text(json.dumps(row))
+    assert set(confirm_rows('toy.shares', 1, toy, out, here=here).id) == {kept}
+    assert status('toy', toy, out).old.tolist() == [0]
+
+
 def test_rows_that_yet_another_code_made_here_confirm_nothing(register, tmp_path):
     register('toy.shares', shares)
     out, here = tmp_path / 'out', tmp_path / 'here'
