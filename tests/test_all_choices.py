@@ -359,7 +359,7 @@ OTHER = set(
     RandomTokens.__init__ Replay.__init__ XcitRecipe.in_epochs add_tokens check_logits gaussian_images interval
     n_occluded planted_images random_keep sketch token_sets unfair camvid cifar10 cifar100 fashion_mnist imagenet
     imagenet100 imagenette find_source Difference.__init__ above_chance check_rows confirm_rows
-    CifarP.__init__ Reading.divisor Report.show_hardest Report.add_hardest""".split()
+    CifarP.__init__ Reading.divisor Reading.even Report.show_hardest Report.add_hardest""".split()
 )
 
 
