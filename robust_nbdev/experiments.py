@@ -676,8 +676,11 @@ def check_rows(
     seed: int = 0,  # Decides which
     here=None,  # Folder for the rows that are made again, for `confirm_rows`; None: they are not kept
 ) -> pd.DataFrame:  # A line per number: on disk, made now, and images on which the verdicts differ
-    "Make some finished rows again, and compare; what is on disk stays as it is"
+    """Make some finished rows again, and compare; what is on disk stays as it is. Raises ValueError where `here` is the
+    folder of the results"""
     (e,) = _named(name)
+    if here is not None and Path(here).resolve() == Path(out or results_folder()).resolve():
+        raise ValueError(f'here={here} is the folder of the results, whose rows would be lost: give another one')
     s = _settings(e, profile)
     lines = []
     for trial, row in _sample(_in_state(name, 'done', profile, out), n, seed):

@@ -353,12 +353,17 @@ def test_claims_compare_what_training_cost(register, tmp_path):
     assert got.word == 'not testable here' and 'paid 1.2 times' in got.why
 
 
-def of_yesterday(folder):
-    "All rows as if other code had made them"
+def rewrite(folder, change):
+    "`change(row)` for every row in a folder"
     for f in folder.rglob('*.json'):
         row = json.loads(f.read_text())
-        row['made']['code'] = 'of yesterday'
+        change(row)
         f.write_text(json.dumps(row))
+
+
+def of_yesterday(folder):
+    "All rows as if other code had made them"
+    rewrite(folder, lambda row: row['made'].update(code='of yesterday'))
 
 
 def test_a_sample_that_agrees_confirms_the_rest(register, tmp_path):
@@ -389,10 +394,7 @@ def test_a_sample_that_differs_confirms_nothing(register, tmp_path):
 
 def by_another_machine(folder):
     "All rows as if another processor had rounded them"
-    for f in folder.rglob('*.json'):
-        row = json.loads(f.read_text())
-        row['numbers']['clean'] += 0.5
-        f.write_text(json.dumps(row))
+    rewrite(folder, lambda row: row['numbers'].update(clean=row['numbers']['clean'] + 0.5))
 
 
 def test_rows_of_another_machine_are_confirmed_by_both_codes_on_this_one(register, tmp_path):
@@ -417,12 +419,19 @@ def test_one_row_here_serves_all_states_of_the_code_that_it_stands_for(register,
     of_yesterday(out)
     of_yesterday(here)
     kept = next(here.rglob('*.json')).stem
-    older = next(f for f in out.rglob('*.json') if f.stem != kept)
-    row = json.loads(older.read_text())
-    row['made'] |= dict(code='of the week before', confirmed={'of yesterday': [kept]})
-    older.write_text(json.dumps(row))
+    (out / 'toy' / 'shares' / f'{kept}.json').rename(tmp_path / 'aside')
+    rewrite(out, lambda row: row['made'].update(code='of the week before', confirmed={'of yesterday': [kept]}))
+    (tmp_path / 'aside').rename(out / 'toy' / 'shares' / f'{kept}.json')
     assert set(confirm_rows('toy.shares', 1, toy, out, here=here).id) == {kept}
     assert status('toy', toy, out).old.tolist() == [0]
+
+
+def test_rows_made_again_never_take_the_place_of_those_on_disk(register, tmp_path, monkeypatch):
+    register('toy.shares', shares)
+    monkeypatch.chdir(tmp_path)
+    reproduce('toy.shares', toy, tmp_path / 'out')
+    with pytest.raises(ValueError, match='would be lost'):
+        check_rows('toy.shares', 1, toy, tmp_path / 'out', here='out')
 
 
 def test_rows_that_yet_another_code_made_here_confirm_nothing(register, tmp_path):
@@ -449,10 +458,7 @@ def test_what_differs_in_any_way_confirms_nothing(what, register, tmp_path):
     register('toy.shares', lambda s: shares(s, fog_and_rain))
     reproduce('toy.shares', toy, tmp_path)
     of_yesterday(tmp_path)
-    for f in tmp_path.rglob('*.json'):
-        row = json.loads(f.read_text())
-        OTHERS[what](row)
-        f.write_text(json.dumps(row))
+    rewrite(tmp_path, OTHERS[what])
     with pytest.raises(ValueError, match='have changed'):
         confirm_rows('toy.shares', 1, toy, tmp_path)
 
@@ -518,6 +524,20 @@ def test_the_command_lists_runs_and_prints_the_table(register, tmp_path, capsys,
 def test_an_unknown_name_is_refused_in_words():
     with pytest.raises(SystemExit, match='no experiment or paper is called'):
         robust_reproduce('nothing')
+
+
+def test_the_command_keeps_rows_of_this_machine_in_a_folder(register, tmp_path, monkeypatch):
+    monkeypatch.setattr(ex, '_settings', lambda e, profile: toy)
+    monkeypatch.setattr(ex, 'profile_for', lambda paper, profile=None: toy)
+    register('toy.shares', shares, by='share', needs=())
+    here = str(tmp_path / 'here')
+    robust_reproduce('toy', out=str(tmp_path / 'out'))
+    robust_reproduce('toy', out=str(tmp_path / 'out'), check=1, here=here)
+    of_yesterday(tmp_path)
+    robust_reproduce('toy', out=str(tmp_path / 'out'), confirm=1, here=here)
+    assert status('toy', toy, tmp_path / 'out').old.tolist() == [0]
+    with pytest.raises(SystemExit, match='goes with --check or --confirm'):
+        robust_reproduce('toy', here=here)
 
 
 # ---------------------------------------------------------------- the rows in the repository
