@@ -21,7 +21,8 @@ from typing import NamedTuple
 from .core import *
 from .vit import *
 from .datasets import *
-from .datasets import _few, _online, _places
+from .datasets import _few, _online, _places, _valid_split
+from .eval_data import _trained_again
 from .attacks import *
 from .autoattack import *
 from .patch_attacks import *
@@ -667,8 +668,7 @@ class Found(NamedTuple):
     net: nn.Module  # For images in [0,1]
     what: str  # A line about it
     vocab: list = None  # Its class names, if they are known
-    folder: str = ''  # The `folder_digest` of what it was trained on, if that is known
-    held: tuple = None  # How many images of that folder were held out, and the seed of the choice, if that is known
+    seen: Seen = None  # The images of its training and validation, if they are known
     fit: CenterFit = None  # How the images that it was trained on were cut to size, if that is known
 
 
@@ -782,14 +782,6 @@ def _opened(path):
     return learn
 
 
-def _trained_in(learn):
-    "The `folder_digest` of a Learner's images and what was held out of them, where `image_dls` made them"
-    tls = getattr(learn.dls.valid.dataset, 'tls', [])
-    numbers = [f for tl in tls for f in getattr(tl.tfms, 'fs', []) if isinstance(f, ClassNumber)]
-    known = vars(numbers[0]) if numbers else {}
-    return known.get('folder', ''), known.get('held')
-
-
 def _fit_of(learn):
     "How a Learner brings images to size, one by one and in batches; None where it does not"
     fit, size = _fit_of_items(learn), _size_of_batches(learn)
@@ -862,7 +854,7 @@ def _whole(model, checkpoint):
         learn = _opened(checkpoint)
         net, vocab = _of_learner(learn)
         what = f'{type(unwrap(net)).__name__}, weights of {Path(checkpoint).name}'
-        return Found(net, what, vocab, *_trained_in(learn), _fit_of(learn))
+        return Found(net, what, vocab, seen_by(learn.dls), _fit_of(learn))
     key = small_key(model)
     net, vocab = (small_model(model), small_classes(key[2])) if key else folder_model(Path(model).expanduser())
     return Found(net, f'{model}, pretrained weights', vocab)
@@ -886,6 +878,15 @@ def _with_statistics(net, **given):
     return Normalized(net, **given)
 
 
+def _statistics(net):
+    "The mean and std that images are normalised with, as a part of a sentence"
+    norm = first(net.modules(), risinstance(Normalized))
+    if norm is None:
+        return ', images not normalised'
+    mean, std = [' '.join(f'{v:.3g}' for v in o.flatten().tolist()) for o in (norm.mean, norm.std)]
+    return f', mean {mean}, std {std}'
+
+
 def find_model(  # noqa: PLR0913
     model: str = None,  # See `timm_model`; or the name of a small model of the package, or a Hugging Face folder
     checkpoint=None,  # See `read_checkpoint` and, for .pkl, `learner_model`
@@ -903,11 +904,12 @@ def find_model(  # noqa: PLR0913
     if _is_pickle(checkpoint) or _has_weights(model):
         found = _whole(model, checkpoint)
         own = mean is None and std is None
-        return found._replace(net=(found.net if own else _with_statistics(found.net, mean=mean, std=std)).eval())
+        net = found.net if own else _with_statistics(found.net, mean=mean, std=std)
+        return found._replace(net=net.eval(), what=found.what + _statistics(net))
     outputs = ifnone(n_classes, None if checkpoint or pretrained else classes)
     net, what, *stats = _of_timm(model, checkpoint, pretrained, seed, num_classes=outputs, **kw)
     net = _with_statistics(net, mean=ifnone(mean, stats[0]), std=ifnone(std, stats[1]))
-    return Found(net.eval(), what)
+    return Found(net.eval(), what + _statistics(net))
 
 
 @delegates(find_model)
@@ -982,9 +984,14 @@ def eval_images(  # noqa: PLR0913
     )
 
 
+def _is_cut(x, fit):
+    "Whether images are brought to size: those that have it are left as they are"
+    return fit is not None and sizes(x) != {fit.size[::-1]}
+
+
 def _cut_line(x, fit):
     "How images are cut to size, unless they have it"
-    if fit is None or (isinstance(x, np.ndarray) and x.shape[1:3] == fit.size):
+    if not _is_cut(x, fit):
         return ''
     h, w = fit.size
     return f', cut to {h}x{w} (crop_pct {fit.pct:g}, {fit.interp}, {fit.crop_mode})'
@@ -1067,11 +1074,13 @@ def _same_classes(model, dl, n_classes, vocab):
             z = check_logits(outputs(model, x), x, torch.zeros(len(x)))
     except (RuntimeError, ValueError, TypeError, AssertionError) as e:
         raise ValueError(f'the model cannot take images of shape {list(x.shape[1:])}: {e}') from None
-    c = len(dl.vocab)
-    if z.shape[1] not in (c, n_classes):
+    c, n = len(dl.vocab), z.shape[1]
+    if n not in (c, n_classes) or n < c:
+        fewer = f'or leave images of {c - n} classes out'
+        more = f'or, to robust-eval, --n-classes {n} if the first {c} outputs are them'
         raise ValueError(
-            f'the model has {z.shape[1]} outputs and the images have {c} classes: give weights for these classes, or,'
-            f' to robust-eval, --n-classes {z.shape[1]} if the first {c} outputs are them'
+            f'the model has {n} outputs and the images have {c} classes: give weights for these classes, '
+            + (fewer if n < c else more)
         )
     return _otherwise(vocab, dl.vocab)
 
@@ -1159,36 +1168,37 @@ def _at_size(net, what, size):
     return net, f'{what}, position embedding resized from {now} to {size} pixels'
 
 
-def _seen_in_training(found, images, data, valid, checkpoint):
-    "Sentences where the model may have been trained on the images"
-    if valid == 'holdout' or images.split != 'train':
+def _seen_in_training(found, images, dl, data, checkpoint):
+    "Sentences where the model was trained on images that it is shown, or may have been"
+    if found.seen is not None:
+        return _trained_again(found.seen, dl)
+    if images.split != 'train':
         return []
-    better = 'on images that it was trained on a model looks better than it is'
-    if _trained_on(data, images.split):
-        return [f'these are the images in the folder train: {better}']
-    same = found.folder and found.folder == folder_digest(images.src)
-    if same:
-        return [f'the model was trained in this folder: {better}. --valid holdout takes the images that were held out']
-    if checkpoint is None or found.folder or isinstance(images.src.splits[images.split][0], np.ndarray):
+    if images.valid != 'holdout' and _trained_on(data, images.split):
+        return ['these are the images in the folder train: a model looks better on images that it was trained on']
+    if checkpoint is None or isinstance(images.src.splits[images.split][0], np.ndarray):
         return []
+    if images.valid == 'holdout':
+        return ['which images the model was trained on is not known: these are a tenth, or --n, chosen with seed 42']
     return ['all images of the folder are used: if the model was trained in it, take those held out, --valid holdout']
 
 
-def _as_held_out(found, images, s, valid):
-    "Settings with as many images as the Learner's `image_dls` held out; raises ValueError for another number or seed"
-    if valid != 'holdout' or not found.held or found.folder != folder_digest(images.src):
-        return s
-    n, seed = found.held
-    if s.n not in (None, n) or seed != 42:
+def _only_held_out(found, images):
+    "The images that were held out when the model was trained, where they are known; raises ValueError for none"
+    if found.seen is None:
+        return images
+    keys = image_keys(images.src, images.split, np.arange(len(images.src.labels(images.split))))
+    held, trained = [np.isin(keys, o) for o in (found.seen.valid, found.seen.trained)]
+    if not held.any():
         raise ValueError(
-            f'the model was trained in this folder with {n} images held out (seed {seed}), and any other choice would '
-            + (
-                f'take images that it was trained on: give --n {n}'
-                if seed == 42
-                else 'do so: use learn.robust_report()'
-            )
+            f'of these {len(keys)} images none was held out when the model was trained, {trained.sum()} were trained '
+            'on (an image is known by the folder, name and size of its file): if the model never saw this folder, '
+            'leave --valid holdout out'
         )
-    return RunSettings(s, n=n)
+    others = {'trained on': trained, 'others': ~held & ~trained}
+    without = ', '.join(f'{o.sum()} {k}' for k, o in others.items() if o.any())
+    src = images.src.only(images.split, np.flatnonzero(held))
+    return images._replace(src=src, name=f'{images.name} (without {without})' if without else images.name, valid='only')
 
 
 class _Images(NamedTuple):
@@ -1199,6 +1209,7 @@ class _Images(NamedTuple):
     usual: int  # The size they are known by; None: no such
     split: str  # The part that is taken
     size: int  # Pixels that are asked for, or known; None: the model's
+    valid: str  # See `eval_images`
 
 
 def _images(s, valid):
@@ -1206,8 +1217,8 @@ def _images(s, valid):
     src, name, usual = find_source(s.data, s.n)
     if src.lut is not None:
         raise ValueError(f'{s.data} has masks: accuracy needs one class per image')
-    split = choose_images(src, valid, n_valid=s.n)[1][0]
-    return _Images(src, name, usual, split, _size(src, split, s.size, usual))
+    split = _valid_split(src, valid)
+    return _Images(src, name, usual, split, _size(src, split, s.size, usual), valid)
 
 
 def _prepared(found, s, size, names):
@@ -1233,7 +1244,13 @@ def _loaded(images, found, s, **kw):
     "The images in a DataLoader, cut as the model was trained where nothing else is said, and a line about them"
     net, given = found.net, {k: v for k, v in kw.items() if v is not None}
     size, device = s.size or _trained_at(found), next(net.parameters()).device
-    return eval_images(images[:3], net, s.n, size, s.bs, device, **(_learned_cut(found) | given))
+    cut = _learned_cut(found) | given
+    return eval_images(images[:3], net, s.n, size, s.bs, device, images.valid, **cut)
+
+
+def _before_and_fit(images, dl):
+    "The images as they are found, and what brings them to size"
+    return images.src.splits[images.split][0], first(dl.after_item.fs, risinstance(CenterFit))
 
 
 def run_eval(  # noqa: PLR0913
@@ -1249,16 +1266,18 @@ def run_eval(  # noqa: PLR0913
 ) -> Report:  # A row per attack
     "The report of a model on images, all given by name; continued if `out` holds its beginning"
     cut = {k: kw.pop(k, None) for k in ('pct', 'interp', 'crop_mode')}
-    valid, pictures, per_image = kw.pop('valid', 'only'), kw.pop('pictures', 0), kw.pop('images', False)
-    images = _images(s, valid)
+    images, pictures, per_image = _images(s, kw.pop('valid', 'only')), kw.pop('pictures', 0), kw.pop('images', False)
     grey = getattr(images.src.splits[images.split][0], 'ndim', 0) == 3 and not kw.get('pretrained')
     shape = dict(size=images.size, classes=len(images.src.vocab), in_chans=1 if grey else None)
     found = find_model(model, checkpoint, n_classes=n_classes, seed=s.seed, **shape, **kw)
-    says = _seen_in_training(found, images, s.data, valid, checkpoint)
+    if images.valid == 'holdout':
+        images = _only_held_out(found, images)
     found = _prepared(found, s, s.size, images.src.vocab if n_classes is None else None)
     found = _of_these_images(found, images.src.vocab, n_classes)
-    s = _as_held_out(found, images, s, valid)
-    dl, line = _loaded(images, found, s, valid=valid, **cut)
+    dl, line = _loaded(images, found, s, **cut)
+    says = _seen_in_training(found, images, dl, s.data, checkpoint)
+    if any(v is not None for v in cut.values()) and not _is_cut(*_before_and_fit(images, dl)):
+        says.append('--crop-pct, --interpolation and --crop-mode have no effect: the images have their size already')
     says += _same_classes(found.net, dl, n_classes, found.vocab)
     if 'random weights' in found.what:
         says.append('the weights are random: give --checkpoint or --pretrained')
@@ -1293,8 +1312,8 @@ def robust_eval(  # noqa: PLR0913
     # fashion_mnist, cifar10, ..., or a folder of class folders, of val/ or test/, or a parquet file (default: the
     # profile's dataset, with its size, n and eps)
     data: str = None,
-    # holdout: of a folder without test images those that image_dls holds out in training, a tenth or --n (default: its
-    # test images, or all)
+    # holdout: of a folder without test images those that were held out in training, where the .pkl says which, else a
+    # tenth or --n (default: its test images, or all)
     valid: str = None,
     # Weak to strong: 'fgsm,pgd20_l2,PGD(8/255, steps=20, loss=dlr)'; one of your own: 'my.module:Attack(.1)'
     attacks: str = 'fgsm,pgd20,apgd',
@@ -1420,11 +1439,7 @@ def robust_bench(  # noqa: PLR0913
         device='cpu',
         **timm_fit(model, side[-1]),
     )
-    cut = (
-        ''
-        if open_image(kept[0]).size[::-1] == side
-        else _cut_line(kept, first(dls.valid.after_item.fs, risinstance(CenterFit)))
-    )
+    cut = _cut_line(kept, first(dls.valid.after_item.fs, risinstance(CenterFit)))
     rep = robust_report(model, dls.valid, attacks, seed=seed, bs=bs, out=out, **kw)
     _noted(
         rep,
@@ -1508,7 +1523,7 @@ def named_model(
     # with a file of weights, `NAME@FILE`, or with timm's own, `NAME`
     spec: str,
     classes: int = None,  # Classes of the images, where nothing else says them
-    **kw,  # For `timm_model`: size, in_chans
+    **kw,  # For `find_model`, where the weights are a file or timm's own: mean, std, size, in_chans
 ) -> Found:  # The model, a line about it, and what is known
     "A finished model by its name; raises ValueError or OSError for what cannot be had"
     if Path(spec).suffix == '.pkl':
@@ -1552,10 +1567,9 @@ def _levels(text):
     return [int(o) for o in levels]
 
 
-def _compared(spec, images, s, size):
-    "A model by its name that numbers classes as the images do, and what there is to say of it"
+def _compared(was, images, s, size):
+    "A model that numbers classes as the images do, and what there is to say of it"
     names = images.src.vocab
-    was = named_model(spec, len(names), size=images.size)
     found = _of_these_images(_prepared(was, s, size, names), names)
     return found, [found.what] if found.what != was.what else []
 
@@ -1569,10 +1583,23 @@ def _named_in_errors(label):
         raise ValueError(f'{label}: {e}') from None
 
 
+def _named_models(models, images, mean, std):
+    "Models by their label, and the images that were held out of the training of all, see `_only_held_out`"
+    named, is_holdout = {}, images.valid == 'holdout'
+    for label, spec in map(_labelled, models):
+        if label in named:
+            raise ValueError(f'two models are called {label}: give each a label, first={spec}')
+        with _named_in_errors(label):
+            named[label] = named_model(spec, len(images.src.vocab), size=images.size, mean=mean, std=std)
+            if is_holdout:
+                images = _only_held_out(named[label], images)
+    return named, images
+
+
 def _other_cut(found, images, dl):
     "What to say where a model's configuration cuts images otherwise than those that all models are shown"
-    fit = first(dl.after_item.fs, risinstance(CenterFit))
-    if not _cut_line(images.src.splits[images.split][0], fit):
+    before, fit = _before_and_fit(images, dl)
+    if not _is_cut(before, fit):
         return []
     own = _learned_cut(found) or timm_fit(found.net, fit.size[-1])
     differs = [f'{k}={v}, not {getattr(fit, k)}' for k, v in own.items() if v != getattr(fit, k)]
@@ -1592,20 +1619,21 @@ def run_compare(  # noqa: PLR0913
     bar: bool = False,  # Show progress bars
     say=noop,  # Told which model is measured
     valid: str = 'only',  # See `eval_images`
+    mean=None,  # Statistics of models whose weights are a file; default: the file's, else those of timm's configuration
+    std=None,  # As `mean`
 ) -> object:  # A `Comparison`
     "The comparison of models and images that are given by name"
     from robust_nbdev.compare import compare
 
-    images, nets, dl, says = _images(s, valid), {}, None, []
-    for label, spec in map(_labelled, models):
-        if label in nets:
-            raise ValueError(f'two models are called {label}: give each a label, first={spec}')
+    named, images = _named_models(models, _images(s, valid), mean, std)
+    nets, dl, says = {}, None, []
+    for (label, was), spec in zip(named.items(), models):
         with _named_in_errors(label):
-            found, said = _compared(spec, images, s, s.size if dl is None else dl.one_batch()[0].shape[-1])
-            s = _as_held_out(found, images, s if dl is None else RunSettings(s, n=len(dl.dataset)), valid)
+            found, said = _compared(was, images, s, s.size if dl is None else dl.one_batch()[0].shape[-1])
             if dl is None:
-                dl, line = _loaded(images, found, s, valid=valid)
-            said += _seen_in_training(found, images, s.data, valid, '@' in spec or spec.endswith('.pkl') or None)
+                dl, line = _loaded(images, found, s)
+            own_weights = '@' in spec or spec.endswith('.pkl')
+            said += _seen_in_training(found, images, dl, s.data, own_weights or None)
             said += _same_classes(found.net, dl, None, found.vocab) + _other_cut(found, images, dl)
         nets[label], says = found.net, says + [f'{label}: {o}' for o in said]
         say(f'{label}: {found.what}')
@@ -1620,7 +1648,7 @@ def run_compare(  # noqa: PLR0913
 def robust_compare(  # noqa: PLR0913
     *models: str,  # The baseline first: NAME of this package or timm, NAME@weights.pth, trusted FILE.pkl; label=NAME
     data: str = None,  # As for robust-eval (default: the profile's dataset, with its size, n and eps)
-    valid: str = None,  # holdout: those that image_dls holds out, as for robust-eval (default: test images, or all)
+    valid: str = None,  # holdout: those held out of the training of all (default: test images, or all)
     attacks: str = 'fgsm,pgd20,apgd',  # Weak to strong, as for robust-eval; autoattack is one of them
     corruptions: str = None,  # all, or some between commas: fog,gaussian_noise (default: none)
     severities: str = '1,2,3,4,5',  # Of the corruptions
@@ -1630,6 +1658,9 @@ def robust_compare(  # noqa: PLR0913
     seed: int = None,  # Of attacks and corruptions (default: the profile's)
     bs: int = None,  # Batch size (default: 64)
     size: int = None,  # Pixels, for all models (default: the dataset's, else the first model's)
+    # Of the models NAME@FILE, a number or one per channel: 0.485,0.456,0.406 (default: the file's, else timm's)
+    mean: numbers = None,
+    std: numbers = None,  # As mean
     device: str = None,  # cpu, cuda, cuda:1, mps (default: a GPU where there is one)
     out: str = None,  # Folder, continued if it holds reports (default: compare/DATA under `out` of settings.ini)
     overwrite: store_true = False,  # Start anew although the folder holds reports
@@ -1644,7 +1675,7 @@ def robust_compare(  # noqa: PLR0913
         s = eval_settings(profile, norm, data=data, eps=eps, n=n, seed=seed, bs=bs, device=device, size=size)
         out = Path(out or Path(s.out) / 'compare' / Path(s.data).stem)
         found = parse_attacks(attacks, s.eps, norm), _kinds(corruptions), _levels(severities)
-        res = run_compare(s, models, *found, out, overwrite, sys.stdout.isatty(), _told, valid or 'only')
+        res = run_compare(s, models, *found, out, overwrite, sys.stdout.isatty(), _told, valid or 'only', mean, std)
     print(
         f'\n{res}\n\n{time.time() - t0:.0f} seconds. In {out}/: compare.csv, compare.md, compare.tex, compare.png,'
         ' differences.csv, and for each model its reports'

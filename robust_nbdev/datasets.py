@@ -4,12 +4,12 @@
 
 # %% auto #0
 __all__ = ['FASHION', 'IMAGENETTE', 'CAMVID', 'RunSettings', 'settings', 'numeric', 'by_value', 'class_notice', 'ImageSource',
-           'folder_digest', 'embedded_fashion', 'balanced', 'class_sorted', 'choose_images', 'open_image', 'OpenImage',
-           'ClassNumber', 'CenterFit', 'timm_fit', 'CropFlip', 'ClampImage', 'BatchDL', 'to_ram', 'MaskClasses',
-           'ImageDatasets', 'image_dls', 'read_folders', 'same_names', 'renumbered', 'ParquetColumn', 'mask_lut',
-           'read_parquet', 'read_idx', 'read_cifar', 'read_camvid', 'read_images', 'find_images', 'fashion_mnist',
-           'cifar10', 'cifar100', 'imagenette', 'imagenet', 'imagenet100', 'camvid', 'dataset', 'profile_dls',
-           'find_source', 'canonical']
+           'image_keys', 'Seen', 'seen_by', 'embedded_fashion', 'balanced', 'class_sorted', 'choose_images',
+           'open_image', 'OpenImage', 'ClassNumber', 'CenterFit', 'timm_fit', 'CropFlip', 'ClampImage', 'BatchDL',
+           'to_ram', 'MaskClasses', 'ImageDatasets', 'sizes', 'image_dls', 'read_folders', 'same_names', 'renumbered',
+           'ParquetColumn', 'mask_lut', 'read_parquet', 'read_idx', 'read_cifar', 'read_camvid', 'read_images',
+           'find_images', 'fashion_mnist', 'cifar10', 'cifar100', 'imagenette', 'imagenet', 'imagenet100', 'camvid',
+           'dataset', 'profile_dls', 'find_source', 'canonical']
 
 # %% ../nbs/00b_data.ipynb #ef05a465
 import configparser, difflib, gzip, hashlib, os, pickle, re, warnings
@@ -17,6 +17,7 @@ from decimal import Decimal
 from functools import lru_cache
 from importlib.resources import files
 from types import SimpleNamespace
+from typing import NamedTuple
 from urllib.request import Request, urlopen
 from fastai.vision.all import *
 from PIL import ImageOps
@@ -253,6 +254,17 @@ class ImageSource:
         "Some items of a split"
         return tuple(_take(o, idxs) for o in self.splits[split])
 
+    def only(
+        self,
+        split: str,  # `'train'`, `'val'` or `'test'`
+        idxs: np.ndarray,  # Positions
+    ) -> 'ImageSource':  # Nothing is decoded
+        "A dataset of some items of a split"
+        x, y = self.splits[split]
+        x = x.only(idxs) if isinstance(x, ParquetColumn) else _take(x, idxs)
+        known = dict(lut=self.lut, order=self.order, keep=self.keep, root=self.root)
+        return ImageSource({split: (x, _take(y, idxs))}, self.vocab, **known)
+
     def files(
         self,
         split: str,  # `'train'`, `'val'` or `'test'`
@@ -272,17 +284,43 @@ class ImageSource:
         return f'ImageSource({sizes}; {len(self.vocab)} classes)'
 
 # %% ../nbs/00b_data.ipynb #0943a152
-def folder_digest(
-    src: ImageSource,  # Images in files
-) -> str:  # 16 hex digits; '' for images without file names
-    "A hash of the names of all files: tells whether a model was trained on the folder that it is evaluated on"
-    names = [
-        f'{k} {o}' for k, (x, _) in src.splits.items() if isinstance(x, list) for o in src.files(k, range(len(x))) or []
-    ]
-    if not names:
-        return ''
-    text = '\n'.join(sorted(names))
-    return _digest(np.frombuffer(text.encode(), np.uint8))
+def _told_by(o):
+    "What tells an image from others: of a file its folder, name and size, else its content"
+    if isinstance(o, (Path, str)):
+        return f'{Path(o).parent.name}/{Path(o).name} {os.path.getsize(o)}'.encode()
+    return o if isinstance(o, bytes) else np.ascontiguousarray(o).tobytes()
+
+
+def image_keys(
+    src: ImageSource,  # Images in any form
+    split: str,  # `'train'`, `'val'` or `'test'`
+    idxs,  # Positions
+) -> np.ndarray:  # [n] uint64, one number an image
+    """Numbers by which images are known again: made from the folder, name and size of a file, from pixels or encoded
+    bytes, and in a parquet file from the number of the row"""
+    x = src.splits[split][0]
+    told = x.told_by(idxs) if isinstance(x, ParquetColumn) else map(_told_by, _take(x, idxs))
+    numbers = [int.from_bytes(hashlib.blake2b(o, digest_size=8).digest(), 'little') for o in told]
+    return np.array(numbers, np.uint64)
+
+
+class Seen(NamedTuple):
+    "The images that a model was trained on and validated with, by their `image_keys`"
+
+    trained: np.ndarray  # [N] uint64
+    valid: np.ndarray  # [n] uint64
+
+    def __repr__(self):
+        return f'Seen({len(self.trained)} trained, {len(self.valid)} valid)'
+
+
+def seen_by(
+    dls: DataLoaders,  # Of a Learner, with images or, as after `load_learner`, without
+) -> Seen:  # None: `image_dls` did not make them, or both sides are the same
+    "The images that a Learner was trained on and validated with"
+    numbers = [f for tl in getattr(dls.valid.dataset, 'tls', ()) for f in getattr(tl.tfms, 'fs', ())]
+    known = first(numbers, risinstance(ClassNumber))
+    return None if known is None else vars(known).get('seen')
 
 # %% ../nbs/00b_data.ipynb #f4e93704
 FASHION = 'T-shirt/top,Trouser,Pullover,Dress,Coat,Sandal,Shirt,Sneaker,Bag,Ankle boot'.split(',')
@@ -484,12 +522,10 @@ class ClassNumber(DisplayedTransform):
     def __init__(
         self,
         vocab,  # Class names
-        folder: str = '',  # `folder_digest` of where the images are from, which an export keeps
-        held: tuple = None,  # How many of them were held out, and the seed of the choice; None: none
+        seen: Seen = None,  # The images of both sides, which an export keeps; None: they are the same
     ):
         super().__init__()
-        self.folder, self.held = folder, held
-        self.vocab = L(vocab)
+        self.vocab, self.seen = L(vocab), seen
         self.c = len(vocab)
 
     def encodes(self, o):  # A class number of any type
@@ -750,9 +786,10 @@ def _cat(a, b):
 
 
 class ImageDatasets(Datasets):
-    "fastai's `Datasets` with the names of the image files"
+    "fastai's `Datasets` with the names of the image files, and the `image_keys`"
 
     files = None  # A list of str, or None
+    keys = None  # [N] uint64
 
     def subset(
         self,
@@ -761,29 +798,42 @@ class ImageDatasets(Datasets):
         "One side"
         res = super().subset(i)
         res.files = self.files and [self.files[j] for j in self.splits[i]]
+        res.keys = None if self.keys is None else self.keys[self.splits[i]]
         return res
 
 
-def _datasets(train, valid, src, mode, held):
+def _datasets(train, valid, src, mode, seen):
     "Images and labels in separate lists"
     n_train, n = len(train[0]), len(train[0]) + len(valid[0])
     splits = [list(range(n_train)), list(range(n_train, n))]
-    labels = ClassNumber(src.vocab, folder_digest(src), held) if src.lut is None else MaskClasses(src.lut, src.vocab)
+    labels = ClassNumber(src.vocab, seen) if src.lut is None else MaskClasses(src.lut, src.vocab)
     tls = [TfmdLists(_cat(a, b), t, splits=splits) for a, b, t in zip(train, valid, (OpenImage(mode), labels))]
     return ImageDatasets(tls=tls, n_inp=1)
 
 # %% ../nbs/00b_data.ipynb #f8d78828
+def _size_of(o):
+    "(width, height) of an image in a file or in bytes, upright, without decoding it"
+    with Image.open(io.BytesIO(o) if isinstance(o, bytes) else o) as im:
+        is_turned = im.getexif().get(0x0112, 1) >= 5
+        return im.size[::-1] if is_turned else im.size
+
+
+def sizes(
+    x,  # Images of an `ImageSource`
+) -> set:  # (width, height) of some fifty of them, of the first sixteen of a parquet file
+    "The sizes that images have"
+    if isinstance(x, np.ndarray):
+        return {x.shape[2:0:-1]}
+    some = x.take(np.arange(min(16, len(x)))) if isinstance(x, ParquetColumn) else x[:: max(1, len(x) // 50)]
+    return {_size_of(o) for o in some}
+
+
 def _one_size(*parts):
-    "Raises ValueError if images without a given `size` have several sizes; reads some fifty files of each part"
-    found = {}
-    on_disk = [x for x in parts if not isinstance(x, np.ndarray)]
-    for o in (o for x in on_disk for o in x[:: max(1, len(x) // 50)]):
-        with Image.open(io.BytesIO(o) if isinstance(o, bytes) else o) as im:
-            turned = im.getexif().get(0x0112, 1) >= 5
-            found.setdefault(im.size[:: -1 if turned else 1], o)
+    "Raises ValueError if images without a given `size` have several sizes"
+    found = set().union(*(sizes(x) for x in parts if not isinstance(x, np.ndarray)))
     if len(found) < 2:
         return
-    two = ' and '.join(f'{w}x{h}' for w, h in list(found)[:2])
+    two = ' and '.join(f'{w}x{h}' for w, h in sorted(found)[:2])
     raise ValueError(
         f'the images have several sizes, among them {two}, and a batch needs one: '
         f'give size=, for instance size={min(map(min, found))}'
@@ -879,8 +929,9 @@ def image_dls(  # noqa: PLR0913
     untouched = item_tfms is None or _auto(item_tfms)  # only `fit` changes an image before the batch
     options = dict(pct=pct, interp=interp, crop_mode=crop_mode)
     fit, parts = _fitted(parts, src, mode, _hw(size), options, untouched)
-    held = (len(parts[1][0]), seed) if valid == 'holdout' else None
-    ds = _datasets(*parts, src, mode, held)
+    keys = [image_keys(src, *o) for o in picks]
+    ds = _datasets(*parts, src, mode, None if valid == 'only' else Seen(*keys))
+    ds.keys = np.concatenate(keys)
     names = [src.files(*o) for o in picks]
     ds.files = None if None in names else sum(names, [])
     items, batches = _tfms(item_tfms, batch_tfms, mode, fit)
@@ -1036,6 +1087,21 @@ class ParquetColumn:
     def __len__(self):
         return len(self.rows)
 
+    def only(
+        self,
+        idxs: np.ndarray,  # Positions
+    ) -> 'ParquetColumn':  # Nothing is read
+        "Some entries of the column"
+        return ParquetColumn(self.files, self.col, self.rows[idxs])
+
+    def told_by(
+        self,
+        idxs: np.ndarray,  # Positions
+    ) -> list:  # Of bytes, see `image_keys`
+        "What tells rows from others: the names and sizes of the files, and the number of the row"
+        where = ' '.join(f'{Path(f).name} {os.path.getsize(f)}' for f in self.files)
+        return [f'{where} {i}'.encode() for i in self.rows[idxs]]
+
     def _batches(self):
         for f in self.files:
             yield from _pq().ParquetFile(f).iter_batches(1024, columns=[self.col])
@@ -1051,6 +1117,8 @@ class ParquetColumn:
             lo, hi = np.searchsorted(todo, [offset, offset + len(b)])
             found.update({i: b.column(0)[int(i) - offset].as_py() for i in todo[lo:hi]})
             offset += len(b)
+            if offset > todo[-1]:
+                break
         return [found[i]['bytes'] if isinstance(found[i], dict) else found[i] for i in want]
 
 # %% ../nbs/00b_data.ipynb #697caba0

@@ -9,7 +9,7 @@ __all__ = ['hard_labels', 'unfair', 'fair', 'few_classes', 'eval_batches', 'Feed
 import math, warnings
 from collections.abc import Iterator
 from .core import *
-from .datasets import balanced
+from .datasets import ImageDatasets, balanced
 from fastai.basics import *
 from fastai.data.core import TfmdDL
 
@@ -209,6 +209,19 @@ def _loader(data, bs=64):
     if len(x) != len(y):
         raise ValueError(f'{len(x)} images, but {len(y)} labels')
     return zip(x.split(bs), y.split(bs))
+
+
+def _trained_again(seen, dl):
+    "A sentence where a model is shown images that it was trained on; `seen`: of `seen_by`"
+    images = getattr(dl, 'dataset', None)
+    keys = images.keys if isinstance(images, ImageDatasets) else None
+    again = 0 if seen is None or keys is None else int(np.isin(keys, seen.trained).sum())
+    if not again:
+        return []
+    return [
+        f'the model was trained on {again} of these {len(keys)} images, and on such it looks better than it is: give '
+        'those that were held out (robust-eval: --valid holdout)'
+    ]
 
 
 def _images_of(learn, ds_idx, dl):

@@ -20,11 +20,20 @@ from .core import *
 from .core import _adversarial, _notice, _raw
 from .attacks import *
 from .autoattack import *
-from .datasets import ImageDatasets, class_notice
+from .datasets import ImageDatasets, class_notice, seen_by
 from .identity import *
 from .identity import _digest, _version
 from .eval_data import *
-from .eval_data import _at_positions, _batches, _images_of, _in_order, _loader, _names, _tensors
+from robust_nbdev.eval_data import (
+    _at_positions,
+    _batches,
+    _images_of,
+    _in_order,
+    _loader,
+    _names,
+    _tensors,
+    _trained_again,
+)
 from fastai.basics import *
 from fastai.vision.core import show_image
 from fastprogress.fastprogress import progress_bar
@@ -1334,7 +1343,9 @@ def _clean_pass(self: Run):
     found, *rest = zip(*got)
     label, self.keys = map(torch.cat, rest)
     found = Found.join(found)
-    self.doubts = self.looked.doubts + self._class_doubts(label) + _constant(tensor(found.pred), tensor(found.share))
+    constant = _constant(tensor(found.pred), tensor(found.share))
+    guessed = constant or _as_guessed(found, self.looked.outputs.shape[1])
+    self.doubts = self.looked.doubts + self._class_doubts(label) + guessed
     self._keep_clean(found, label.numpy(), time.time() - t)
 
 
@@ -1390,6 +1401,18 @@ def _constant(pred, share):
     return [
         f'the model predicts class {int(k)} for {same:.0%} of the clean images: a constant answer resists every '
         'attack and is worth nothing'
+    ]
+
+
+def _as_guessed(found, outputs):
+    "A sentence where the model is no better than guessing: within two standard deviations of one over the classes"
+    chance, n = 1 / outputs, len(found.share)
+    right = found.share.astype(float).mean()
+    if n < 30 or right > chance + 2 * math.sqrt(chance * (1 - chance) / n):
+        return []
+    return [
+        f'{right:.1%} of the clean images are right, and guessing gives {chance:.1%}: does the model number its '
+        'classes as the images do, and are images normalised as in its training?'
     ]
 
 
@@ -2084,6 +2107,31 @@ def _model_and_images(learn, ds_idx, dl):
     return get_model(learn.model), dl
 
 
+def _own_in_prediction(learn):
+    "Callbacks of the user's that may change what a Learner predicts"
+    known, events = {'fastai', 'robust_nbdev'}, {'before_batch', 'after_pred'}
+    active = [cb for cb in learn.cbs if cb.run and cb.run_valid and events & {*dir(type(cb))}]
+    return [cb for cb in active if type(cb).__module__.split('.')[0] not in known]
+
+
+def _left_out(learn, dl):
+    "A sentence where callbacks change what a Learner predicts, which attacks on its model do not see"
+    cbs = _own_in_prediction(learn)
+    if not cbs:
+        return []
+    with no_random(0), learn.no_bar(), learn.no_logging():
+        _, x, y = (o[:32] for o in next(_batches(dl, None, 32, learn.dls.device)))
+        z = _answer(learn.model, x)[0]
+        theirs = learn.get_preds(dl=[(x, y)], act=noop)[0].to(z)
+    if torch.allclose(theirs, z, rtol=1e-3, atol=1e-3 * z.abs().max().item()):
+        return []
+    names, others = ', '.join(type(cb).__name__ for cb in cbs), int((_classes(theirs) != _classes(z)).sum())
+    return [
+        f'callbacks of the Learner ({names}) change what it predicts, {others} of {len(x)} images otherwise, and are '
+        'no part of the model that was attacked: put what they do into the model, as a Wrapper'
+    ]
+
+
 @patch
 def robust_report(
     self: Learner,
@@ -2095,13 +2143,19 @@ def robust_report(
     **kw,  # See `robust_report`
 ) -> Report:  # A row per attack, and the worst case
     "`robust_report` of this Learner's model on its validation images"
+    given = dl is not None
     model, dl = _model_and_images(self, ds_idx, dl)
     bs = kw.pop('bs', getattr(dl, 'bs', None) or 64)
     if progress is None:
         progress = hasattr(self, 'progress')
     rep = robust_report(model, dl, attacks, bs=bs, progress=progress, **kw)
-    if pictures and kw.get('out') is not None and not rank_distrib():
-        rep.add_hardest(model, dl, attacks, pictures).save(kw['out'])
+    says = (_trained_again(seen_by(self.dls), dl) if given else []) + _left_out(self, dl)
+    rep.warnings += says
+    out = None if rank_distrib() else kw.get('out')
+    if pictures and out is not None:
+        rep.add_hardest(model, dl, attacks, pictures)
+    if out is not None and (pictures or says):
+        rep.save(out)
     return rep
 
 # %% ../nbs/01b_evaluate.ipynb #2bef148a

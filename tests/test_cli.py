@@ -403,6 +403,14 @@ def test_the_report_is_the_one_that_robust_report_gives(tmp_path):
         evaluate(SMALL, 'fashion_mnist', tmp_path / 'o', 'fgsm', n=1000)
 
 
+def test_a_model_with_fewer_outputs_than_the_images_have_classes(tmp_path):
+    "No option helps here, so none is advised"
+    d = photos(tmp_path / 'd', ('bag', 'coat', 'shoe'), size=32)
+    torch.save(timm_like().state_dict(), tmp_path / 'vit.pth')
+    with pytest.raises(ValueError, match='2 outputs and the images have 3 classes.*leave images of 1 classes out$'):
+        evaluate(SPEC, d, None, checkpoint=tmp_path / 'vit.pth', size=32)
+
+
 def test_classes_of_model_and_images(folder):
     with pytest.raises(ValueError, match='10 outputs and the images have 2 classes.*--n-classes 10'):
         evaluate('test_resnet(num_classes=10)', folder, None)
@@ -605,18 +613,37 @@ def test_two_names_of_one_class_are_refused():
         cli.outputs_by_name(net, ['tench', 'church'], ['tench', 'n01440764', 'church'])
 
 
-def test_the_folder_of_the_training_is_recognised(tmp_path):
+def test_images_of_the_training_are_recognised(tmp_path):
+    "And with --valid holdout those are taken that were held out, as the Learner's own validation does"
     d = photos(tmp_path / 'train', SIX)
     learn = exported(d, tmp_path)
     rep = evaluate(None, d, None, checkpoint=tmp_path / 'few.pkl')
-    assert any('was trained in this folder' in w and '--valid holdout' in w for w in rep.warnings)
+    assert any('trained on 33 of these 36 images' in w and '--valid holdout' in w for w in rep.warnings)
     rep = evaluate(None, d, None, checkpoint=tmp_path / 'few.pkl', valid='holdout')
     x, y = learn.dls.valid.one_batch()
     assert rep.meta['n'] == len(learn.dls.valid_ds) == 3 and not any('trained' in w for w in rep.warnings)
     assert rep.df.accuracy[0] == pytest.approx((learn.model(x).argmax(1) == y).float().mean().item(), abs=1e-5)
-    assert 'those that image_dls holds out' in rep.meta['title']
-    other = photos(tmp_path / 'other', SIX, n=5)
+    assert '(without 33 trained on), all 3 images' in rep.meta['title']
+
+
+def test_images_of_the_training_are_recognised_when_the_folder_has_changed(tmp_path):
+    "Another choice of a tenth of the folder would be of images that were trained on"
+    d = photos(tmp_path / 'train', SIX)
+    held = [*exported(d, tmp_path).dls.valid_ds.files]
+    next(f for f in d.rglob('*.png') if str(f.relative_to(d)) not in held).unlink()
+    Image.new('RGB', (28, 28)).save(d / SIX[0] / 'new.png')
+    rep = evaluate(None, d, None, checkpoint=tmp_path / 'few.pkl', valid='holdout')
+    assert sorted(rep.per_image().file) == sorted(held) and '(without 32 trained on, 1 others)' in rep.meta['title']
+    moved = d.rename(tmp_path / 'moved')
+    assert evaluate(None, moved, None, checkpoint=tmp_path / 'few.pkl', valid='holdout').meta['n'] == 3
+
+
+def test_a_folder_that_was_not_trained_on_has_nothing_held_out(tmp_path):
+    exported(photos(tmp_path / 'train', SIX), tmp_path)
+    other = photos(tmp_path / 'other', SIX, n=5, size=40)
     assert not any('trained' in w for w in evaluate(None, other, None, checkpoint=tmp_path / 'few.pkl').warnings)
+    with pytest.raises(ValueError, match='of these 30 images none was held out .* 0 were trained on'):
+        evaluate(None, other, None, checkpoint=tmp_path / 'few.pkl', valid='holdout')
 
 
 def test_files_of_learn_save(tmp_path):
@@ -933,15 +960,50 @@ def test_photos_are_cut_as_for_the_first_model_which_is_said_of_one_made_for_ano
     assert said.startswith('resnet: ') and 'pct=0.95, not 0.9' in said
 
 
-def test_only_as_many_images_as_were_held_out_are_judged(tmp_path):
+def test_no_more_images_are_judged_than_were_held_out(tmp_path):
     "20 of the folder would be the 3 that were held out and 17 that the model was trained on"
     d = photos(tmp_path / 'train', SIX)
     exported(d, tmp_path)
-    with pytest.raises(ValueError, match='with 3 images held out .*: give --n 3'):
+    assert evaluate(None, d, None, checkpoint=tmp_path / 'few.pkl', valid='holdout', n=2).meta['n'] == 2
+    with pytest.raises(ValueError, match='20 images asked for, 3 exist'):
         evaluate(None, d, None, checkpoint=tmp_path / 'few.pkl', valid='holdout', n=20)
-    s = eval_settings('smoke', data=str(d), eps=0.02, device='cpu', n=20)
-    with pytest.raises(ValueError, match='give --n 3'):
-        run_compare(s, [str(tmp_path / 'few.pkl')], [FGSM(0.02)], valid='holdout')
+
+
+def test_images_that_have_their_size_are_not_said_to_be_cut(tmp_path):
+    "And an option that cuts has no effect on them, which is said"
+    d = photos(tmp_path / 'd', ('bag', 'coat'), size=32)
+    torch.save(timm_like().state_dict(), tmp_path / 'vit.pth')
+    how = dict(checkpoint=tmp_path / 'vit.pth', size=32)
+    rep = evaluate(SPEC, d, None, **how)
+    assert 'cut to' not in rep.meta['title'] and not any('no effect' in o for o in rep.warnings)
+    assert any('--crop-pct' in o and 'no effect' in o for o in evaluate(SPEC, d, None, pct=0.5, **how).warnings)
+
+
+def test_the_statistics_of_the_input_are_said(tmp_path):
+    "timm's for this network, or those that are given; to robust-compare too"
+    d = photos(tmp_path / 'd', ('bag', 'coat'), size=32)
+    torch.save(timm_like().state_dict(), tmp_path / 'vit.pth')
+    assert (
+        'mean 0.5 0.5 0.5, std 0.5 0.5 0.5'
+        in evaluate(SPEC, d, None, checkpoint=tmp_path / 'vit.pth', size=32).meta['title']
+    )
+    said, s = [], eval_settings('smoke', data=str(d), eps=0.02, device='cpu')
+    run_compare(s, [f'{SPEC}@{tmp_path}/vit.pth'], [FGSM(0.02)], say=said.append, mean=[0.25], std=[0.5])
+    assert any('mean 0.25, std 0.5' in o for o in said)
+
+
+def test_models_are_compared_on_what_was_held_out_of_the_training_of_all(tmp_path):
+    "One held out 12 images, the other 18 with another seed: those that both held out are left"
+    d = photos(tmp_path / 'train', SIX)
+    for n in ('12', '18'):
+        (tmp_path / n).mkdir()
+    a, b = [exported(d, tmp_path / str(n), n_valid=n, seed=n) for n in (12, 18)]
+    both = {*a.dls.valid_ds.files} & {*b.dls.valid_ds.files}
+    s = eval_settings('smoke', data=str(d), eps=0.02, device='cpu')
+    models = [f'a={tmp_path}/12/few.pkl', f'b={tmp_path}/18/few.pkl']
+    found = run_compare(s, models, [FGSM(0.02)], valid='holdout')
+    assert len(found.first.verdicts['clean']) == len(both) > 1
+    assert not any('trained on' in o for o in found.warnings)
 
 
 def test_an_export_with_a_class_of_a_module_that_is_missing_names_the_module(tmp_path, monkeypatch):

@@ -916,11 +916,27 @@ def test_a_class_with_a_single_image_is_named(photos):
         image_dls(photos, size=32)
 
 
-def test_a_folder_is_recognised(photos):
-    "Other pixels under the same names are the same folder, one more file is another one"
-    before = D.folder_digest(D.read_folders(photos))
-    dls = image_dls(photos, size=32)
-    assert dls.train_ds.tls[1].tfms.fs[0].folder == before != ''
-    Image.new('RGB', (8, 8)).save(photos / 'bag' / 'new.png')
-    assert D.folder_digest(D.read_folders(photos)) != before
-    assert D.folder_digest(embedded_fashion()) == ''
+def test_an_image_is_known_by_folder_name_and_size_of_its_file(photos):
+    "Wherever the folder lies, and whatever else is in it; not under another name, nor with other content"
+    src = D.read_folders(photos)
+    before = D.image_keys(src, 'train', range(20))
+    assert len({*before}) == 20
+    moved = D.read_folders(photos.rename(photos.parent / 'moved'))
+    assert (D.image_keys(moved, 'train', range(20)) == before).all()
+    first = src.files('train', [0])[0]
+    Image.new('RGB', (80, 80), 'red').save(photos.parent / 'moved' / first)
+    now = D.image_keys(moved, 'train', range(20))
+    assert now[0] != before[0] and (now[1:] == before[1:]).all()
+
+
+def test_an_array_is_known_by_its_pixels():
+    x = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
+    a, b = [ImageSource({k: (o, [0] * len(o))}, ['a']) for k, o in dict(train=x, test=x[::-1]).items()]
+    assert (D.image_keys(a, 'train', [0, 1]) == D.image_keys(b, 'test', [1, 0])).all()
+
+
+def test_both_sides_are_kept_with_a_learner(photos, tmp_path):
+    dls = image_dls(photos, size=32, n_valid=5)
+    seen = D.seen_by(pickle.loads(pickle.dumps(dls.new_empty())))
+    assert sorted(map(len, seen)) == [5, 15] and not {*seen.trained} & {*seen.valid}
+    assert (seen.valid == dls.valid_ds.keys).all() and D.seen_by(image_dls(photos, size=32, valid='only')) is None

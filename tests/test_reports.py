@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from fastai.callback.schedule import *
-from fastai.vision.all import Normalize
+from fastai.vision.all import Callback, Learner, Normalize
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,6 +18,7 @@ import robust_nbdev.evaluate as ev
 from robust_nbdev.adv_train import *
 from robust_nbdev.attacks import *
 from robust_nbdev.core import *
+from robust_nbdev.datasets import embedded_fashion, image_dls
 from robust_nbdev.evaluate import *
 from robust_nbdev.test_utils import *
 
@@ -460,6 +461,56 @@ def test_the_report_of_a_learner(learn):
     x, y = [torch.cat([b[i].as_subclass(torch.Tensor) for b in learn.dls.valid]) for i in (0, 1)]
     assert rep.df.attack.tolist() == ['clean', repr(FGSM_)] and rep.rows[0]['n'] == len(learn.dls.valid_ds)
     assert verdicts(rep, FGSM_) == right(learn.model, x, y, FGSM_).tolist()
+
+
+def test_images_that_the_learner_was_trained_on_are_counted():
+    "Five of these ten; and those of its own validation without a word"
+    half = image_dls(embedded_fashion(), n_train=50, n_valid=10, mode='L', valid='holdout')
+    mine = Learner(half, nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), loss_func=nn.CrossEntropyLoss())
+    keys = half.train_ds.keys.copy()
+    half.valid_ds.keys[:5] = keys[:5]
+    rep = mine.robust_report([], dl=half.valid)
+    assert [o for o in rep.warnings if 'trained on 5 of these 10 images' in o]
+    assert not [o for o in mine.robust_report([]).warnings if 'trained' in o]
+
+
+class Inverted(Callback):
+    "What a defence may do to images before the model sees them"
+
+    def before_batch(self):
+        self.learn.xb = (1 - self.x,)
+
+
+def test_a_callback_that_changes_what_is_predicted_is_named(learn, tmp_path):
+    "The model alone is attacked, and the file says so too"
+    mine = Learner(learn.dls, learn.model, loss_func=nn.CrossEntropyLoss(), cbs=Inverted())
+    before = torch.get_rng_state()
+    rep = mine.robust_report([], out=tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+    (said,) = [o for o in rep.warnings if 'callbacks of the Learner (Inverted) change what it predicts' in o]
+    assert said in json.loads((tmp_path / 'report.json').read_text())['warnings']
+
+
+class Counted(Inverted):
+    def before_batch(self):
+        self.seen = len(self.x)
+
+
+def test_a_callback_that_changes_nothing_is_not_named(learn):
+    mine = Learner(learn.dls, learn.model, loss_func=nn.CrossEntropyLoss(), cbs=Counted())
+    assert not [o for o in mine.robust_report([]).warnings if 'callbacks' in o] and mine.counted.seen
+
+
+def test_a_model_that_is_no_better_than_guessing_is_named():
+    "27 of 100 images of four classes may be luck, 60 are not"
+    x, y = torch.rand(100, 1, 4, 4), torch.arange(100) % 4
+
+    def knows(k):
+        z = nn.functional.one_hot(torch.where(torch.arange(100) < k, y, (y + 1) % 4), 4).float()
+        return lambda xs: torch.stack([z[int((x == o).flatten(1).all(1).nonzero()[0])] for o in xs])
+
+    says = lambda k: [o for o in robust_report(knows(k), (x, y), []).warnings if 'guessing gives 25.0%' in o]
+    assert says(27) and not says(60)
 
 
 def test_a_curve_by_hand(model, data, report):
