@@ -16,7 +16,8 @@ from .vit import multiply_adds
 from .vit import _unfused
 from .attacks import *
 from .evaluate import *
-from .evaluate import _as_html, _as_markdown, _as_text, _atomic, _device, _distinct, _short, _tex
+from .evaluate import _as_html, _as_markdown, _as_text, _atomic, _comments, _device, _distinct
+from .evaluate import _notes_below, _Overstated, _short, _tex
 from .eval_data import _batches, _names
 from .corruptions import *
 
@@ -315,6 +316,11 @@ class Side:
     warnings: tuple = ()  # Sentences
 
     @property
+    def overstated(self):
+        "Those of the warnings by which robust accuracy may be lower than the numbers say"
+        return [o for o in self.warnings if isinstance(o, _Overstated)]
+
+    @property
     def attacks(self):
         "Names of the attacks, weak to strong"
         return [k for k in self.verdicts if k != 'clean']
@@ -386,9 +392,8 @@ class Comparison:
         "What the reports warn of, once where it holds for all models"
         says = [o for s in self.sides for o in s.warnings]
         everywhere = [o for o in dict.fromkeys(says) if all(o in s.warnings for s in self.sides)]
-        return (
-            self.notes + everywhere + [f'{s.name}: {o}' for s in self.sides for o in s.warnings if o not in everywhere]
-        )
+        of_one = [f'{s.name}: {o}' for s in self.sides for o in s.warnings if o not in everywhere]
+        return self.notes + self._passed_over() + everywhere + of_one
 
 # %% ../nbs/01f_compare.ipynb #a547050a
 def _accuracy_of(side, column):
@@ -479,6 +484,36 @@ def _cost(v):
 
 
 @patch
+def _ranked(self: Comparison):
+    "Models that are ranked together: those of each threat model that has several"
+    return [o for o in groupby(self.sides, lambda s: s.threat).values() if len(o) > 1]
+
+
+@patch
+def _best(self: Comparison, sides):
+    "Of models that are ranked together those with the highest value that none of their own warnings doubts"
+    trusted = [s for s in sides if self.judged == 'clean' or not s.overstated]
+    of = {s.name: _accuracy_of(s, self.judged) for s in trusted}
+    return [k for k, v in of.items() if v == max(of.values())]
+
+
+@patch
+def _passed_over(self: Comparison):
+    "A sentence for each model that would be marked as the best if none of its own warnings doubted its value"
+    says = []
+    for sides in self._ranked():
+        value, best = {s.name: _accuracy_of(s, self.judged) for s in sides}, self._best(sides)
+        least, instead = max(value[k] for k in best or value), ' and '.join(best) or 'none'
+        says += [
+            f'{k} is not marked as the best, since its own warnings say that its robust accuracy may be overstated: '
+            f'{instead} is marked'
+            for k, v in value.items()
+            if v >= least and k not in best
+        ]
+    return says
+
+
+@patch
 def table(
     self: Comparison,
     mark: Callable = '*{}*'.format,  # How the best of each threat model is set off, where it has several models
@@ -488,8 +523,8 @@ def table(
     t = (100 * d[[*self.columns, *(['mCE'] if 'mCE' in d else [])]].astype(float)).map('{:.1f}'.format)
     if 'mCE' in d:
         t['mCE'] = d.mCE.map(_short)
-    for _, of in d.groupby('threat')[self.judged]:
-        best = of[of == of.max()].index if len(of) > 1 else []
+    for sides in self._ranked():
+        best = self._best(sides)
         t.loc[best, self.judged] = t.loc[best, self.judged].map(mark)
     found = [_points(None if k == self.first.name else self.difference(k)) for k in d.index]
     at = t.columns.get_loc(self.judged) + 1
@@ -537,9 +572,9 @@ def to_markdown(
     self: Comparison,
     few: bool = True,  # See `shown`
 ) -> str:  # Lines
-    "The table for a README"
+    "The table for a README, with what was measured and the warnings below it"
     t = self.shown(few, mark='**{}**'.format)
-    return '\n'.join([_as_markdown(t), '', self.about, ''])
+    return '\n'.join([_as_markdown(t), '', self.about + _notes_below(self.warnings), ''])
 
 
 @patch
@@ -547,10 +582,10 @@ def to_latex(
     self: Comparison,
     few: bool = True,  # See `shown`
 ) -> str:  # Needs booktabs
-    "The table for a paper, with what was measured as its caption"
+    "The table for a paper, with what was measured as its caption and the warnings as comments"
     t = self.shown(few, mark='\x01{}\x02'.format)
     text = t.rename(columns=_tex).map(_tex).to_latex(index=False, escape=False, caption=_tex(self.about))
-    return text.replace('\x01', r'\textbf{').replace('\x02', '}')
+    return text.replace('\x01', r'\textbf{').replace('\x02', '}') + _comments(self.warnings)
 
 # %% ../nbs/01f_compare.ipynb #a56e332a
 _markers = {'white box': 'o', 'transfer': '^', 'randomised': 's'}
@@ -590,8 +625,8 @@ def save(
     "Write compare.csv, compare.md, compare.tex, compare.png and differences.csv, each in one move"
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    lines = '\n'.join([self.to_markdown(few=False), *[f'- {o}' for o in self.warnings], ''])
-    texts = {'compare.md': lines, 'compare.tex': self.to_latex(few=False), 'compare.csv': self.df.to_csv()}
+    tables = {'compare.md': self.to_markdown(few=False), 'compare.tex': self.to_latex(few=False)}
+    texts = {**tables, 'compare.csv': self.df.to_csv()}
     texts['differences.csv'] = self.differences.to_csv(index=False)
     for name, text in texts.items():
         _atomic(out / name, lambda p: p.write_text(text))

@@ -75,6 +75,15 @@ def _ball(attack):
     return threat(attack)[0], getattr(attack, 'eps', None)
 
 # %% ../nbs/01b_evaluate.ipynb #34adc821
+class _Overstated(str):
+    "A warning that robust accuracy may be lower than the number: a comparison never marks such a number as the best"
+
+
+def _about_row(name, warning):
+    "A warning with the name of its row before it, of the same type"
+    return type(warning)(f'{name}: {warning}')
+
+
 def _as_text(title, table, warnings):
     "Title, table and warnings for a terminal"
     return '\n'.join([title, table, *(f'warning: {o}' for o in warnings)])
@@ -112,6 +121,11 @@ class Report:
         self.figures = {}  # title -> picture (PNG) for the web page
 
     columns = 'attack', 'norm', 'eps', 'accuracy', 'low', 'high', 'n', 'seed', 'attacked', 'passes', 'seconds'
+
+    @property
+    def overstated(self):
+        "Those of the warnings by which robust accuracy may be lower than the numbers say"
+        return [o for o in self.warnings if isinstance(o, _Overstated)]
 
     @property
     def df(self):
@@ -202,9 +216,23 @@ def _for_paper(rep):
 
 
 @patch
-def to_markdown(self: Report) -> str:  # A table with a line for each row
+def to_markdown(self: Report) -> str:  # A table with a line for each row, and the warnings below it
     "The table of a paper as Markdown"
-    return _as_markdown(_for_paper(self))
+    return _as_markdown(_for_paper(self)) + _notes_below(self.warnings)
+
+
+def _notes_below(warnings):
+    "Warnings as a list below a table in Markdown; nothing where there are none"
+    return '\n'.join(['', '', *(f'- {_one_line(o)}' for o in warnings)]) if warnings else ''
+
+
+def _comments(warnings):
+    "Warnings as comments in LaTeX, a line for each"
+    return ''.join(f'% warning: {_one_line(o)}\n' for o in warnings)
+
+
+def _one_line(o):
+    return ' '.join(str(o).split())
 
 
 def _as_markdown(t):
@@ -225,14 +253,15 @@ def _tex(s):
 
 
 @patch
-def to_latex(self: Report) -> str:  # A tabular environment, with the rules of booktabs
+def to_latex(self: Report) -> str:  # A tabular environment with the rules of booktabs; the warnings as comments
     "The table of a paper as LaTeX"
     t = _for_paper(self)
     member = t.attack.str.startswith('&nbsp;')
     t['attack'] = t.attack.str.removeprefix('&nbsp;&nbsp;- ')
     t = t.rename(columns=_tex).map(_tex)
     t.loc[member, 'attack'] = r'\quad ' + t.attack[member]
-    return t.to_latex(index=False, escape=False, column_format='l' + 'r' * (t.shape[1] - 1))
+    text = t.to_latex(index=False, escape=False, column_format='l' + 'r' * (t.shape[1] - 1))
+    return text + _comments(self.warnings)
 
 # %% ../nbs/01b_evaluate.ipynb #d91e64b8
 def _class_name(i, vocab=None):
@@ -333,6 +362,12 @@ def _names_of(rep):
     return {k: np.array([str(o) for o in v]) for k, v in names.items() if v is not None}
 
 
+def _all_overstated(rep):
+    "All warnings of a report and of its rows by which robust accuracy may be lower than the numbers say"
+    of_rows = [o for r in rep.rows for o in r.get('warnings', [])]
+    return [o for o in dict.fromkeys([*rep.warnings, *of_rows]) if isinstance(o, _Overstated)]
+
+
 @patch
 def save(
     self: Report,
@@ -348,7 +383,7 @@ def save(
     _atomic(out / 'report.csv', lambda p: self.df.to_csv(p, index=False))
     if images:
         _atomic(out / 'images.csv', lambda p: self.per_image().to_csv(p, index=False))
-    about = dict(meta=self.meta, rows=self.rows, warnings=self.warnings)
+    about = dict(meta=self.meta, rows=self.rows, warnings=self.warnings, overstated=_all_overstated(self))
     if self.extra:
         rows = [r | {k: v.get(r['attack']) for k, v in self.extra.items()} for r in self.rows]
         about |= dict(rows=rows, own=list(self.extra))
@@ -419,6 +454,11 @@ def add_figure(
     return self
 
 # %% ../nbs/01b_evaluate.ipynb #6fa51383
+def _as_saved(warnings, overstated):
+    "Warnings read from disk: those that were saved as `_Overstated` are again"
+    return [_Overstated(o) if o in overstated else o for o in warnings]
+
+
 @patch(cls_method=True)
 def load(
     cls: Report,
@@ -430,7 +470,9 @@ def load(
         d = json.loads((out / 'report.json').read_text())
         verdicts, preds = [_read_npz(out / f) for f in ('verdicts.npz', 'predictions.npz')]
         names = [verdicts.pop(k, None) for k in (_FILES, _CLASSES)]
-        rep = cls(d['meta'], d['rows'], verdicts, d['warnings'], preds)
+        known = set(d.get('overstated', []))
+        rows = [{**r, 'warnings': _as_saved(r['warnings'], known)} if 'warnings' in r else r for r in d['rows']]
+        rep = cls(d['meta'], rows, verdicts, _as_saved(d['warnings'], known), preds)
         rep.files, rep.vocab = [None if o is None else o.tolist() for o in names]
         rep.extra = {k: {r['attack']: r.pop(k, None) for r in rep.rows} for k in d.get('own', [])}
         return rep
@@ -497,8 +539,10 @@ def _gradient_doubts(by_margin, by_ce):
     says = []
     if zero > 0.05:
         says.append(
-            f'the gradient is exactly zero for {zero:.0%} of the images: gradient attacks cannot '
-            'work on them, add a black-box attack'
+            _Overstated(
+                f'the gradient is exactly zero for {zero:.0%} of the images: gradient attacks cannot '
+                'work on them, add a black-box attack'
+            )
         )
     if zero_ce > 0.05 >= zero:
         says.append(
@@ -506,7 +550,7 @@ def _gradient_doubts(by_margin, by_ce):
             'the images (very large logits): use loss=margin or dlr'
         )
     if bad > 0:
-        says.append(f'the gradient is not finite for {bad:.0%} of the images')
+        says.append(_Overstated(f'the gradient is not finite for {bad:.0%} of the images'))
     return says
 
 
@@ -527,7 +571,9 @@ def _output_doubts(z, random):
     if nan > 0:
         says.append(f'the output is not a number for {nan:.0%} of the images, which count as wrong')
     if z.min() >= 0 and torch.allclose(z.sum(1), torch.ones_like(z[:, 0]), atol=1e-3):
-        says.append('the outputs look like probabilities, not logits: losses on them underflow, return the logits')
+        says.append(
+            _Overstated('the outputs look like probabilities, not logits: losses on them underflow, return the logits')
+        )
     if random:
         says.append(
             'two calls on the same images differ: the model is random, so attack it with averaged '
@@ -1388,8 +1434,10 @@ def _constant(pred, share):
     if same <= max(0.9, share.float().mean().item() + 0.05):
         return []
     return [
-        f'the model predicts class {int(k)} for {same:.0%} of the clean images: a constant answer resists every '
-        'attack and is worth nothing'
+        _Overstated(
+            f'the model predicts class {int(k)} for {same:.0%} of the clean images: a constant answer resists every '
+            'attack and is worth nothing'
+        )
     ]
 
 
@@ -1675,7 +1723,8 @@ def _keep_row(self: Run, attack, who, left, above, res):
     self.verdicts[name] = ok
     self.preds[name] = np.where(res.found.pred > -2, res.found.pred, self._preds_above(above))
     counts = dict(attacked=int((left > 0).sum()), passes=res.passes, stand=_digest(left), identity=who)
-    says = list(dict.fromkeys(s.removeprefix(f'{name}: ') for s in res.says + _wider(attack)))
+    said = res.says + _wider(attack)
+    says = list(dict.fromkeys(type(s)(s.removeprefix(f'{name}: ')) for s in said))
     more = dict(threat=list(threat(attack)), parts=res.parts if len(res.parts) > 1 else [], warnings=says)
     for values in self.old.extra.values():
         values.pop(name, None)  # of the row before
@@ -1750,12 +1799,14 @@ def _bar(attack, left):
 def _stuck(found, n):
     "Sentences where gradients of the `n` attacked images were not finite, or never other than zero"
     bad, zero = int(found.bad.sum()), int((found.zero & (found.share > 0)).sum())
-    says = [f'gradients were not finite for {bad} images'] if bad else []
+    says = [_Overstated(f'gradients were not finite for {bad} images')] if bad else []
     if zero <= max(0.05 * n, 2):
         return says
     return says + [
-        f'{zero} of {n} images survive because every gradient was exactly zero: use loss=scaled_ce, margin '
-        'or dlr, and add a black-box attack such as Square'
+        _Overstated(
+            f'{zero} of {n} images survive because every gradient was exactly zero: use loss=scaled_ce, margin '
+            'or dlr, and add a black-box attack such as Square'
+        )
     ]
 
 # %% ../nbs/01b_evaluate.ipynb #99904cf7
@@ -1777,8 +1828,10 @@ def _probe(self: Run, attack):
     if survive <= 0.3:
         return says
     return says + [
-        f'{survive:.0%} of {len(x)} images survive it even at eps={eps_str(big.eps)}, where any image can '
-        'become grey: it is too weak (steps, alpha), or the model hides its gradients'
+        _Overstated(
+            f'{survive:.0%} of {len(x)} images survive it even at eps={eps_str(big.eps)}, where any image can '
+            'become grey: it is too weak (steps, alpha), or the model hides its gradients'
+        )
     ]
 
 
@@ -1819,8 +1872,10 @@ def _precision(self: Run, attack, found):
     if fooled <= max(1, 0.03 * k):
         return []
     return [
-        f'{fooled} of {k} images that survived it in low precision do not survive it in float32: '
-        'do not use fast=True for this model'
+        _Overstated(
+            f'{fooled} of {k} images that survived it in low precision do not survive it in float32: '
+            'do not use fast=True for this model'
+        )
     ]
 
 # %% ../nbs/01b_evaluate.ipynb #8db8e57c
@@ -1948,7 +2003,7 @@ def report(self: Run) -> Report:  # Clean images, a row per attack, the worst ca
     self._leave_out()
     rows, says = [*self.rows.values()], self._doubts()
     for r in rows:
-        says += [f'{r["attack"]}: {o}' for o in r.get('warnings', [])]
+        says += [_about_row(r['attack'], o) for o in r.get('warnings', [])]
     for same in groupby([a for a, _ in self.attacks.values()], threat).values():
         says += self._order_doubts(same)
     says += _lonely([a for a, _ in self.attacks.values()])
@@ -2034,8 +2089,10 @@ def _lonely(attacks):
         missing = [b for b in needed if not any(_as_strong(o, b) for o in run)]
         if missing:
             says.append(
-                f'{a!r} alone may overstate robustness: its images are made on another function than the model. '
-                f'Run {", ".join(map(repr, missing))} as well'
+                _Overstated(
+                    f'{a!r} alone may overstate robustness: its images are made on another function than the model. '
+                    f'Run {", ".join(map(repr, missing))} as well'
+                )
             )
     return says
 
@@ -2046,8 +2103,10 @@ def _blind(attack, survived, after):
     if fooled <= max(5, 0.03 * survived):
         return []
     return [
-        f'{attack}, which sees no gradient of the model, fools it on {fooled:g} of {survived} images that survived '
-        'the attacks before: the model may be hiding its gradients, so try an adaptive attack'
+        _Overstated(
+            f'{attack}, which sees no gradient of the model, fools it on {fooled:g} of {survived} images that survived '
+            'the attacks before: the model may be hiding its gradients, so try an adaptive attack'
+        )
     ]
 
 # %% ../nbs/01b_evaluate.ipynb #75a3c202

@@ -10,6 +10,7 @@ from robust_nbdev.all import image_dls, paired, robust_report, small_model
 from robust_nbdev import corruptions
 from robust_nbdev.cli import SomeOutputs, eval_settings, named_model, robust_compare, run_compare, run_eval, timm_model
 from robust_nbdev.compare import Comparison, Side, report_verdicts
+from robust_nbdev.evaluate import Report
 from robust_nbdev.datasets import FASHION, embedded_fashion
 from robust_nbdev.test_utils import synth_learner, tiny_vit
 
@@ -174,6 +175,44 @@ def test_a_warning_of_all_models_is_said_once():
     a, b = sides()
     a.warnings, b.warnings = ('few images', 'odd'), ('few images',)
     assert Comparison([a, b]).warnings == ['few images', 'plain_vit: odd']
+
+
+class Masked(nn.Module):
+    "A model whose outputs hide the gradient in rounding, and nothing else: an attack with gradients sees none"
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x).mul(8).round() / 8
+
+
+def test_a_model_that_hides_its_gradients_is_not_marked_as_the_best(nets, data, tmp_path):
+    "Whether its rows were measured now or come from disk; and what is exported says why"
+    models = {'plain': nets.plain, 'masked': Masked(nets.plain), 'robust': nets.robust}
+    for again in (False, True):
+        c = compare(models, data, [PGD(0.1, steps=5)], n=32, out=tmp_path)
+        assert c.df.loc['masked', c.judged] > c.df.loc['robust', c.judged]
+        marked = c.table().set_index('model')[c.judged].str.startswith('*')
+        assert marked.index[marked].tolist() == ['robust']
+        (said,) = [o for o in c.warnings if o.startswith('masked is not marked')]
+        assert said.endswith('robust is marked')
+    assert f'\n- {said}\n' in (tmp_path / 'compare.md').read_text()
+    assert f'\n% warning: {said}\n' in (tmp_path / 'compare.tex').read_text()
+
+
+def test_where_all_are_overstated_none_is_marked(nets, data):
+    c = compare({k: Masked(net) for k, net in nets.items()}, data, [PGD(0.1, steps=5)], n=32)
+    assert not c.table()[c.judged].str.contains('*', regex=False).any()
+    assert sum(o.endswith('overstated: none is marked') for o in c.warnings) == 1
+
+
+def test_exported_tables_of_a_report_carry_its_warnings(nets, data, tmp_path):
+    rep = robust_report(Masked(nets.plain), data, [PGD(0.1, steps=5)], n=16, out=tmp_path)
+    assert rep.overstated and Report.load(tmp_path).overstated == rep.overstated
+    for o in rep.warnings:
+        assert f'\n- {o}' in rep.to_markdown() and f'\n% warning: {o}\n' in rep.to_latex()
 
 
 # --- the cost of a step
