@@ -709,7 +709,7 @@ def _attack_on(attack, entry):
     "The attack as it is made on this model"
     if entry.surrogate is not None:
         return Transfer(entry.surrogate, attack)
-    averages = isinstance(attack, Attack) and attack.draws == 1
+    averages = isinstance(attack, Attack) and attack.averages and attack.draws == 1
     return attack.eot(entry.draws) if entry.draws > 1 and averages else attack
 
 
