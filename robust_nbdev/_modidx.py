@@ -1655,6 +1655,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'robust_nbdev.evaluate.Run._meta': ('evaluate.html#run._meta', 'robust_nbdev/evaluate.py'),
                                        'robust_nbdev.evaluate.Run._of_first_process': ( 'evaluate.html#run._of_first_process',
                                                                                         'robust_nbdev/evaluate.py'),
+                                       'robust_nbdev.evaluate.Run._order': ('evaluate.html#run._order', 'robust_nbdev/evaluate.py'),
                                        'robust_nbdev.evaluate.Run._order_doubts': ( 'evaluate.html#run._order_doubts',
                                                                                     'robust_nbdev/evaluate.py'),
                                        'robust_nbdev.evaluate.Run._own_files': ('evaluate.html#run._own_files', 'robust_nbdev/evaluate.py'),

@@ -781,7 +781,9 @@ class _Comparing:
                 ' and '.join(dict.fromkeys(str(threat(a)[0]) for a in self.attacks)),
                 map(row_name, self.attacks),
             )
-            what.append(f'{norms}: {", ".join(names)}, each on the images that survived those before it')
+            in_turn = any(e.draws == 1 for e in entries.values())
+            how = ', each on the images that survived those before it' * in_turn
+            what.append(f'{norms}: {", ".join(names)}{how}')
         what += [f'mean of {e.draws} draws for {k}, each attack alone' for k, e in entries.items() if e.draws > 1]
         if corrupted:
             kinds, levels = [

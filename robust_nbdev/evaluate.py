@@ -1471,12 +1471,23 @@ def _meta(self: Run, held):
 
 
 @patch
+def _order(self: Run):
+    "Which images each attack saw, as the attacks so far make it true"
+    if self.draws > 1 or not self.cascade:
+        return 'each attack alone'
+    threats = {threat(a) for a, _ in self.attacks.values()}
+    same = ['norm and eps'] * any(norm is not None for norm, _ in threats)
+    same += ['budget'] * any(norm is None for norm, _ in threats)
+    of = f' with the same {" or ".join(same)}' if len(threats) > 1 else ''
+    return f'each attack on the images that survived the rows above{of}'
+
+
+@patch
 def _title(self: Run):
     title = f'Robust accuracy of {type(unwrap(self.model)).__name__}, n={len(self.keys)}, seed={self.seed}'
     if self.at is not None:
         title += ' (balanced over classes, since the data comes class by class)'
-    alone = self.draws > 1 or not self.cascade
-    title += ', each attack alone' if alone else ', each attack on the images that survived the rows above'
+    title += f', {self._order()}'
     if self.draws > 1:
         title += f', mean of {self.draws} draws'
     note = _numbered(_names(self.data))
@@ -1953,7 +1964,7 @@ def _so_far(self: Run):
     for k in self.saved:
         verdicts[k], preds[k] = self.old.verdicts[k], self.old.preds[k]
     rows = [*self.rows.values(), *self.saved.values()]
-    return self._with_names(Report(self.meta, rows, verdicts, self._doubts(), preds))
+    return self._with_names(Report({**self.meta, 'title': self._title()}, rows, verdicts, self._doubts(), preds))
 
 
 def _files_in(data):
@@ -2007,7 +2018,8 @@ def report(self: Run) -> Report:  # Clean images, a row per attack, the worst ca
     for same in groupby([a for a, _ in self.attacks.values()], threat).values():
         says += self._order_doubts(same)
     says += _lonely([a for a, _ in self.attacks.values()])
-    rep = Report(self.meta, rows + self._worst_cases(rows[1:]), dict(self.verdicts), says, dict(self.preds))
+    meta = {**self.meta, 'title': self._title()}
+    rep = Report(meta, rows + self._worst_cases(rows[1:]), dict(self.verdicts), says, dict(self.preds))
     self._with_names(rep)
     if self.folder is not None:
         rep.save(self.folder)

@@ -19,6 +19,7 @@ from robust_nbdev.adv_train import *
 from robust_nbdev.attacks import *
 from robust_nbdev.core import *
 from robust_nbdev.evaluate import *
+from robust_nbdev.patch_attacks import RandomOcclusion
 from robust_nbdev.test_utils import *
 
 E = 0.05
@@ -103,6 +104,21 @@ def test_cascade_by_hand(model, data, report):
         left = left & right(model, *data, a)
         assert acc(report, a) == pytest.approx(left.mean())
     assert acc(report, 'worst case') == pytest.approx(left.mean())
+
+
+def test_the_title_says_which_rows_share_their_survivors(model, data, tmp_path):
+    "Attacks of another radius or budget start from all images that are right, and the title does not say otherwise"
+    few = data[0][:16], data[1][:16]
+    title = lambda *attacks, **kw: robust_report(model, few, [*attacks], **kw).meta['title']
+    two = FGSM_, FGSM(2 * E)
+    assert title(FGSM_, PGD_).endswith('seed=0, each attack on the images that survived the rows above')
+    assert title(*two, out=tmp_path).endswith('survived the rows above with the same norm and eps')
+    assert Report.load(tmp_path).meta['title'] == title(*two)
+    assert title(FGSM_, RandomOcclusion(patch=7)).endswith('with the same norm and eps or budget')
+    assert title(RandomOcclusion(patch=7), RandomOcclusion(share=0.2, patch=7)).endswith(
+        'the rows above with the same budget'
+    )
+    assert title(*two, cascade=False).endswith('seed=0, each attack alone')
 
 
 def test_the_seed_reaches_the_attack(model, data):
