@@ -362,7 +362,7 @@ class Comparison:
         short: dict = None,  # Attack -> what its column is called in tables; None: its whole name
     ):
         self.sides, self.about, self.base, self.short = list(sides), about, base, short or {}
-        self.notes, self.images = [], ''
+        self.notes, self.images, self.asked = [], '', 0  # `asked`: so many models will be measured; 0: these
         if not self.sides:
             raise ValueError('there is nothing to compare: give at least one model')
         of = {(s.name, tuple(s.verdicts), len(s.verdicts['clean'])) for s in self.sides}
@@ -373,6 +373,13 @@ class Comparison:
     def first(self):
         "The model that all others are compared with"
         return self.sides[0]
+
+    @property
+    def caption(self):
+        "What was measured, and of how many models as long as some are missing"
+        if len(self.sides) >= self.asked:
+            return self.about
+        return f'{len(self.sides)} of {self.asked} models so far, so none is marked as the best; {self.about}'
 
     @property
     def columns(self):
@@ -485,7 +492,9 @@ def _cost(v):
 
 @patch
 def _ranked(self: Comparison):
-    "Models that are ranked together: those of each threat model that has several"
+    "Models that are ranked together: those of each threat model that has several, once all are measured"
+    if len(self.sides) < self.asked:
+        return []
     return [o for o in groupby(self.sides, lambda s: s.threat).values() if len(o) > 1]
 
 
@@ -559,12 +568,12 @@ def shown(
 
 @patch
 def __repr__(self: Comparison):
-    return _as_text(self.about, self.shown().to_string(index=False), self.warnings)
+    return _as_text(self.caption, self.shown().to_string(index=False), self.warnings)
 
 
 @patch
 def _repr_html_(self: Comparison):
-    return _as_html(self.about, self.shown().to_html(index=False, border=0), self.warnings)
+    return _as_html(self.caption, self.shown().to_html(index=False, border=0), self.warnings)
 
 
 @patch
@@ -574,7 +583,7 @@ def to_markdown(
 ) -> str:  # Lines
     "The table for a README, with what was measured and the warnings below it"
     t = self.shown(few, mark='**{}**'.format)
-    return '\n'.join([_as_markdown(t), '', self.about + _notes_below(self.warnings), ''])
+    return '\n'.join([_as_markdown(t), '', self.caption + _notes_below(self.warnings), ''])
 
 
 @patch
@@ -584,7 +593,7 @@ def to_latex(
 ) -> str:  # Needs booktabs
     "The table for a paper, with what was measured as its caption and the warnings as comments"
     t = self.shown(few, mark='\x01{}\x02'.format)
-    text = t.rename(columns=_tex).map(_tex).to_latex(index=False, escape=False, caption=_tex(self.about))
+    text = t.rename(columns=_tex).map(_tex).to_latex(index=False, escape=False, caption=_tex(self.caption))
     return text.replace('\x01', r'\textbf{').replace('\x02', '}') + _comments(self.warnings)
 
 # %% ../nbs/01f_compare.ipynb #a56e332a
@@ -829,7 +838,7 @@ def compare(  # noqa: PLR0913
     out=None,  # Folder to save to after every row, and to go on from; None: keep nothing
     overwrite: bool = False,  # Start anew although `out` holds reports
     progress: bool = False,  # Show fastai's progress bars
-    say=noop,  # Told which model is measured
+    say=noop,  # Told which model is measured, and how many rows an earlier call had measured
 ) -> Comparison:  # A row per model
     """Models side by side on the same images, by `robust_report` and `corruption_report`;
     raises ValueError for what cannot be compared"""
@@ -837,22 +846,31 @@ def compare(  # noqa: PLR0913
     if corruptions is not None and not hasattr(corruptions, 'pick'):
         check_corruptions(corruptions, severities, seed)  # before the first attack
     folders, base, sides = _folders(entries, out), first(entries), []
-    forward = _forward(entries[base], _first_images(data, entries[base].model))
+    forward, known = _forward(entries[base], _first_images(data, entries[base].model)), []
     how = dict(seed=seed, bs=bs, overwrite=overwrite, progress=progress)
     same = _Comparing(data, attacks, corruptions, severities, n, how)
     for name, entry in entries.items():
         say(name)
         reports = same.reports(entry, folders[name])
+        known += [o for o in reports if o is not None]
         sides.append(same.side(name, entry, reports, _costs(entry, _first_images(data, entry.model), forward)))
         if len(sides) == 1:
             about, data_id = same.about(base, entries, reports), reports[0].meta['data']
         if reports[0].meta['data'] != data_id:
             raise ValueError(f'{name} was measured on other images than {base}: the data changes from pass to pass')
         res = Comparison(sides, about, _alexnet(reports[1]), _short_names(attacks))
-        res.images, res.notes = data_id, says
+        res.images, res.notes, res.asked = data_id, says, len(entries)
         if out is not None:
             res.save(out)
+    _say_what_was_known(known, out, say)
     return res
+
+
+def _say_what_was_known(reports, out, say):
+    "A line where rows were not measured now, but by an earlier call"
+    old, rows = sum(o.from_disk for o in reports), sum(len({*o.verdicts} - {'clean'}) for o in reports)
+    if old:
+        say(f'{old} of {rows} rows are from {out}, where an earlier call measured them: overwrite measures all again')
 
 
 def _alexnet(report):

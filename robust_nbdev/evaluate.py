@@ -119,6 +119,7 @@ class Report:
         self.files, self.vocab = None, None  # [N] names of the images; names of the classes; None: not known
         self.extra = {}  # name of a column of one's own -> {attack: its value}
         self.figures = {}  # title -> picture (PNG) for the web page
+        self.from_disk = 0  # rows that an earlier run has measured
 
     columns = 'attack', 'norm', 'eps', 'accuracy', 'low', 'high', 'n', 'seed', 'attacked', 'passes', 'seconds'
 
@@ -1315,7 +1316,7 @@ class Run:
         self.device = _device(self.model)
         self.rows, self.verdicts, self.preds = {}, {}, {}
         self.attacks, self.saved, self.old = {}, {}, Report({})
-        self.notes, self.left_out = [], []
+        self.notes, self.left_out, self.from_disk = [], [], 0
         before = beside_weights(self.model)
         with checked('model'):
             self._clean_pass()
@@ -1666,6 +1667,7 @@ def _take_saved(self: Run, name, who, left, above):
         return False
     self.rows[name], self.verdicts[name] = row, self.old.verdicts[name]
     self.preds[name] = np.where(left > 0, self.old.preds[name], self._preds_above(above))
+    self.from_disk += 1
     return True
 
 # %% ../nbs/01b_evaluate.ipynb #ed6d1d93
@@ -2021,6 +2023,7 @@ def report(self: Run) -> Report:  # Clean images, a row per attack, the worst ca
     meta = {**self.meta, 'title': self._title()}
     rep = Report(meta, rows + self._worst_cases(rows[1:]), dict(self.verdicts), says, dict(self.preds))
     self._with_names(rep)
+    rep.from_disk = self.from_disk
     if self.folder is not None:
         rep.save(self.folder)
     return rep

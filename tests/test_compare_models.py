@@ -136,6 +136,35 @@ def test_a_later_model_is_measured_alone(nets, data, tmp_path):
     assert (out / 'compare.png').stat().st_size > 5000
 
 
+class Breaks(nn.Module):
+    "A model that fails under attack"
+
+    def forward(self, x):
+        if x.requires_grad:
+            raise KeyboardInterrupt
+        return torch.zeros(len(x), 10)
+
+
+def test_before_all_models_are_measured_none_is_the_best(nets, data, tmp_path):
+    few = dict(n=16, out=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        compare({**nets, 'late': Breaks()}, data, ATTACKS, **few)
+    for file in ('compare.md', 'compare.tex'):
+        text = (tmp_path / file).read_text()
+        assert '2 of 3 models so far, so none is marked as the best; ' in text and not re.search(r'\*\*|textbf', text)
+    compare(nets, data, ATTACKS, **few)
+    text = (tmp_path / 'compare.md').read_text()
+    assert 'models so far' not in text and '**' in text
+
+
+def test_rows_from_disk_are_said_in_a_line(nets, data, tmp_path):
+    few, said = dict(corruptions=['brightness'], severities=[1, 3], n=16, out=tmp_path), []
+    compare({'plain': nets.plain}, data, ATTACKS, **few, say=said.append)
+    assert said == ['plain']
+    compare(nets, data, ATTACKS, **few, say=said.append)
+    assert said[1:3] == ['plain', 'robust'] and said[3].startswith(f'4 of 8 rows are from {tmp_path}, where')
+
+
 def test_what_cannot_be_compared_is_refused(data, tmp_path):
     m = tiny_vit()
     with pytest.raises(ValueError, match='different folders'):
