@@ -24,7 +24,16 @@ from .datasets import ImageDatasets, class_notice
 from .identity import *
 from .identity import _digest, _version
 from .eval_data import *
-from .eval_data import _at_positions, _batches, _images_of, _in_order, _loader, _names, _tensors
+from robust_nbdev.eval_data import (
+    _at_positions,
+    _batches,
+    _images_of,
+    _in_order,
+    _loader,
+    _names,
+    _refuse_shuffled,
+    _tensors,
+)
 from fastai.basics import *
 from fastai.vision.core import show_image
 from fastprogress.fastprogress import progress_bar
@@ -1317,6 +1326,7 @@ class Run:
         self.rows, self.verdicts, self.preds = {}, {}, {}
         self.attacks, self.saved, self.old = {}, {}, Report({})
         self.notes, self.left_out, self.from_disk = [], [], 0
+        _refuse_shuffled(self.data)
         before = beside_weights(self.model)
         with checked('model'):
             self._clean_pass()
@@ -2162,7 +2172,7 @@ def _model_and_images(learn, ds_idx, dl):
 def robust_report(
     self: Learner,
     attacks,  # Attacks, weak to strong; None stands for clean images
-    ds_idx: int = 1,  # 0: training images, 1: validation images
+    ds_idx: int = 1,  # 0: training images, without augmentation; 1: validation images
     dl=None,  # Another DataLoader
     progress: bool = None,  # None: if the Learner shows progress bars
     pictures: int = 0,  # So many of the hardest images on the web page in `out`, see `show_hardest`

@@ -18,6 +18,7 @@ import robust_nbdev.evaluate as ev
 from robust_nbdev.adv_train import *
 from robust_nbdev.attacks import *
 from robust_nbdev.core import *
+from robust_nbdev.datasets import ImageSource, image_dls
 from robust_nbdev.evaluate import *
 from robust_nbdev.patch_attacks import RandomOcclusion
 from robust_nbdev.test_utils import *
@@ -201,7 +202,7 @@ one_output = nn.Sequential(nn.Flatten(), nn.Linear(784, 1))
 REFUSED = {
     'fewer labels': (lambda m, d: (m, (d[0], d[1][:64])), 'labels'),
     'dropped': (loader(drop_last=True), 'drop_last'),
-    'shuffled': (loader(shuffle=True), 'changed between two passes'),
+    'shuffled': (loader(shuffle=True), 'the DataLoader shuffles'),
     'read once': (lambda m, d: (m, zip(d[0].split(50), d[1].split(50))), 'only once'),
     'empty': (lambda m, d: (m, (d[0][:0], d[1][:0])), 'empty'),
     'three tensors': (lambda m, d: (m, [(d[0], d[1], d[1])]), 'of 3'),
@@ -469,6 +470,21 @@ def test_the_worst_case_counts_the_rows_asked_for(model, data, tmp_path):
 
 
 # --- of a Learner, and curves ---
+
+
+def test_training_images_are_attacked_in_order_and_without_augmentation():
+    "Flipped, shifted and shuffled in training; a report sees each once, as validation would show it"
+    x, y = [np.random.default_rng(0).integers(0, hi, shape) for hi, shape in ((256, (40, 16, 16, 3)), (4, 40))]
+    src = ImageSource(dict(train=(x.astype(np.uint8), y), test=(x[:8].astype(np.uint8), y[:8])), list('abcd'))
+    dls = image_dls(src, bs=16, num_workers=0, device='cpu')
+    learn = Learner(dls, tiny_vit(size=16, patch=4, in_chans=3, num_classes=4).model)
+    pixels = torch.as_tensor(x).permute(0, 3, 1, 2) / 255
+    by_hand = robust_report(learn.model, (pixels, torch.as_tensor(y)), [FGSM_], n=None)
+    for given in (dict(dl=dls.train), dict(ds_idx=0)):
+        rep = learn.robust_report([FGSM_], **given)
+        assert rep.meta['data'] == by_hand.meta['data'] and verdicts(rep, FGSM_) == verdicts(by_hand, FGSM_)
+    one, two = [dls.train.new(shuffle=False).one_batch()[0] for _ in range(2)]
+    assert not torch.equal(one, two)  # the Learner's own loader augments as before
 
 
 def test_the_report_of_a_learner(learn):
