@@ -930,13 +930,20 @@ def _photos(path, recurse=True):
     return sorted({*get_image_files(path, recurse=recurse), *get_files(path, _HEIC, recurse=recurse)}, key=str)
 
 
-def _readable(found):
+@lru_cache(maxsize=None)
+def _warn_once(path, says):
+    "Warn of what a folder holds, once in a session, however often it is read"
+    warnings.warn(says)
+
+
+def _readable(path, found):
     "Files of each split without HEIC where it cannot be read, which is said once, with the number"
     heic = [f for v in found.values() for f in v if f.suffix.lower() in _HEIC]
     if not heic or _reads_heic():
         return found
-    warnings.warn(
-        f'HEIC files are left out, {len(heic)} of them ({heic[0].name}, ...): to read them, pip install pillow-heif'
+    _warn_once(
+        path,
+        f'HEIC files are left out, {len(heic)} of them ({heic[0].name}, ...): to read them, pip install pillow-heif',
     )
     return {k: kept for k, v in found.items() if (kept := [f for f in v if f not in {*heic}])}
 
@@ -950,6 +957,19 @@ def _split_dirs(path):
     return dict(train=path) if has_classes else {}
 
 
+def _only_heic(folder):
+    "Does a folder hold no file, or none but photos of phones?"
+    return all(f.suffix.lower() in _HEIC for f in folder.rglob('*') if f.is_file())
+
+
+def _warn_of_empty(path, vocab):
+    "Warn once of folders that would be classes if they held an image that can be read"
+    dirs = {o.name: o for d in _split_dirs(path).values() for o in _subdirs(d) if not o.name.startswith('.')}
+    empty = [k for k, d in dirs.items() if k not in vocab and _only_heic(d)]
+    if empty:
+        _warn_once(path, f'{path}: no images in {_few(empty)}, so there is no such class: fill the folder or remove it')
+
+
 def read_folders(
     path: Path,  # Holds `train/` and `test/`, `val/` or `valid/`, each with class folders; or the class folders
     name: str = '',  # Not used
@@ -958,10 +978,11 @@ def read_folders(
     if not path.is_dir():
         return
     found = {k: [f for f in _photos(d) if f.parent != d] for k, d in _split_dirs(path).items()}
-    found = _readable({k: v for k, v in found.items() if v})
+    found = _readable(path, {k: v for k, v in found.items() if v})
     if not found:
         return
     vocab = by_value({f.parent.name for f in found.get('train', first(found.values()))})
+    _warn_of_empty(path, vocab)
     new = {f.parent.name for v in found.values() for f in v} - set(vocab)
     if new:
         raise ValueError(f'{path}: {len(new)} classes have no training images, among them {sorted(new)[:3]}')

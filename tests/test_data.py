@@ -1,7 +1,7 @@
 """Data: every form of storage, settings, and what must never happen silently. Small made-up images in temporary folders
 only."""
 
-import gzip, io, json, pickle, random, sys
+import gzip, io, json, pickle, random, shutil, sys
 import numpy as np, pytest, torch, timm
 import pyarrow as pa, pyarrow.parquet as pq
 from fastai.vision.all import (
@@ -893,6 +893,29 @@ def test_photos_are_turned_upright(tmp_path):
         Image.fromarray(a).save(tmp_path / c / '0.png', exif=tag)
     x = image_dls(tmp_path, valid='only', bs=2, batch_tfms=None).valid.one_batch()[0]
     assert x.shape == (2, 3, 64, 32) and x[:, :, :32].max() == 0 and x[:, :, 32:].min() == 1
+
+
+def test_an_empty_class_folder_is_named_once(photos, tmp_path):
+    "Folders of other files, such as fastai's `models`, are no classes, and nothing is said of them"
+    root = tmp_path / 'some'
+    shutil.copytree(photos, root)
+    (root / 'zebra').mkdir()
+    (root / 'models').mkdir()
+    (root / 'models' / 'mine.pth').write_bytes(b'0')
+    with pytest.warns(UserWarning, match=r'no images in zebra, so there is no such class') as heard:
+        assert 'zebra' not in [D.read_folders(root).vocab for _ in range(2)][1]
+    assert len(heard) == 1 and 'models' not in str(heard[0].message)
+
+
+def test_heic_is_said_once_for_each_folder(photos, tmp_path, monkeypatch):
+    for k in 'ab':
+        shutil.copytree(photos, tmp_path / k)
+        (tmp_path / k / 'bag' / 'IMG.HEIC').write_bytes(b'0')
+    monkeypatch.setattr(D, '_reads_heic', lambda: False)
+    with pytest.warns(UserWarning, match='left out, 1 of them') as heard:
+        for k in 'aabb':
+            D.read_images(tmp_path / k)
+    assert len(heard) == 2
 
 
 def test_heic_files_are_counted_or_read(photos, monkeypatch):
