@@ -809,6 +809,36 @@ def _about(src, picks, valid, seed, name):
     notice = class_notice(src.vocab)
     return f'{name or "images"}: {counts}{side}{chosen}' + (f'; {notice}' if notice else '')
 
+# %% ../nbs/00b_data.ipynb #5b1f0c3e
+_MOST_COMPARED = 20_000  # files; in larger folders nobody looks for copies
+
+
+def _copies(a, b):
+    "Pairs of files of two lists that have the same content; only files of equal size are read"
+    sizes = [groupby(filter(Path.is_file, o), lambda f: f.stat().st_size) for o in (a, b)]
+    pairs = []
+    for size in sizes[0].keys() & sizes[1].keys():
+        same = {f.read_bytes(): f for f in sizes[0][size]}
+        pairs += [(same[o], f) for f in sizes[1][size] if (o := f.read_bytes()) in same]
+    return sorted(pairs)
+
+
+def _warn_of_copies(parts, valid, root):
+    "Warn once where a photo is in training and validation, as files of the same content"
+    a, b = [x if isinstance(x, (list, L)) else [] for x, _ in parts]
+    if valid == 'only' or len(a) + len(b) > _MOST_COMPARED or not all(isinstance(o, Path) for o in (*a, *b)):
+        return
+    pairs = _copies(a, b)
+    if not pairs:
+        return
+    one, other = [str(f).removeprefix(f'{root}{os.sep}') for f in pairs[0]]
+    many = f'{len(pairs)} pairs' if len(pairs) > 1 else '1 pair'
+    _warn_once(
+        root,
+        f'the same photo is in training and validation: {one} = {other} ({many}), so accuracy there is partly memory: '
+        'keep one file of each',
+    )
+
 # %% ../nbs/00b_data.ipynb #35feadbf
 def _fitted(parts, src, mode, size, fit, untouched):
     "The size, what brings images to it, and the parts; small images that nothing else changes are decoded now"
@@ -876,6 +906,7 @@ def image_dls(  # noqa: PLR0913
     picks = choose_images(src, valid, n_train, n_valid, seed)
     _warn_of_single(src, valid)
     parts = [src.take(*o) for o in picks]
+    _warn_of_copies(parts, valid, src.root)
     untouched = item_tfms is None or _auto(item_tfms)  # only `fit` changes an image before the batch
     options = dict(pct=pct, interp=interp, crop_mode=crop_mode)
     fit, parts = _fitted(parts, src, mode, _hw(size), options, untouched)

@@ -1,7 +1,7 @@
 """Data: every form of storage, settings, and what must never happen silently. Small made-up images in temporary folders
 only."""
 
-import gzip, io, json, pickle, random, shutil, sys
+import gzip, io, json, pickle, random, shutil, sys, warnings
 import numpy as np, pytest, torch, timm
 import pyarrow as pa, pyarrow.parquet as pq
 from fastai.vision.all import (
@@ -893,6 +893,27 @@ def test_photos_are_turned_upright(tmp_path):
         Image.fromarray(a).save(tmp_path / c / '0.png', exif=tag)
     x = image_dls(tmp_path, valid='only', bs=2, batch_tfms=None).valid.one_batch()[0]
     assert x.shape == (2, 3, 64, 32) and x[:, :, :32].max() == 0 and x[:, :, 32:].min() == 1
+
+
+def test_a_photo_in_training_and_validation_is_told(photos, tmp_path):
+    "By content alone, once, with two names and the number; not where all images are for both sides"
+    for k in ('train', 'valid'):
+        shutil.copytree(photos, tmp_path / k)
+        for f in (tmp_path / k).rglob('*.jpg'):
+            f.write_bytes(f.read_bytes() + f'{k} {f.name}'.encode() * (1 + len(f.parent.name)))
+    files = [sorted((tmp_path / k).rglob('*.jpg')) for k in ('train', 'valid')]
+    options = dict(size=32, bs=4, num_workers=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        image_dls(tmp_path, **options)
+    for i in (3, 5):
+        shutil.copy(files[0][i], files[1][i])
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        image_dls(tmp_path / 'train', valid='only', **options)
+    with pytest.warns(UserWarning, match='in training and validation: train/.*jpg = valid/.*jpg .2 pairs') as heard:
+        [image_dls(tmp_path, **options) for _ in range(2)]
+    assert len(heard) == 1
 
 
 def test_an_empty_class_folder_is_named_once(photos, tmp_path):
