@@ -1835,6 +1835,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                           'robust_nbdev.experiments._attacks_of': ( 'experiments.html#_attacks_of',
                                                                                     'robust_nbdev/experiments.py'),
                                           'robust_nbdev.experiments._bare': ('experiments.html#_bare', 'robust_nbdev/experiments.py'),
+                                          'robust_nbdev.experiments._beside': ('experiments.html#_beside', 'robust_nbdev/experiments.py'),
                                           'robust_nbdev.experiments._both': ('experiments.html#_both', 'robust_nbdev/experiments.py'),
                                           'robust_nbdev.experiments._code_of': ('experiments.html#_code_of', 'robust_nbdev/experiments.py'),
                                           'robust_nbdev.experiments._compared': ( 'experiments.html#_compared',
