@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 from fastai.callback.schedule import *
-from fastai.vision.all import Normalize
+from fastai.vision.all import Learner, Normalize
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
