@@ -314,6 +314,7 @@ class Side:
     step: float = None  # Cost of a training step in F
     predict: float = None  # Cost of a prediction in F
     warnings: tuple = ()  # Sentences
+    own: tuple = ()  # Names of attacks that no other model was shown
 
     @property
     def overstated(self):
@@ -365,7 +366,7 @@ class Comparison:
         self.notes, self.images, self.asked = [], '', 0  # `asked`: so many models will be measured; 0: these
         if not self.sides:
             raise ValueError('there is nothing to compare: give at least one model')
-        of = {(s.name, tuple(s.verdicts), len(s.verdicts['clean'])) for s in self.sides}
+        of = {(s.name, tuple(k for k in s.verdicts if k not in s.own), len(s.verdicts['clean'])) for s in self.sides}
         if len({o[1:] for o in of}) > 1 or len(of) < len(self.sides):
             raise ValueError('models of a comparison have names of their own, the same images and the same attacks')
 
@@ -384,7 +385,7 @@ class Comparison:
     @property
     def columns(self):
         "The accuracies of the table"
-        attacks = self.first.attacks
+        attacks = list(dict.fromkeys(k for s in sorted(self.sides, key=lambda s: len(s.own)) for k in s.attacks))
         worst, corrupted = ['worst case'] * (len(attacks) > 1), ['corruptions'] * bool(self.first.corrupted)
         return ['clean', *attacks, *worst, *corrupted]
 
@@ -400,7 +401,7 @@ class Comparison:
         says = [o for s in self.sides for o in s.warnings]
         everywhere = [o for o in dict.fromkeys(says) if all(o in s.warnings for s in self.sides)]
         of_one = [f'{s.name}: {o}' for s in self.sides for o in s.warnings if o not in everywhere]
-        return self.notes + self._passed_over() + everywhere + of_one
+        return self.notes + self._uneven() + self._passed_over() + everywhere + of_one
 
 # %% ../nbs/01f_compare.ipynb #a547050a
 def _accuracy_of(side, column):
@@ -486,6 +487,10 @@ def _points(d):
     return f'{100 * d.value:+.1f} [{100 * d.low:+.1f}, {100 * d.high:+.1f}]', f'{d.p:.1g}' if d.p >= 1e-4 else '<1e-4'
 
 
+def _share(v):
+    return '-' if pd.isna(v) else f'{v:.1f}'
+
+
 def _cost(v):
     return '' if pd.isna(v) else f'{v:.3g}'
 
@@ -504,6 +509,17 @@ def _best(self: Comparison, sides):
     trusted = [s for s in sides if self.judged == 'clean' or not s.overstated]
     of = {s.name: _accuracy_of(s, self.judged) for s in trusted}
     return [k for k, v in of.items() if v == max(of.values())]
+
+
+@patch
+def _uneven(self: Comparison):
+    "A sentence for each model whose worst case counts attacks that the others were not shown"
+    return [
+        f'{s.name} is ranked by a worst case that counts {", ".join(s.own)} too, an attack on this model alone: '
+        'the others were not attacked in ways of their own'
+        for s in self.sides
+        if s.own
+    ]
 
 
 @patch
@@ -529,7 +545,7 @@ def table(
 ) -> pd.DataFrame:  # Text, models of one threat model together
     "The table that the reader sees: accuracies in percent, and the difference to the first model in the ranked column"
     d = self.df
-    t = (100 * d[[*self.columns, *(['mCE'] if 'mCE' in d else [])]].astype(float)).map('{:.1f}'.format)
+    t = (100 * d[[*self.columns, *(['mCE'] if 'mCE' in d else [])]].astype(float)).map(_share)
     if 'mCE' in d:
         t['mCE'] = d.mCE.map(_short)
     for sides in self._ranked():
@@ -757,11 +773,16 @@ class _Comparing:
     severities: object  # Of the corruptions
     n: int  # Images; None: all
     how: dict  # Options that both reports take
+    extra: dict  # Name of a model -> attacks on it alone
 
-    def reports(self, entry, folder):
+    def on(self, name):
+        "The attacks on a model"
+        return [*self.attacks, *self.extra.get(name, [])]
+
+    def reports(self, name, entry, folder):
         "The two reports of a model; the second is None where no corruptions are asked for"
         out, corrupted = [folder and folder / o for o in ('attacks', 'corruptions')], None
-        on = [_attack_on(a, entry) for a in self.attacks]
+        on = [_attack_on(a, entry) for a in self.on(name)]
         report = robust_report(entry.model, self.data, on, n=self.n, draws=entry.draws, out=out[0], **self.how)
         if self.corruptions is not None:
             src = dict(data=self.data, corruptions=self.corruptions, n=self.n)
@@ -775,11 +796,12 @@ class _Comparing:
     def side(self, name, entry, reports, costs):
         "What the two reports say of a model"
         report, corrupted = reports
-        verdicts = {row_name(a): report.verdicts[row_name(_attack_on(a, entry))] for a in self.attacks}
+        verdicts = {row_name(a): report.verdicts[row_name(_attack_on(a, entry))] for a in self.on(name)}
+        own = tuple(map(row_name, self.extra.get(name, [])))
         says = [*report.warnings, *(corrupted.warnings if corrupted else [])]
         under = {k: v for k, v in corrupted.verdicts.items() if k != 'clean'} if corrupted else {}
         verdicts = {'clean': report.verdicts['clean'], **verdicts}
-        return Side(name, verdicts, entry.threat, under, warnings=tuple(dict.fromkeys(says)), **costs)
+        return Side(name, verdicts, entry.threat, under, warnings=tuple(dict.fromkeys(says)), own=own, **costs)
 
     def about(self, base, entries, reports):
         "What was measured, in a line"
@@ -793,6 +815,7 @@ class _Comparing:
             in_turn = any(e.draws == 1 for e in entries.values())
             how = ', each on the images that survived those before it' * in_turn
             what.append(f'{norms}: {", ".join(names)}{how}')
+        what += [f'{k} alone: {", ".join(map(row_name, o))}' for k, o in self.extra.items() if o]
         what += [f'mean of {e.draws} draws for {k}, each attack alone' for k, e in entries.items() if e.draws > 1]
         if corrupted:
             kinds, levels = [
@@ -813,6 +836,15 @@ def _attacks_of_one_ball(attacks):
             'make a comparison for each'
         )
     return attacks
+
+
+def _extra_attacks(extra, attacks, models):
+    "Attacks on single models by their names, without those that all are shown; raises ValueError for what cannot be"
+    if extra and not attacks:
+        raise ValueError('extra= adds to the attacks on all models, and there are none: give attacks= too')
+    if odd := [k for k in extra if str(k) not in map(str, models)]:
+        raise ValueError(f'extra= has attacks on {odd[0]!r}, which is none of the models: {list(models)}')
+    return {str(k): _attacks_of_one_ball([*attacks, *L(o)])[len(attacks) :] for k, o in extra.items()}
 
 
 def _entries(models, data):
@@ -838,27 +870,31 @@ def compare(  # noqa: PLR0913
     out=None,  # Folder to save to after every row, and to go on from; None: keep nothing
     overwrite: bool = False,  # Start anew although `out` holds reports
     progress: bool = False,  # Show fastai's progress bars
+    extra: dict = None,  # Name of a model -> attacks on it alone, weak to strong, which count in its worst case only
     say=noop,  # Told which model is measured, and how many rows an earlier call had measured
 ) -> Comparison:  # A row per model
     """Models side by side on the same images, by `robust_report` and `corruption_report`;
     raises ValueError for what cannot be compared"""
     attacks, (entries, says) = _attacks_of_one_ball(attacks), _entries(models, data)
+    extra = _extra_attacks(extra or {}, attacks, models)
     if corruptions is not None and not hasattr(corruptions, 'pick'):
         check_corruptions(corruptions, severities, seed)  # before the first attack
     folders, base, sides = _folders(entries, out), first(entries), []
     forward, known = _forward(entries[base], _first_images(data, entries[base].model)), []
     how = dict(seed=seed, bs=bs, overwrite=overwrite, progress=progress)
-    same = _Comparing(data, attacks, corruptions, severities, n, how)
+    same = _Comparing(data, attacks, corruptions, severities, n, how, extra)
     for name, entry in entries.items():
         say(name)
-        reports = same.reports(entry, folders[name])
+        reports = same.reports(name, entry, folders[name])
         known += [o for o in reports if o is not None]
         sides.append(same.side(name, entry, reports, _costs(entry, _first_images(data, entry.model), forward)))
         if len(sides) == 1:
             about, data_id = same.about(base, entries, reports), reports[0].meta['data']
         if reports[0].meta['data'] != data_id:
             raise ValueError(f'{name} was measured on other images than {base}: the data changes from pass to pass')
-        res = Comparison(sides, about, _alexnet(reports[1]), _short_names(attacks))
+        res = Comparison(
+            sides, about, _alexnet(reports[1]), _short_names([*attacks, *(a for o in extra.values() for a in o)])
+        )
         res.images, res.notes, res.asked = data_id, says, len(entries)
         if out is not None:
             res.save(out)

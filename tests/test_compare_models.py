@@ -450,6 +450,30 @@ def test_images_that_another_version_corrupted_are_not_paired(nets, data, monkey
             paired(now, before, attack=row)
 
 
+def test_an_attack_on_one_model_counts_in_its_worst_case_alone(nets, data):
+    few, own = (data[0][:24], data[1][:24]), PGD(0.1, steps=5)
+    found = compare(nets, few, [FGSM(0.1)], extra=dict(robust=[own]))
+    assert found.columns == ['clean', 'FGSM(0.1)', repr(own), 'worst case']
+    assert (
+        found.df.loc['robust', 'worst case'] == found.df.loc['robust', repr(own)] <= found.df.loc['robust', 'FGSM(0.1)']
+    )
+    assert found.df.loc['plain', 'worst case'] == found.df.loc['plain', 'FGSM(0.1)']
+    assert found.shown().set_index('model')['pgd5'].plain == '-' and found.difference('robust', repr(own)) is None
+    assert found.warnings[0].startswith(f'robust is ranked by a worst case that counts {own!r} too')
+    assert f'robust alone: {own!r}' in found.about
+
+
+def test_attacks_on_one_model_are_checked(nets, data):
+    for extra, says in (
+        (dict(other=[FGSM(0.1)]), "'other', which is none"),
+        (dict(plain=[FGSM(0.2)]), 'one threat model'),
+    ):
+        with pytest.raises(ValueError, match=says):
+            compare(nets, data, ATTACKS, extra=extra)
+    with pytest.raises(ValueError, match='give attacks= too'):
+        compare(nets, data, [], extra=dict(plain=[FGSM(0.1)]))
+
+
 def test_a_plain_function_is_an_attack_of_a_comparison(nets, data):
     assert compare(nets, data, [darker], n=8).df['darker'].notna().all()
 
