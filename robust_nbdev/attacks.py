@@ -438,6 +438,18 @@ class AttackBase(Value):
             'give it make(self, model, x, y, target, seed)'
         )
 
+    def eot(
+        self,
+        n: int,  # Gradients to average
+    ) -> 'AttackBase':  # Of the same type
+        "A copy whose gradients are means over `n` draws; raises ValueError for an attack that averages none"
+        if check_whole(n, 'draws') == 1:
+            return self
+        raise ValueError(
+            f'{type(self).__name__} does not average gradients, so eot({n}) would change nothing: for a random model '
+            "use an attack in steps, such as PGD(8/255).eot(20), or AutoAttack(8/255, version='rand')"
+        )
+
 # %% ../nbs/01_attacks.ipynb #b187694c
 def check_call(
     model,  # What was given as the model
@@ -515,6 +527,7 @@ class Attack(AttackBase):
     keep = 'last'
     in_steps = True  # does it go in steps, by `start` and `update`? Not if it writes a `run` of its own
     restartable = True  # does it make `restarts` runs? A `run` or `make` of its own has to say so
+    averages = True  # is each of its gradients the mean of `draws`? A `run` or `make` of its own has to say so
     only_start_is_random = False  # is nothing else? Each class has to say so for itself
     whole = dict(restarts=1, draws=1, steps=0, targets=1)  # whole numbers, each with the smallest that makes sense
 
@@ -524,11 +537,14 @@ class Attack(AttackBase):
         if {'run', 'make', '__call__'} & set(vars(cls)):
             cls.in_steps = False
             cls.restartable = vars(cls).get('restartable', False)
+            cls.averages = vars(cls).get('averages', False)
 
     def __post_init__(self):
         self._plain()
         self._in_ball()
         self._whole(**self.whole)
+        if self.draws > 1 and not self.averages:
+            super().eot(self.draws)
         if self.restarts > 1 and not self.restartable:
             raise ValueError(
                 f'{type(self).__name__} is run in a way of its own, which would make one run and not {self.restarts}: '
@@ -575,8 +591,8 @@ class Attack(AttackBase):
         self,
         n: int,  # Gradients to average
     ) -> 'Attack':  # Each step costs `n` times as much
-        "A copy whose gradients are the mean of `n` draws of a random model"
-        return self.but(draws=n)
+        "A copy whose gradients are the mean of `n` draws of a random model; raises ValueError where it averages none"
+        return self.but(draws=n) if self.averages else super().eot(n)
 
 # %% ../nbs/01_attacks.ipynb #4f38d977
 def _reference(loss, model, x, y, target):
@@ -1274,6 +1290,16 @@ class Wraps(AttackBase):
 
     def at_eps(self, eps):
         return self.around([_at(a, eps) for a in self.attacks])
+
+    def eot(
+        self,
+        n: int,  # Gradients to average in every attack
+    ) -> 'Wraps':  # Of the same type
+        "A copy whose attacks average their gradients; raises ValueError where one of them averages none"
+        for a in self.attacks:
+            if not isinstance(a, AttackBase):
+                raise ValueError(f'{row_name(a)} has no eot, so its gradients cannot be averaged: leave it out')
+        return self.around([a.eot(n) for a in self.attacks])
 
     @property
     def beside(self):

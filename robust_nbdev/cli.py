@@ -33,6 +33,7 @@ from .tora import GateFirst
 from .afat import Occlusion
 from .aas import AAS, Around
 from .evaluate import *
+from .evaluate import _own_in_prediction
 from fastai.vision.all import *
 from fastcore.script import call_parse, store_true
 
@@ -852,6 +853,9 @@ def _whole(model, checkpoint):
     "A model that needs nothing more: of a Learner, of this package, or of a Hugging Face folder"
     if _is_pickle(checkpoint):
         learn = _opened(checkpoint)
+        if cbs := _own_in_prediction(learn):
+            names = ', '.join(type(cb).__name__ for cb in cbs)
+            warnings.warn(f'the model is attacked without the callbacks of its Learner, which may change it: {names}')
         net, vocab = _of_learner(learn)
         what = f'{type(unwrap(net)).__name__}, weights of {Path(checkpoint).name}'
         return Found(net, what, vocab, seen_by(learn.dls), _fit_of(learn))
@@ -1641,6 +1645,8 @@ def run_compare(  # noqa: PLR0913
     same = dict(seed=s.seed, bs=s.bs, out=out, overwrite=overwrite, progress=bar, say=say)
     res = compare(nets, dl, attacks, corruptions, severities, **same)
     res.notes += says
+    if out is not None and says:
+        res.save(out)
     return res
 
 # %% ../nbs/08_cli.ipynb #0b7b2c22

@@ -16,8 +16,9 @@ from .vit import multiply_adds
 from .vit import _unfused
 from .attacks import *
 from .evaluate import *
-from .evaluate import _as_html, _as_markdown, _as_text, _atomic, _device, _distinct, _short, _tex
-from .eval_data import _batches, _names
+from .evaluate import _as_html, _as_markdown, _as_text, _atomic, _comments, _device, _distinct
+from .evaluate import _learner_doubts, _notes_below, _Overstated, _short, _tex
+from .eval_data import _batches, _names, _trained_again
 from .corruptions import *
 
 # %% ../nbs/01f_compare.ipynb #1ba489f2
@@ -313,6 +314,12 @@ class Side:
     step: float = None  # Cost of a training step in F
     predict: float = None  # Cost of a prediction in F
     warnings: tuple = ()  # Sentences
+    own: tuple = ()  # Names of attacks that no other model was shown
+
+    @property
+    def overstated(self):
+        "Those of the warnings by which robust accuracy may be lower than the numbers say"
+        return [o for o in self.warnings if isinstance(o, _Overstated)]
 
     @property
     def attacks(self):
@@ -356,10 +363,10 @@ class Comparison:
         short: dict = None,  # Attack -> what its column is called in tables; None: its whole name
     ):
         self.sides, self.about, self.base, self.short = list(sides), about, base, short or {}
-        self.notes, self.images = [], ''
+        self.notes, self.images, self.asked = [], '', 0  # `asked`: so many models will be measured; 0: these
         if not self.sides:
             raise ValueError('there is nothing to compare: give at least one model')
-        of = {(s.name, tuple(s.verdicts), len(s.verdicts['clean'])) for s in self.sides}
+        of = {(s.name, tuple(k for k in s.verdicts if k not in s.own), len(s.verdicts['clean'])) for s in self.sides}
         if len({o[1:] for o in of}) > 1 or len(of) < len(self.sides):
             raise ValueError('models of a comparison have names of their own, the same images and the same attacks')
 
@@ -369,9 +376,16 @@ class Comparison:
         return self.sides[0]
 
     @property
+    def caption(self):
+        "What was measured, and of how many models as long as some are missing"
+        if len(self.sides) >= self.asked:
+            return self.about
+        return f'{len(self.sides)} of {self.asked} models so far, so none is marked as the best; {self.about}'
+
+    @property
     def columns(self):
         "The accuracies of the table"
-        attacks = self.first.attacks
+        attacks = list(dict.fromkeys(k for s in sorted(self.sides, key=lambda s: len(s.own)) for k in s.attacks))
         worst, corrupted = ['worst case'] * (len(attacks) > 1), ['corruptions'] * bool(self.first.corrupted)
         return ['clean', *attacks, *worst, *corrupted]
 
@@ -386,9 +400,8 @@ class Comparison:
         "What the reports warn of, once where it holds for all models"
         says = [o for s in self.sides for o in s.warnings]
         everywhere = [o for o in dict.fromkeys(says) if all(o in s.warnings for s in self.sides)]
-        return (
-            self.notes + everywhere + [f'{s.name}: {o}' for s in self.sides for o in s.warnings if o not in everywhere]
-        )
+        of_one = [f'{s.name}: {o}' for s in self.sides for o in s.warnings if o not in everywhere]
+        return self.notes + self._uneven() + self._passed_over() + everywhere + of_one
 
 # %% ../nbs/01f_compare.ipynb #a547050a
 def _accuracy_of(side, column):
@@ -474,8 +487,55 @@ def _points(d):
     return f'{100 * d.value:+.1f} [{100 * d.low:+.1f}, {100 * d.high:+.1f}]', f'{d.p:.1g}' if d.p >= 1e-4 else '<1e-4'
 
 
+def _share(v):
+    return '-' if pd.isna(v) else f'{v:.1f}'
+
+
 def _cost(v):
     return '' if pd.isna(v) else f'{v:.3g}'
+
+
+@patch
+def _ranked(self: Comparison):
+    "Models that are ranked together: those of each threat model that has several, once all are measured"
+    if len(self.sides) < self.asked:
+        return []
+    return [o for o in groupby(self.sides, lambda s: s.threat).values() if len(o) > 1]
+
+
+@patch
+def _best(self: Comparison, sides):
+    "Of models that are ranked together those with the highest value that none of their own warnings doubts"
+    trusted = [s for s in sides if self.judged == 'clean' or not s.overstated]
+    of = {s.name: _accuracy_of(s, self.judged) for s in trusted}
+    return [k for k, v in of.items() if v == max(of.values())]
+
+
+@patch
+def _uneven(self: Comparison):
+    "A sentence for each model whose worst case counts attacks that the others were not shown"
+    return [
+        f'{s.name} is ranked by a worst case that counts {", ".join(s.own)} too, an attack on this model alone: '
+        'the others were not attacked in ways of their own'
+        for s in self.sides
+        if s.own
+    ]
+
+
+@patch
+def _passed_over(self: Comparison):
+    "A sentence for each model that would be marked as the best if none of its own warnings doubted its value"
+    says = []
+    for sides in self._ranked():
+        value, best = {s.name: _accuracy_of(s, self.judged) for s in sides}, self._best(sides)
+        least, instead = max(value[k] for k in best or value), ' and '.join(best) or 'none'
+        says += [
+            f'{k} is not marked as the best, since its own warnings say that its robust accuracy may be overstated: '
+            f'{instead} is marked'
+            for k, v in value.items()
+            if v >= least and k not in best
+        ]
+    return says
 
 
 @patch
@@ -485,11 +545,11 @@ def table(
 ) -> pd.DataFrame:  # Text, models of one threat model together
     "The table that the reader sees: accuracies in percent, and the difference to the first model in the ranked column"
     d = self.df
-    t = (100 * d[[*self.columns, *(['mCE'] if 'mCE' in d else [])]].astype(float)).map('{:.1f}'.format)
+    t = (100 * d[[*self.columns, *(['mCE'] if 'mCE' in d else [])]].astype(float)).map(_share)
     if 'mCE' in d:
         t['mCE'] = d.mCE.map(_short)
-    for _, of in d.groupby('threat')[self.judged]:
-        best = of[of == of.max()].index if len(of) > 1 else []
+    for sides in self._ranked():
+        best = self._best(sides)
         t.loc[best, self.judged] = t.loc[best, self.judged].map(mark)
     found = [_points(None if k == self.first.name else self.difference(k)) for k in d.index]
     at = t.columns.get_loc(self.judged) + 1
@@ -524,12 +584,12 @@ def shown(
 
 @patch
 def __repr__(self: Comparison):
-    return _as_text(self.about, self.shown().to_string(index=False), self.warnings)
+    return _as_text(self.caption, self.shown().to_string(index=False), self.warnings)
 
 
 @patch
 def _repr_html_(self: Comparison):
-    return _as_html(self.about, self.shown().to_html(index=False, border=0), self.warnings)
+    return _as_html(self.caption, self.shown().to_html(index=False, border=0), self.warnings)
 
 
 @patch
@@ -537,9 +597,9 @@ def to_markdown(
     self: Comparison,
     few: bool = True,  # See `shown`
 ) -> str:  # Lines
-    "The table for a README"
+    "The table for a README, with what was measured and the warnings below it"
     t = self.shown(few, mark='**{}**'.format)
-    return '\n'.join([_as_markdown(t), '', self.about, ''])
+    return '\n'.join([_as_markdown(t), '', self.caption + _notes_below(self.warnings), ''])
 
 
 @patch
@@ -547,10 +607,10 @@ def to_latex(
     self: Comparison,
     few: bool = True,  # See `shown`
 ) -> str:  # Needs booktabs
-    "The table for a paper, with what was measured as its caption"
+    "The table for a paper, with what was measured as its caption and the warnings as comments"
     t = self.shown(few, mark='\x01{}\x02'.format)
-    text = t.rename(columns=_tex).map(_tex).to_latex(index=False, escape=False, caption=_tex(self.about))
-    return text.replace('\x01', r'\textbf{').replace('\x02', '}')
+    text = t.rename(columns=_tex).map(_tex).to_latex(index=False, escape=False, caption=_tex(self.caption))
+    return text.replace('\x01', r'\textbf{').replace('\x02', '}') + _comments(self.warnings)
 
 # %% ../nbs/01f_compare.ipynb #a56e332a
 _markers = {'white box': 'o', 'transfer': '^', 'randomised': 's'}
@@ -590,8 +650,8 @@ def save(
     "Write compare.csv, compare.md, compare.tex, compare.png and differences.csv, each in one move"
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    lines = '\n'.join([self.to_markdown(few=False), *[f'- {o}' for o in self.warnings], ''])
-    texts = {'compare.md': lines, 'compare.tex': self.to_latex(few=False), 'compare.csv': self.df.to_csv()}
+    tables = {'compare.md': self.to_markdown(few=False), 'compare.tex': self.to_latex(few=False)}
+    texts = {**tables, 'compare.csv': self.df.to_csv()}
     texts['differences.csv'] = self.differences.to_csv(index=False)
     for name, text in texts.items():
         _atomic(out / name, lambda p: p.write_text(text))
@@ -601,12 +661,12 @@ def save(
     plt.close(fig)
 
 # %% ../nbs/01f_compare.ipynb #7e9eaa29
-def _entry(o, names):
+def _entry(o, data):
     """What was given, as an `Entry` of networks, and what there is to say of them; where they and the images have
     class names, in the order of the images'"""
     e = o if isinstance(o, Entry) else Entry(o)
-    net, moved, says = _in_order(e.model, names)
-    other = None if e.surrogate is None else _in_order(e.surrogate, names)[0]
+    net, moved, says = _in_order(e.model, data)
+    other = None if e.surrogate is None else _in_order(e.surrogate, data)[0]
     if moved and other is not None and other is e.surrogate:
         raise ValueError(
             'the outputs of the model are put in the order of the images by name, and its surrogate has no class '
@@ -618,26 +678,27 @@ def _entry(o, names):
     return replace(e, model=net, surrogate=other, step=step), says
 
 
-def _network(o, names):
-    "The network of a module, a `Learner` or a name, and its class names where it has some"
+def _network(o, names, data):
+    "The network of a module, a `Learner` or a name, its class names where it has some, and sentences about it"
     if isinstance(o, (str, Path)):
         from robust_nbdev.cli import named_model
 
         found = named_model(str(o), len(names) or None)
-        return found.net, found.vocab
+        return found.net, found.vocab, _trained_again(found.seen, data)
     if isinstance(o, Learner):
         o.model.to(o.dls.device)
-        return get_model(o.model), getattr(o.dls, 'vocab', None)
-    return o, None
+        return get_model(o.model), getattr(o.dls, 'vocab', None), _learner_doubts(o, data)
+    return o, None, []
 
 
-def _in_order(o, names):
-    "A network with its outputs in the order of `names`, whether that moved them, and sentences about it"
+def _in_order(o, data):
+    "A network with its outputs in the order of the images' classes, whether that moved them, and sentences about it"
     from robust_nbdev.cli import _otherwise, of_imagenet, outputs_by_name
 
-    net, vocab = _network(o, names)
+    names = list(_names(data) or ())
+    net, vocab, says = _network(o, names, data)
     if not names:
-        return net, False, []
+        return net, False, says
     what, kept = '', net
     try:
         if vocab is None and isinstance(o, (str, Path)):
@@ -646,7 +707,7 @@ def _in_order(o, names):
     except ValueError as e:
         raise ValueError(f'{e}. The outputs of a module, such as learn.model, are taken by their order') from None
     kept_says = (what + line).strip(', ')
-    return kept, kept is not net, [kept_says] * bool(kept_says) + _otherwise(vocab, names)
+    return kept, kept is not net, says + [kept_says] * bool(kept_says) + _otherwise(vocab, names)
 
 
 def _random(model, x):
@@ -674,7 +735,7 @@ def _attack_on(attack, entry):
     "The attack as it is made on this model"
     if entry.surrogate is not None:
         return Transfer(entry.surrogate, attack)
-    averages = isinstance(attack, Attack) and attack.draws == 1
+    averages = isinstance(attack, Attack) and attack.averages and attack.draws == 1
     return attack.eot(entry.draws) if entry.draws > 1 and averages else attack
 
 
@@ -713,11 +774,16 @@ class _Comparing:
     severities: object  # Of the corruptions
     n: int  # Images; None: all
     how: dict  # Options that both reports take
+    extra: dict  # Name of a model -> attacks on it alone
 
-    def reports(self, entry, folder):
+    def on(self, name):
+        "The attacks on a model"
+        return [*self.attacks, *self.extra.get(name, [])]
+
+    def reports(self, name, entry, folder):
         "The two reports of a model; the second is None where no corruptions are asked for"
         out, corrupted = [folder and folder / o for o in ('attacks', 'corruptions')], None
-        on = [_attack_on(a, entry) for a in self.attacks]
+        on = [_attack_on(a, entry) for a in self.on(name)]
         report = robust_report(entry.model, self.data, on, n=self.n, draws=entry.draws, out=out[0], **self.how)
         if self.corruptions is not None:
             src = dict(data=self.data, corruptions=self.corruptions, n=self.n)
@@ -731,11 +797,12 @@ class _Comparing:
     def side(self, name, entry, reports, costs):
         "What the two reports say of a model"
         report, corrupted = reports
-        verdicts = {row_name(a): report.verdicts[row_name(_attack_on(a, entry))] for a in self.attacks}
+        verdicts = {row_name(a): report.verdicts[row_name(_attack_on(a, entry))] for a in self.on(name)}
+        own = tuple(map(row_name, self.extra.get(name, [])))
         says = [*report.warnings, *(corrupted.warnings if corrupted else [])]
         under = {k: v for k, v in corrupted.verdicts.items() if k != 'clean'} if corrupted else {}
         verdicts = {'clean': report.verdicts['clean'], **verdicts}
-        return Side(name, verdicts, entry.threat, under, warnings=tuple(dict.fromkeys(says)), **costs)
+        return Side(name, verdicts, entry.threat, under, warnings=tuple(dict.fromkeys(says)), own=own, **costs)
 
     def about(self, base, entries, reports):
         "What was measured, in a line"
@@ -746,7 +813,10 @@ class _Comparing:
                 ' and '.join(dict.fromkeys(str(threat(a)[0]) for a in self.attacks)),
                 map(row_name, self.attacks),
             )
-            what.append(f'{norms}: {", ".join(names)}, each on the images that survived those before it')
+            in_turn = any(e.draws == 1 for e in entries.values())
+            how = ', each on the images that survived those before it' * in_turn
+            what.append(f'{norms}: {", ".join(names)}{how}')
+        what += [f'{k} alone: {", ".join(map(row_name, o))}' for k, o in self.extra.items() if o]
         what += [f'mean of {e.draws} draws for {k}, each attack alone' for k, e in entries.items() if e.draws > 1]
         if corrupted:
             kinds, levels = [
@@ -769,12 +839,21 @@ def _attacks_of_one_ball(attacks):
     return attacks
 
 
+def _extra_attacks(extra, attacks, models):
+    "Attacks on single models by their names, without those that all are shown; raises ValueError for what cannot be"
+    if extra and not attacks:
+        raise ValueError('extra= adds to the attacks on all models, and there are none: give attacks= too')
+    if odd := [k for k in extra if str(k) not in map(str, models)]:
+        raise ValueError(f'extra= has attacks on {odd[0]!r}, which is none of the models: {list(models)}')
+    return {str(k): _attacks_of_one_ball([*attacks, *L(o)])[len(attacks) :] for k, o in extra.items()}
+
+
 def _entries(models, data):
     "The models as `Entry`s by their names, each looked at before the first is attacked, and sentences about them"
     if not isinstance(models, dict) or not models:
         got = 'none' if isinstance(models, dict) else f'a {type(models).__name__}'
         raise ValueError(f'models to compare are given by name, such as dict(plain=model, mine=learn), got {got}')
-    found = {str(k): _entry(o, list(_names(data) or ())) for k, o in models.items()}
+    found = {str(k): _entry(o, data) for k, o in models.items()}
     entries = {k: e for k, (e, _) in found.items()}
     _check_random(entries, data)
     return entries, [f'{k}: {o}' for k, (_, says) in found.items() for o in says]
@@ -792,30 +871,43 @@ def compare(  # noqa: PLR0913
     out=None,  # Folder to save to after every row, and to go on from; None: keep nothing
     overwrite: bool = False,  # Start anew although `out` holds reports
     progress: bool = False,  # Show fastai's progress bars
-    say=noop,  # Told which model is measured
+    extra: dict = None,  # Name of a model -> attacks on it alone, weak to strong, which count in its worst case only
+    say=noop,  # Told which model is measured, and how many rows an earlier call had measured
 ) -> Comparison:  # A row per model
     """Models side by side on the same images, by `robust_report` and `corruption_report`;
     raises ValueError for what cannot be compared"""
     attacks, (entries, says) = _attacks_of_one_ball(attacks), _entries(models, data)
+    extra = _extra_attacks(extra or {}, attacks, models)
     if corruptions is not None and not hasattr(corruptions, 'pick'):
         check_corruptions(corruptions, severities, seed)  # before the first attack
     folders, base, sides = _folders(entries, out), first(entries), []
-    forward = _forward(entries[base], _first_images(data, entries[base].model))
+    forward, known = _forward(entries[base], _first_images(data, entries[base].model)), []
     how = dict(seed=seed, bs=bs, overwrite=overwrite, progress=progress)
-    same = _Comparing(data, attacks, corruptions, severities, n, how)
+    same = _Comparing(data, attacks, corruptions, severities, n, how, extra)
     for name, entry in entries.items():
         say(name)
-        reports = same.reports(entry, folders[name])
+        reports = same.reports(name, entry, folders[name])
+        known += [o for o in reports if o is not None]
         sides.append(same.side(name, entry, reports, _costs(entry, _first_images(data, entry.model), forward)))
         if len(sides) == 1:
             about, data_id = same.about(base, entries, reports), reports[0].meta['data']
         if reports[0].meta['data'] != data_id:
             raise ValueError(f'{name} was measured on other images than {base}: the data changes from pass to pass')
-        res = Comparison(sides, about, _alexnet(reports[1]), _short_names(attacks))
-        res.images, res.notes = data_id, says
+        res = Comparison(
+            sides, about, _alexnet(reports[1]), _short_names([*attacks, *(a for o in extra.values() for a in o)])
+        )
+        res.images, res.notes, res.asked = data_id, says, len(entries)
         if out is not None:
             res.save(out)
+    _say_what_was_known(known, out, say)
     return res
+
+
+def _say_what_was_known(reports, out, say):
+    "A line where rows were not measured now, but by an earlier call"
+    old, rows = sum(o.from_disk for o in reports), sum(len({*o.verdicts} - {'clean'}) for o in reports)
+    if old:
+        say(f'{old} of {rows} rows are from {out}, where an earlier call measured them: overwrite measures all again')
 
 
 def _alexnet(report):

@@ -1652,7 +1652,10 @@ def corruption_report(  # noqa: PLR0913
     if out is not None and not overwrite and (Path(out) / 'report.json').exists():
         rep = _saved(rep, out) or rep
     for name, sev in progress_bar(todo, leave=False) if progress else todo:
-        if (name, sev) == row or _as_saved(rep, name, sev, src, bs, dev):
+        if (name, sev) == row:
+            continue
+        if _as_saved(rep, name, sev, src, bs, dev):
+            rep.from_disk += 1
             continue
         t = time.time()
         _add(rep, name, sev, _judge_all(model, src.pick(name, sev), bs, dev), t)

@@ -859,6 +859,40 @@ def _about(src, picks, valid, seed, name):
     notice = class_notice(src.vocab)
     return f'{name or "images"}: {counts}{side}{chosen}' + (f'; {notice}' if notice else '')
 
+# %% ../nbs/00b_data.ipynb #5b1f0c3e
+_MOST_COMPARED = 20_000  # files; in larger folders nobody looks for copies
+
+
+def _content(f):
+    return hashlib.blake2b(f.read_bytes()).digest()
+
+
+def _copies(a, b):
+    "Pairs of files of two lists that have the same content; only files of equal size are read"
+    sizes = [groupby(filter(Path.is_file, o), lambda f: f.stat().st_size) for o in (a, b)]
+    pairs = []
+    for size in sizes[0].keys() & sizes[1].keys():
+        same = {_content(f): f for f in sizes[0][size]}
+        pairs += [(same[o], f) for f in sizes[1][size] if (o := _content(f)) in same]
+    return sorted(pairs)
+
+
+def _warn_of_copies(parts, valid, root):
+    "Warn once where a photo is in training and validation, as files of the same content"
+    a, b = [x if isinstance(x, (list, L)) else [] for x, _ in parts]
+    if valid == 'only' or len(a) + len(b) > _MOST_COMPARED or not all(isinstance(o, Path) for o in (*a, *b)):
+        return
+    pairs = _copies(a, b)
+    if not pairs:
+        return
+    one, other = [str(f).removeprefix(f'{root}{os.sep}') for f in pairs[0]]
+    many = f'{len(pairs)} pairs' if len(pairs) > 1 else '1 pair'
+    _warn_once(
+        root,
+        f'the same photo is in training and validation: {one} = {other} ({many}), so accuracy there is partly memory: '
+        'keep one file of each',
+    )
+
 # %% ../nbs/00b_data.ipynb #35feadbf
 def _fitted(parts, src, mode, size, fit, untouched):
     "The size, what brings images to it, and the parts; small images that nothing else changes are decoded now"
@@ -926,6 +960,7 @@ def image_dls(  # noqa: PLR0913
     picks = choose_images(src, valid, n_train, n_valid, seed)
     _warn_of_single(src, valid)
     parts = [src.take(*o) for o in picks]
+    _warn_of_copies(parts, valid, src.root)
     untouched = item_tfms is None or _auto(item_tfms)  # only `fit` changes an image before the batch
     options = dict(pct=pct, interp=interp, crop_mode=crop_mode)
     fit, parts = _fitted(parts, src, mode, _hw(size), options, untouched)
@@ -981,13 +1016,20 @@ def _photos(path, recurse=True):
     return sorted({*get_image_files(path, recurse=recurse), *get_files(path, _HEIC, recurse=recurse)}, key=str)
 
 
-def _readable(found):
+@lru_cache(maxsize=None)
+def _warn_once(path, says):
+    "Warn of what a folder holds, once in a session, however often it is read"
+    warnings.warn(says)
+
+
+def _readable(path, found):
     "Files of each split without HEIC where it cannot be read, which is said once, with the number"
     heic = [f for v in found.values() for f in v if f.suffix.lower() in _HEIC]
     if not heic or _reads_heic():
         return found
-    warnings.warn(
-        f'HEIC files are left out, {len(heic)} of them ({heic[0].name}, ...): to read them, pip install pillow-heif'
+    _warn_once(
+        path,
+        f'HEIC files are left out, {len(heic)} of them ({heic[0].name}, ...): to read them, pip install pillow-heif',
     )
     return {k: kept for k, v in found.items() if (kept := [f for f in v if f not in {*heic}])}
 
@@ -1001,6 +1043,19 @@ def _split_dirs(path):
     return dict(train=path) if has_classes else {}
 
 
+def _only_heic(folder):
+    "Does a folder hold no file, or none but photos of phones?"
+    return all(f.suffix.lower() in _HEIC for f in folder.rglob('*') if f.is_file())
+
+
+def _warn_of_empty(path, vocab):
+    "Warn once of folders that would be classes if they held an image that can be read"
+    dirs = {o.name: o for d in _split_dirs(path).values() for o in _subdirs(d) if not o.name.startswith('.')}
+    empty = [k for k, d in dirs.items() if k not in vocab and _only_heic(d)]
+    if empty:
+        _warn_once(path, f'{path}: no images in {_few(empty)}, so there is no such class: fill the folder or remove it')
+
+
 def read_folders(
     path: Path,  # Holds `train/` and `test/`, `val/` or `valid/`, each with class folders; or the class folders
     name: str = '',  # Not used
@@ -1009,10 +1064,11 @@ def read_folders(
     if not path.is_dir():
         return
     found = {k: [f for f in _photos(d) if f.parent != d] for k, d in _split_dirs(path).items()}
-    found = _readable({k: v for k, v in found.items() if v})
+    found = _readable(path, {k: v for k, v in found.items() if v})
     if not found:
         return
     vocab = by_value({f.parent.name for f in found.get('train', first(found.values()))})
+    _warn_of_empty(path, vocab)
     new = {f.parent.name for v in found.values() for f in v} - set(vocab)
     if new:
         raise ValueError(f'{path}: {len(new)} classes have no training images, among them {sorted(new)[:3]}')

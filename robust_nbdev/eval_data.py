@@ -193,13 +193,38 @@ def few_classes(
     )
 
 # %% ../nbs/01h_eval_data.ipynb #aa856598
+def _as_in_validation(ds):
+    "Training images of a fastai dataset as validation would show them: without augmentation"
+    if not isinstance(ds, Datasets) or ds.split_idx != 0:
+        return ds
+    new = copy(ds)
+    new.tls = L(tl._new(tl.items, split_idx=1) for tl in ds.tls)
+    return new
+
+
+_random_order = (
+    torch.utils.data.RandomSampler,
+    torch.utils.data.SubsetRandomSampler,
+    torch.utils.data.WeightedRandomSampler,
+)
+
+
+def _refuse_shuffled(data):
+    "Raises ValueError for a torch loader that gives other images, or another order, in each pass"
+    if isinstance(getattr(data, 'sampler', None), _random_order):
+        raise ValueError(
+            'the DataLoader shuffles, and all attacks must see the same images in the same order: '
+            'give one with shuffle=False'
+        )
+
+
 def _loader(data, bs=64):
     "Batches of `data`, in order and complete; raises ValueError where that cannot be had"
     if isinstance(data, DataLoaders):
         raise TypeError('several DataLoaders given: give one, such as dls.valid')
     check_dls(data)
     if isinstance(data, TfmdDL):
-        return data.new(shuffle=False, drop_last=False)
+        return data.new(_as_in_validation(data.dataset), shuffle=False, drop_last=False)
     if getattr(data, 'drop_last', False):
         raise ValueError('the DataLoader drops its last batch: give one with drop_last=False')
     if not (isinstance(data, (tuple, list)) and isinstance(data[0], (Tensor, np.ndarray))):

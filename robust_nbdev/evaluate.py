@@ -31,6 +31,7 @@ from robust_nbdev.eval_data import (
     _in_order,
     _loader,
     _names,
+    _refuse_shuffled,
     _tensors,
     _trained_again,
 )
@@ -84,6 +85,15 @@ def _ball(attack):
     return threat(attack)[0], getattr(attack, 'eps', None)
 
 # %% ../nbs/01b_evaluate.ipynb #34adc821
+class _Overstated(str):
+    "A warning that robust accuracy may be lower than the number: a comparison never marks such a number as the best"
+
+
+def _about_row(name, warning):
+    "A warning with the name of its row before it, of the same type"
+    return type(warning)(f'{name}: {warning}')
+
+
 def _as_text(title, table, warnings):
     "Title, table and warnings for a terminal"
     return '\n'.join([title, table, *(f'warning: {o}' for o in warnings)])
@@ -119,8 +129,14 @@ class Report:
         self.files, self.vocab = None, None  # [N] names of the images; names of the classes; None: not known
         self.extra = {}  # name of a column of one's own -> {attack: its value}
         self.figures = {}  # title -> picture (PNG) for the web page
+        self.from_disk = 0  # rows that an earlier run has measured
 
     columns = 'attack', 'norm', 'eps', 'accuracy', 'low', 'high', 'n', 'seed', 'attacked', 'passes', 'seconds'
+
+    @property
+    def overstated(self):
+        "Those of the warnings by which robust accuracy may be lower than the numbers say"
+        return [o for o in self.warnings if isinstance(o, _Overstated)]
 
     @property
     def df(self):
@@ -211,9 +227,23 @@ def _for_paper(rep):
 
 
 @patch
-def to_markdown(self: Report) -> str:  # A table with a line for each row
+def to_markdown(self: Report) -> str:  # A table with a line for each row, and the warnings below it
     "The table of a paper as Markdown"
-    return _as_markdown(_for_paper(self))
+    return _as_markdown(_for_paper(self)) + _notes_below(self.warnings)
+
+
+def _notes_below(warnings):
+    "Warnings as a list below a table in Markdown; nothing where there are none"
+    return '\n'.join(['', '', *(f'- {_one_line(o)}' for o in warnings)]) if warnings else ''
+
+
+def _comments(warnings):
+    "Warnings as comments in LaTeX, a line for each"
+    return ''.join(f'% warning: {_one_line(o)}\n' for o in warnings)
+
+
+def _one_line(o):
+    return ' '.join(str(o).split())
 
 
 def _as_markdown(t):
@@ -234,14 +264,15 @@ def _tex(s):
 
 
 @patch
-def to_latex(self: Report) -> str:  # A tabular environment, with the rules of booktabs
+def to_latex(self: Report) -> str:  # A tabular environment with the rules of booktabs; the warnings as comments
     "The table of a paper as LaTeX"
     t = _for_paper(self)
     member = t.attack.str.startswith('&nbsp;')
     t['attack'] = t.attack.str.removeprefix('&nbsp;&nbsp;- ')
     t = t.rename(columns=_tex).map(_tex)
     t.loc[member, 'attack'] = r'\quad ' + t.attack[member]
-    return t.to_latex(index=False, escape=False, column_format='l' + 'r' * (t.shape[1] - 1))
+    text = t.to_latex(index=False, escape=False, column_format='l' + 'r' * (t.shape[1] - 1))
+    return text + _comments(self.warnings)
 
 # %% ../nbs/01b_evaluate.ipynb #d91e64b8
 def _class_name(i, vocab=None):
@@ -342,6 +373,12 @@ def _names_of(rep):
     return {k: np.array([str(o) for o in v]) for k, v in names.items() if v is not None}
 
 
+def _all_overstated(rep):
+    "All warnings of a report and of its rows by which robust accuracy may be lower than the numbers say"
+    of_rows = [o for r in rep.rows for o in r.get('warnings', [])]
+    return [o for o in dict.fromkeys([*rep.warnings, *of_rows]) if isinstance(o, _Overstated)]
+
+
 @patch
 def save(
     self: Report,
@@ -357,7 +394,7 @@ def save(
     _atomic(out / 'report.csv', lambda p: self.df.to_csv(p, index=False))
     if images:
         _atomic(out / 'images.csv', lambda p: self.per_image().to_csv(p, index=False))
-    about = dict(meta=self.meta, rows=self.rows, warnings=self.warnings)
+    about = dict(meta=self.meta, rows=self.rows, warnings=self.warnings, overstated=_all_overstated(self))
     if self.extra:
         rows = [r | {k: v.get(r['attack']) for k, v in self.extra.items()} for r in self.rows]
         about |= dict(rows=rows, own=list(self.extra))
@@ -428,6 +465,11 @@ def add_figure(
     return self
 
 # %% ../nbs/01b_evaluate.ipynb #6fa51383
+def _as_saved(warnings, overstated):
+    "Warnings read from disk: those that were saved as `_Overstated` are again"
+    return [_Overstated(o) if o in overstated else o for o in warnings]
+
+
 @patch(cls_method=True)
 def load(
     cls: Report,
@@ -439,7 +481,9 @@ def load(
         d = json.loads((out / 'report.json').read_text())
         verdicts, preds = [_read_npz(out / f) for f in ('verdicts.npz', 'predictions.npz')]
         names = [verdicts.pop(k, None) for k in (_FILES, _CLASSES)]
-        rep = cls(d['meta'], d['rows'], verdicts, d['warnings'], preds)
+        known = set(d.get('overstated', []))
+        rows = [{**r, 'warnings': _as_saved(r['warnings'], known)} if 'warnings' in r else r for r in d['rows']]
+        rep = cls(d['meta'], rows, verdicts, _as_saved(d['warnings'], known), preds)
         rep.files, rep.vocab = [None if o is None else o.tolist() for o in names]
         rep.extra = {k: {r['attack']: r.pop(k, None) for r in rep.rows} for k in d.get('own', [])}
         return rep
@@ -506,8 +550,10 @@ def _gradient_doubts(by_margin, by_ce):
     says = []
     if zero > 0.05:
         says.append(
-            f'the gradient is exactly zero for {zero:.0%} of the images: gradient attacks cannot '
-            'work on them, add a black-box attack'
+            _Overstated(
+                f'the gradient is exactly zero for {zero:.0%} of the images: gradient attacks cannot '
+                'work on them, add a black-box attack'
+            )
         )
     if zero_ce > 0.05 >= zero:
         says.append(
@@ -515,7 +561,7 @@ def _gradient_doubts(by_margin, by_ce):
             'the images (very large logits): use loss=margin or dlr'
         )
     if bad > 0:
-        says.append(f'the gradient is not finite for {bad:.0%} of the images')
+        says.append(_Overstated(f'the gradient is not finite for {bad:.0%} of the images'))
     return says
 
 
@@ -536,7 +582,9 @@ def _output_doubts(z, random):
     if nan > 0:
         says.append(f'the output is not a number for {nan:.0%} of the images, which count as wrong')
     if z.min() >= 0 and torch.allclose(z.sum(1), torch.ones_like(z[:, 0]), atol=1e-3):
-        says.append('the outputs look like probabilities, not logits: losses on them underflow, return the logits')
+        says.append(
+            _Overstated('the outputs look like probabilities, not logits: losses on them underflow, return the logits')
+        )
     if random:
         says.append(
             'two calls on the same images differ: the model is random, so attack it with averaged '
@@ -1278,7 +1326,8 @@ class Run:
         self.device = _device(self.model)
         self.rows, self.verdicts, self.preds = {}, {}, {}
         self.attacks, self.saved, self.old = {}, {}, Report({})
-        self.notes, self.left_out = [], []
+        self.notes, self.left_out, self.from_disk = [], [], 0
+        _refuse_shuffled(self.data)
         before = beside_weights(self.model)
         with checked('model'):
             self._clean_pass()
@@ -1399,8 +1448,10 @@ def _constant(pred, share):
     if same <= max(0.9, share.float().mean().item() + 0.05):
         return []
     return [
-        f'the model predicts class {int(k)} for {same:.0%} of the clean images: a constant answer resists every '
-        'attack and is worth nothing'
+        _Overstated(
+            f'the model predicts class {int(k)} for {same:.0%} of the clean images: a constant answer resists every '
+            'attack and is worth nothing'
+        )
     ]
 
 
@@ -1446,12 +1497,23 @@ def _meta(self: Run, held):
 
 
 @patch
+def _order(self: Run):
+    "Which images each attack saw, as the attacks so far make it true"
+    if self.draws > 1 or not self.cascade:
+        return 'each attack alone'
+    threats = {threat(a) for a, _ in self.attacks.values()}
+    same = ['norm and eps'] * any(norm is not None for norm, _ in threats)
+    same += ['budget'] * any(norm is None for norm, _ in threats)
+    of = f' with the same {" or ".join(same)}' if len(threats) > 1 else ''
+    return f'each attack on the images that survived the rows above{of}'
+
+
+@patch
 def _title(self: Run):
     title = f'Robust accuracy of {type(unwrap(self.model)).__name__}, n={len(self.keys)}, seed={self.seed}'
     if self.at is not None:
         title += ' (balanced over classes, since the data comes class by class)'
-    alone = self.draws > 1 or not self.cascade
-    title += ', each attack alone' if alone else ', each attack on the images that survived the rows above'
+    title += f', {self._order()}'
     if self.draws > 1:
         title += f', mean of {self.draws} draws'
     note = _numbered(_names(self.data))
@@ -1630,6 +1692,7 @@ def _take_saved(self: Run, name, who, left, above):
         return False
     self.rows[name], self.verdicts[name] = row, self.old.verdicts[name]
     self.preds[name] = np.where(left > 0, self.old.preds[name], self._preds_above(above))
+    self.from_disk += 1
     return True
 
 # %% ../nbs/01b_evaluate.ipynb #ed6d1d93
@@ -1698,7 +1761,8 @@ def _keep_row(self: Run, attack, who, left, above, res):
     self.verdicts[name] = ok
     self.preds[name] = np.where(res.found.pred > -2, res.found.pred, self._preds_above(above))
     counts = dict(attacked=int((left > 0).sum()), passes=res.passes, stand=_digest(left), identity=who)
-    says = list(dict.fromkeys(s.removeprefix(f'{name}: ') for s in res.says + _wider(attack)))
+    said = res.says + _wider(attack)
+    says = list(dict.fromkeys(type(s)(s.removeprefix(f'{name}: ')) for s in said))
     more = dict(threat=list(threat(attack)), parts=res.parts if len(res.parts) > 1 else [], warnings=says)
     for values in self.old.extra.values():
         values.pop(name, None)  # of the row before
@@ -1773,12 +1837,14 @@ def _bar(attack, left):
 def _stuck(found, n):
     "Sentences where gradients of the `n` attacked images were not finite, or never other than zero"
     bad, zero = int(found.bad.sum()), int((found.zero & (found.share > 0)).sum())
-    says = [f'gradients were not finite for {bad} images'] if bad else []
+    says = [_Overstated(f'gradients were not finite for {bad} images')] if bad else []
     if zero <= max(0.05 * n, 2):
         return says
     return says + [
-        f'{zero} of {n} images survive because every gradient was exactly zero: use loss=scaled_ce, margin '
-        'or dlr, and add a black-box attack such as Square'
+        _Overstated(
+            f'{zero} of {n} images survive because every gradient was exactly zero: use loss=scaled_ce, margin '
+            'or dlr, and add a black-box attack such as Square'
+        )
     ]
 
 # %% ../nbs/01b_evaluate.ipynb #99904cf7
@@ -1800,8 +1866,10 @@ def _probe(self: Run, attack):
     if survive <= 0.3:
         return says
     return says + [
-        f'{survive:.0%} of {len(x)} images survive it even at eps={eps_str(big.eps)}, where any image can '
-        'become grey: it is too weak (steps, alpha), or the model hides its gradients'
+        _Overstated(
+            f'{survive:.0%} of {len(x)} images survive it even at eps={eps_str(big.eps)}, where any image can '
+            'become grey: it is too weak (steps, alpha), or the model hides its gradients'
+        )
     ]
 
 
@@ -1842,8 +1910,10 @@ def _precision(self: Run, attack, found):
     if fooled <= max(1, 0.03 * k):
         return []
     return [
-        f'{fooled} of {k} images that survived it in low precision do not survive it in float32: '
-        'do not use fast=True for this model'
+        _Overstated(
+            f'{fooled} of {k} images that survived it in low precision do not survive it in float32: '
+            'do not use fast=True for this model'
+        )
     ]
 
 # %% ../nbs/01b_evaluate.ipynb #8db8e57c
@@ -1921,7 +1991,7 @@ def _so_far(self: Run):
     for k in self.saved:
         verdicts[k], preds[k] = self.old.verdicts[k], self.old.preds[k]
     rows = [*self.rows.values(), *self.saved.values()]
-    return self._with_names(Report(self.meta, rows, verdicts, self._doubts(), preds))
+    return self._with_names(Report({**self.meta, 'title': self._title()}, rows, verdicts, self._doubts(), preds))
 
 
 def _files_in(data):
@@ -1971,12 +2041,14 @@ def report(self: Run) -> Report:  # Clean images, a row per attack, the worst ca
     self._leave_out()
     rows, says = [*self.rows.values()], self._doubts()
     for r in rows:
-        says += [f'{r["attack"]}: {o}' for o in r.get('warnings', [])]
+        says += [_about_row(r['attack'], o) for o in r.get('warnings', [])]
     for same in groupby([a for a, _ in self.attacks.values()], threat).values():
         says += self._order_doubts(same)
     says += _lonely([a for a, _ in self.attacks.values()])
-    rep = Report(self.meta, rows + self._worst_cases(rows[1:]), dict(self.verdicts), says, dict(self.preds))
+    meta = {**self.meta, 'title': self._title()}
+    rep = Report(meta, rows + self._worst_cases(rows[1:]), dict(self.verdicts), says, dict(self.preds))
     self._with_names(rep)
+    rep.from_disk = self.from_disk
     if self.folder is not None:
         rep.save(self.folder)
     return rep
@@ -2057,8 +2129,10 @@ def _lonely(attacks):
         missing = [b for b in needed if not any(_as_strong(o, b) for o in run)]
         if missing:
             says.append(
-                f'{a!r} alone may overstate robustness: its images are made on another function than the model. '
-                f'Run {", ".join(map(repr, missing))} as well'
+                _Overstated(
+                    f'{a!r} alone may overstate robustness: its images are made on another function than the model. '
+                    f'Run {", ".join(map(repr, missing))} as well'
+                )
             )
     return says
 
@@ -2069,8 +2143,10 @@ def _blind(attack, survived, after):
     if fooled <= max(5, 0.03 * survived):
         return []
     return [
-        f'{attack}, which sees no gradient of the model, fools it on {fooled:g} of {survived} images that survived '
-        'the attacks before: the model may be hiding its gradients, so try an adaptive attack'
+        _Overstated(
+            f'{attack}, which sees no gradient of the model, fools it on {fooled:g} of {survived} images that survived '
+            'the attacks before: the model may be hiding its gradients, so try an adaptive attack'
+        )
     ]
 
 # %% ../nbs/01b_evaluate.ipynb #75a3c202
@@ -2132,11 +2208,16 @@ def _left_out(learn, dl):
     ]
 
 
+def _learner_doubts(learn, data):
+    "Sentences where a Learner is shown images that it was trained on, or predicts otherwise than its model does"
+    return [_Overstated(o) for o in _trained_again(seen_by(learn.dls), data)] + _left_out(learn, data)
+
+
 @patch
 def robust_report(
     self: Learner,
     attacks,  # Attacks, weak to strong; None stands for clean images
-    ds_idx: int = 1,  # 0: training images, 1: validation images
+    ds_idx: int = 1,  # 0: training images, without augmentation; 1: validation images
     dl=None,  # Another DataLoader
     progress: bool = None,  # None: if the Learner shows progress bars
     pictures: int = 0,  # So many of the hardest images on the web page in `out`, see `show_hardest`
@@ -2149,7 +2230,7 @@ def robust_report(
     if progress is None:
         progress = hasattr(self, 'progress')
     rep = robust_report(model, dl, attacks, bs=bs, progress=progress, **kw)
-    says = (_trained_again(seen_by(self.dls), dl) if given else []) + _left_out(self, dl)
+    says = _learner_doubts(self, dl) if given else _left_out(self, dl)
     rep.warnings += says
     out = None if rank_distrib() else kw.get('out')
     if pictures and out is not None:

@@ -650,22 +650,30 @@ def published_table(
     name: str,  # Of an experiment
     profile=None,  # Section of settings.ini, or `RunSettings`
     out=None,  # Folder of all results
-) -> pd.DataFrame:  # A row per setting of `by`: means over seeds, the number of seeds, and the paper's numbers
+) -> (
+    pd.DataFrame
+):  # A row per setting of `by`, one where it is empty: means over seeds, the number of seeds, and the paper's numbers
     "Our rows beside the published ones"
     (e,) = _named(name)
     df = rows(name, profile, out)
     if not len(df):
         return pd.DataFrame(e.published)
     by, skip = list(e.by), {'seconds', *trials_of(name, profile)[0].key}
+    if not by:
+        df, by = df.assign(experiment=name), ['experiment']  # one row, of all runs
     groups = df.groupby(by, sort=False, dropna=False)
-    ours = groups[[k for k in df if k not in skip]].mean().round(1)
+    ours = groups[[k for k in df if k not in {*by, *skip}]].mean().round(1)
     ours.insert(0, 'seeds', groups.size())
-    if not e.published:
-        return ours
-    said = pd.DataFrame(e.published)
+    return _beside(ours, pd.DataFrame(e.published)) if e.published else ours
+
+
+def _beside(ours, said):
+    "Our rows, and the paper's numbers where its rows have the same names; without such names each row beside each"
+    by = list(ours.index.names)
     on = [k for k in by if k in said]
     said = said.rename(columns={k: f'paper: {k}' for k in said if k not in on})
-    return ours.reset_index().merge(said, how='left', on=on).set_index(by)
+    how = dict(how='left', on=on) if on else dict(how='cross')
+    return ours.reset_index().merge(said, **how).set_index(by)
 
 # %% ../nbs/01g_experiments.ipynb #0cc28442
 def check_rows(

@@ -14,6 +14,7 @@ from robust_nbdev.afat import GreedyOcclusion
 from robust_nbdev.attacks import *
 from robust_nbdev.autoattack import *
 from robust_nbdev.patch_attacks import *
+from robust_nbdev.cli import attack_types
 from robust_nbdev.core import Wrapper
 from robust_nbdev.vit import attn_maps, block_outputs
 from robust_nbdev.robust_tokens import TokenAttack
@@ -176,6 +177,48 @@ def test_passes_of_a_model_that_writes():
     for c in (pure, bad):
         APGD(E, steps=3)(c, X, Y)
     assert (pure.forwards, pure.backwards) == (bad.forwards, bad.backwards) == (12, 9)
+
+
+def passes(attack, m):
+    "What the attack costs, in passes of the model"
+    counted = Counted(m)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        attack(counted, X, Y, seed=0)
+    return counted.passes
+
+
+def test_the_command_line_knows_no_other_attacks():
+    assert {*attack_types().values()} <= {*CLASSES}
+
+
+@pytest.mark.parametrize('k', BY_CLASS)
+def test_averaging_costs_passes_or_is_refused(k):
+    "Of no attack `eot` changes nothing in silence"
+    m = vit()
+    attack = ATTACKS[k](m)
+    try:
+        averaged = attack.eot(3)
+    except ValueError as e:
+        assert 'does not average gradients, so eot(3)' in str(e)
+    else:
+        if isinstance(attack, Transfer):  # its passes are those of the surrogate
+            attack, averaged = attack.attack, averaged.attack
+        assert passes(averaged, m) > passes(attack, m)
+
+
+class Queries(Attack):
+    "Goes its own way, which knows nothing of `draws`"
+
+    def run(self, obj, x, seed):
+        return x + self.ball.project(x, self.ball.step(obj._grad(x.requires_grad_(), None)[0]))
+
+
+def test_draws_are_refused_where_they_would_be_ignored():
+    for make in (lambda: Queries(E, draws=3), lambda: Queries(E).eot(3), lambda: WorstCase([pgd, Queries(E)]).eot(3)):
+        with pytest.raises(ValueError, match=r'Queries does not average gradients, so eot\(3\) would change nothing'):
+            make()
+    assert WorstCase([pgd, FGSM(E)]).eot(3) == WorstCase([pgd.eot(3), FGSM(E).eot(3)])
 
 
 # --- attacks that do not keep what they promise

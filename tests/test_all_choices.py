@@ -355,7 +355,8 @@ ENTRIES = {
 }
 # A number of something else (restarts, tokens, epochs), images that are made, those of a dataset, or without labels
 OTHER = set(
-    """Around.restart Around.eot Attack.restart Attack.eot AttnScales.__init__ ExtraTokens.__init__ PatchFool.choose
+    """Around.restart Around.eot Attack.restart Attack.eot AttackBase.eot Wraps.eot AttnScales.__init__
+    ExtraTokens.__init__ PatchFool.choose
     RandomTokens.__init__ Replay.__init__ XcitRecipe.in_epochs add_tokens check_logits gaussian_images interval
     n_occluded planted_images random_keep sketch token_sets unfair camvid cifar10 cifar100 fashion_mnist imagenet
     imagenet100 imagenette find_source Difference.__init__ above_chance check_rows confirm_rows
@@ -369,8 +370,10 @@ def takers():
         o = getattr(lib, k)
         if not callable(o) or not (getattr(o, '__module__', None) or '').startswith('robust_nbdev.'):
             continue
-        for q, f in ({f'{k}.{a}': v for a, v in vars(o).items()} if isinstance(o, type) else {k: o}).items():
-            yield q, f
+        own = (
+            {f'{k}.{a}': v for a, v in vars(o).items() if not a.startswith('_orig_')} if isinstance(o, type) else {k: o}
+        )
+        yield from own.items()  # without what `patch` keeps of a method that it replaces
     for a, f in vars(Learner).items():
         yield f'Learner.{a}', f
 

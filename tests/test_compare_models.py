@@ -10,6 +10,7 @@ from robust_nbdev.all import image_dls, paired, robust_report, small_model
 from robust_nbdev import corruptions
 from robust_nbdev.cli import SomeOutputs, eval_settings, named_model, robust_compare, run_compare, run_eval, timm_model
 from robust_nbdev.compare import Comparison, Side, report_verdicts
+from robust_nbdev.evaluate import Report
 from robust_nbdev.datasets import FASHION, embedded_fashion
 from robust_nbdev.test_utils import synth_learner, tiny_vit
 
@@ -135,6 +136,35 @@ def test_a_later_model_is_measured_alone(nets, data, tmp_path):
     assert (out / 'compare.png').stat().st_size > 5000
 
 
+class Breaks(nn.Module):
+    "A model that fails under attack"
+
+    def forward(self, x):
+        if x.requires_grad:
+            raise KeyboardInterrupt
+        return torch.zeros(len(x), 10)
+
+
+def test_before_all_models_are_measured_none_is_the_best(nets, data, tmp_path):
+    few = dict(n=16, out=tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        compare({**nets, 'late': Breaks()}, data, ATTACKS, **few)
+    for file in ('compare.md', 'compare.tex'):
+        text = (tmp_path / file).read_text()
+        assert '2 of 3 models so far, so none is marked as the best; ' in text and not re.search(r'\*\*|textbf', text)
+    compare(nets, data, ATTACKS, **few)
+    text = (tmp_path / 'compare.md').read_text()
+    assert 'models so far' not in text and '**' in text
+
+
+def test_rows_from_disk_are_said_in_a_line(nets, data, tmp_path):
+    few, said = dict(corruptions=['brightness'], severities=[1, 3], n=16, out=tmp_path), []
+    compare({'plain': nets.plain}, data, ATTACKS, **few, say=said.append)
+    assert said == ['plain']
+    compare(nets, data, ATTACKS, **few, say=said.append)
+    assert said[1:3] == ['plain', 'robust'] and said[3].startswith(f'4 of 8 rows are from {tmp_path}, where')
+
+
 def test_what_cannot_be_compared_is_refused(data, tmp_path):
     m = tiny_vit()
     with pytest.raises(ValueError, match='different folders'):
@@ -174,6 +204,44 @@ def test_a_warning_of_all_models_is_said_once():
     a, b = sides()
     a.warnings, b.warnings = ('few images', 'odd'), ('few images',)
     assert Comparison([a, b]).warnings == ['few images', 'plain_vit: odd']
+
+
+class Masked(nn.Module):
+    "A model whose outputs hide the gradient in rounding, and nothing else: an attack with gradients sees none"
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x).mul(8).round() / 8
+
+
+def test_a_model_that_hides_its_gradients_is_not_marked_as_the_best(nets, data, tmp_path):
+    "Whether its rows were measured now or come from disk; and what is exported says why"
+    models = {'plain': nets.plain, 'masked': Masked(nets.plain), 'robust': nets.robust}
+    for again in (False, True):
+        c = compare(models, data, [PGD(0.1, steps=5)], n=32, out=tmp_path)
+        assert c.df.loc['masked', c.judged] > c.df.loc['robust', c.judged]
+        marked = c.table().set_index('model')[c.judged].str.startswith('*')
+        assert marked.index[marked].tolist() == ['robust']
+        (said,) = [o for o in c.warnings if o.startswith('masked is not marked')]
+        assert said.endswith('robust is marked')
+    assert f'\n- {said}\n' in (tmp_path / 'compare.md').read_text()
+    assert f'\n% warning: {said}\n' in (tmp_path / 'compare.tex').read_text()
+
+
+def test_where_all_are_overstated_none_is_marked(nets, data):
+    c = compare({k: Masked(net) for k, net in nets.items()}, data, [PGD(0.1, steps=5)], n=32)
+    assert not c.table()[c.judged].str.contains('*', regex=False).any()
+    assert sum(o.endswith('overstated: none is marked') for o in c.warnings) == 1
+
+
+def test_exported_tables_of_a_report_carry_its_warnings(nets, data, tmp_path):
+    rep = robust_report(Masked(nets.plain), data, [PGD(0.1, steps=5)], n=16, out=tmp_path)
+    assert rep.overstated and Report.load(tmp_path).overstated == rep.overstated
+    for o in rep.warnings:
+        assert f'\n- {o}' in rep.to_markdown() and f'\n% warning: {o}\n' in rep.to_latex()
 
 
 # --- the cost of a step
@@ -382,6 +450,30 @@ def test_images_that_another_version_corrupted_are_not_paired(nets, data, monkey
             paired(now, before, attack=row)
 
 
+def test_an_attack_on_one_model_counts_in_its_worst_case_alone(nets, data):
+    few, own = (data[0][:24], data[1][:24]), PGD(0.1, steps=5)
+    found = compare(nets, few, [FGSM(0.1)], extra=dict(robust=[own]))
+    assert found.columns == ['clean', 'FGSM(0.1)', repr(own), 'worst case']
+    assert (
+        found.df.loc['robust', 'worst case'] == found.df.loc['robust', repr(own)] <= found.df.loc['robust', 'FGSM(0.1)']
+    )
+    assert found.df.loc['plain', 'worst case'] == found.df.loc['plain', 'FGSM(0.1)']
+    assert found.shown().set_index('model')['pgd5'].plain == '-' and found.difference('robust', repr(own)) is None
+    assert found.warnings[0].startswith(f'robust is ranked by a worst case that counts {own!r} too')
+    assert f'robust alone: {own!r}' in found.about
+
+
+def test_attacks_on_one_model_are_checked(nets, data):
+    for extra, says in (
+        (dict(other=[FGSM(0.1)]), "'other', which is none"),
+        (dict(plain=[FGSM(0.2)]), 'one threat model'),
+    ):
+        with pytest.raises(ValueError, match=says):
+            compare(nets, data, ATTACKS, extra=extra)
+    with pytest.raises(ValueError, match='give attacks= too'):
+        compare(nets, data, [], extra=dict(plain=[FGSM(0.1)]))
+
+
 def test_a_plain_function_is_an_attack_of_a_comparison(nets, data):
     assert compare(nets, data, [darker], n=8).df['darker'].notna().all()
 
@@ -390,3 +482,15 @@ def test_models_without_names_are_refused(data):
     for models, got in ((['fashion_mnist_vit'], 'a list'), ({}, 'none'), (nn.Linear(2, 2), 'a Linear')):
         with pytest.raises(ValueError, match=f'by name.*got {got}$'):
             compare(models, data, ATTACKS)
+
+
+def test_a_learner_that_was_trained_on_the_images_is_named():
+    "By the name of the model"
+    from fastai.vision.all import Learner, nn
+
+    dls = image_dls(embedded_fashion(), n_train=60, n_valid=20, mode='L', valid='holdout')
+    nets = [nn.Sequential(nn.Flatten(), nn.Linear(784, 10)) for _ in range(2)]
+    shown = image_dls(embedded_fashion(), n_train=60, n_valid=20, mode='L', valid='holdout').valid
+    shown.dataset.keys[:3] = dls.train_ds.keys[:3]
+    found = compare({'other': nets[0], 'mine': Learner(dls, nets[1], loss_func=nn.CrossEntropyLoss())}, shown, [])
+    assert [o for o in found.warnings if o.startswith('mine: the model was trained on 3 of these 20 images')]

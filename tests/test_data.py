@@ -1,7 +1,7 @@
 """Data: every form of storage, settings, and what must never happen silently. Small made-up images in temporary folders
 only."""
 
-import gzip, io, json, pickle, random, sys
+import gzip, io, json, pickle, random, shutil, sys, warnings
 import numpy as np, pytest, torch, timm
 import pyarrow as pa, pyarrow.parquet as pq
 from fastai.vision.all import (
@@ -893,6 +893,50 @@ def test_photos_are_turned_upright(tmp_path):
         Image.fromarray(a).save(tmp_path / c / '0.png', exif=tag)
     x = image_dls(tmp_path, valid='only', bs=2, batch_tfms=None).valid.one_batch()[0]
     assert x.shape == (2, 3, 64, 32) and x[:, :, :32].max() == 0 and x[:, :, 32:].min() == 1
+
+
+def test_a_photo_in_training_and_validation_is_told(photos, tmp_path):
+    "By content alone, once, with two names and the number; not where all images are for both sides"
+    for k in ('train', 'valid'):
+        shutil.copytree(photos, tmp_path / k)
+        for f in (tmp_path / k).rglob('*.jpg'):
+            f.write_bytes(f.read_bytes() + f'{k} {f.name}'.encode() * (1 + len(f.parent.name)))
+    files = [sorted((tmp_path / k).rglob('*.jpg')) for k in ('train', 'valid')]
+    options = dict(size=32, bs=4, num_workers=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        image_dls(tmp_path, **options)
+    for i in (3, 5):
+        shutil.copy(files[0][i], files[1][i])
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        image_dls(tmp_path / 'train', valid='only', **options)
+    with pytest.warns(UserWarning, match='in training and validation: train/.*jpg = valid/.*jpg .2 pairs') as heard:
+        [image_dls(tmp_path, **options) for _ in range(2)]
+    assert len(heard) == 1
+
+
+def test_an_empty_class_folder_is_named_once(photos, tmp_path):
+    "Folders of other files, such as fastai's `models`, are no classes, and nothing is said of them"
+    root = tmp_path / 'some'
+    shutil.copytree(photos, root)
+    (root / 'zebra').mkdir()
+    (root / 'models').mkdir()
+    (root / 'models' / 'mine.pth').write_bytes(b'0')
+    with pytest.warns(UserWarning, match=r'no images in zebra, so there is no such class') as heard:
+        assert 'zebra' not in [D.read_folders(root).vocab for _ in range(2)][1]
+    assert len(heard) == 1 and 'models' not in str(heard[0].message)
+
+
+def test_heic_is_said_once_for_each_folder(photos, tmp_path, monkeypatch):
+    for k in 'ab':
+        shutil.copytree(photos, tmp_path / k)
+        (tmp_path / k / 'bag' / 'IMG.HEIC').write_bytes(b'0')
+    monkeypatch.setattr(D, '_reads_heic', lambda: False)
+    with pytest.warns(UserWarning, match='left out, 1 of them') as heard:
+        for k in 'aabb':
+            D.read_images(tmp_path / k)
+    assert len(heard) == 2
 
 
 def test_heic_files_are_counted_or_read(photos, monkeypatch):

@@ -327,6 +327,16 @@ def test_a_table_has_means_over_seeds_beside_the_published_numbers(register, tmp
     ]
 
 
+def test_without_keys_the_table_has_one_row_of_all_runs(register, tmp_path):
+    register('toy.shares', shares, published=[dict(clean=21.0)])
+    reproduce('toy.shares', toy, tmp_path)
+    got = published_table('toy.shares', toy, tmp_path)
+    assert got.index.tolist() == ['toy.shares'] and got.seeds.tolist() == [4] and got['paper: clean'].tolist() == [21.0]
+    assert got.clean.iloc[0] == pytest.approx(rows('toy.shares', toy, tmp_path).clean.mean(), abs=0.1)
+    register('toy.shares', shares)
+    assert published_table('toy.shares', toy, tmp_path).columns.tolist() == ['seeds', 'clean']
+
+
 def test_a_check_finds_a_row_that_is_not_what_the_code_makes(register, tmp_path):
     register('toy.shares', shares)
     reproduce('toy.shares', toy, tmp_path)

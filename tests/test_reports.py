@@ -18,8 +18,9 @@ import robust_nbdev.evaluate as ev
 from robust_nbdev.adv_train import *
 from robust_nbdev.attacks import *
 from robust_nbdev.core import *
-from robust_nbdev.datasets import embedded_fashion, image_dls
+from robust_nbdev.datasets import ImageSource, embedded_fashion, image_dls
 from robust_nbdev.evaluate import *
+from robust_nbdev.patch_attacks import RandomOcclusion
 from robust_nbdev.test_utils import *
 
 E = 0.05
@@ -106,6 +107,21 @@ def test_cascade_by_hand(model, data, report):
     assert acc(report, 'worst case') == pytest.approx(left.mean())
 
 
+def test_the_title_says_which_rows_share_their_survivors(model, data, tmp_path):
+    "Attacks of another radius or budget start from all images that are right, and the title does not say otherwise"
+    few = data[0][:16], data[1][:16]
+    title = lambda *attacks, **kw: robust_report(model, few, [*attacks], **kw).meta['title']
+    two = FGSM_, FGSM(2 * E)
+    assert title(FGSM_, PGD_).endswith('seed=0, each attack on the images that survived the rows above')
+    assert title(*two, out=tmp_path).endswith('survived the rows above with the same norm and eps')
+    assert Report.load(tmp_path).meta['title'] == title(*two)
+    assert title(FGSM_, RandomOcclusion(patch=7)).endswith('with the same norm and eps or budget')
+    assert title(RandomOcclusion(patch=7), RandomOcclusion(share=0.2, patch=7)).endswith(
+        'the rows above with the same budget'
+    )
+    assert title(*two, cascade=False).endswith('seed=0, each attack alone')
+
+
 def test_the_seed_reaches_the_attack(model, data):
     rep = robust_report(model, data, [PGD_], seed=3)
     assert verdicts(rep, PGD_) == right(model, *data, PGD_, seed=3).tolist() and rep.rows[1]['seed'] == 3
@@ -186,7 +202,7 @@ one_output = nn.Sequential(nn.Flatten(), nn.Linear(784, 1))
 REFUSED = {
     'fewer labels': (lambda m, d: (m, (d[0], d[1][:64])), 'labels'),
     'dropped': (loader(drop_last=True), 'drop_last'),
-    'shuffled': (loader(shuffle=True), 'changed between two passes'),
+    'shuffled': (loader(shuffle=True), 'the DataLoader shuffles'),
     'read once': (lambda m, d: (m, zip(d[0].split(50), d[1].split(50))), 'only once'),
     'empty': (lambda m, d: (m, (d[0][:0], d[1][:0])), 'empty'),
     'three tensors': (lambda m, d: (m, [(d[0], d[1], d[1])]), 'of 3'),
@@ -454,6 +470,21 @@ def test_the_worst_case_counts_the_rows_asked_for(model, data, tmp_path):
 
 
 # --- of a Learner, and curves ---
+
+
+def test_training_images_are_attacked_in_order_and_without_augmentation():
+    "Flipped, shifted and shuffled in training; a report sees each once, as validation would show it"
+    x, y = [np.random.default_rng(0).integers(0, hi, shape) for hi, shape in ((256, (40, 16, 16, 3)), (4, 40))]
+    src = ImageSource(dict(train=(x.astype(np.uint8), y), test=(x[:8].astype(np.uint8), y[:8])), list('abcd'))
+    dls = image_dls(src, bs=16, num_workers=0, device='cpu')
+    learn = Learner(dls, tiny_vit(size=16, patch=4, in_chans=3, num_classes=4).model)
+    pixels = torch.as_tensor(x).permute(0, 3, 1, 2) / 255
+    by_hand = robust_report(learn.model, (pixels, torch.as_tensor(y)), [FGSM_], n=None)
+    for given in (dict(dl=dls.train), dict(ds_idx=0)):
+        rep = learn.robust_report([FGSM_], **given)
+        assert rep.meta['data'] == by_hand.meta['data'] and verdicts(rep, FGSM_) == verdicts(by_hand, FGSM_)
+    one, two = [dls.train.new(shuffle=False).one_batch()[0] for _ in range(2)]
+    assert not torch.equal(one, two)  # the Learner's own loader augments as before
 
 
 def test_the_report_of_a_learner(learn):
