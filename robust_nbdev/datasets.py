@@ -210,6 +210,9 @@ def _digest(*arrays):
     return hashlib.sha256(content).hexdigest()[:16]
 
 
+_IN_MEMORY = (list, L, np.ndarray)  # else a `ParquetColumn`
+
+
 def _take(x, idxs):
     "Items of an array, a list or a `ParquetColumn`"
     if isinstance(x, np.ndarray):
@@ -261,7 +264,7 @@ class ImageSource:
     ) -> 'ImageSource':  # Nothing is decoded
         "A dataset of some items of a split"
         x, y = self.splits[split]
-        x = x.only(idxs) if isinstance(x, ParquetColumn) else _take(x, idxs)
+        x = _take(x, idxs) if isinstance(x, _IN_MEMORY) else x.only(idxs)
         known = dict(lut=self.lut, order=self.order, keep=self.keep, root=self.root)
         return ImageSource({split: (x, _take(y, idxs))}, self.vocab, **known)
 
@@ -299,7 +302,7 @@ def image_keys(
     """Numbers by which images are known again: made from the folder, name and size of a file, from pixels or encoded
     bytes, and in a parquet file from the number of the row"""
     x = src.splits[split][0]
-    told = x.told_by(idxs) if isinstance(x, ParquetColumn) else map(_told_by, _take(x, idxs))
+    told = map(_told_by, _take(x, idxs)) if isinstance(x, _IN_MEMORY) else x.told_by(idxs)
     numbers = [int.from_bytes(hashlib.blake2b(o, digest_size=8).digest(), 'little') for o in told]
     return np.array(numbers, np.uint64)
 
@@ -824,7 +827,7 @@ def sizes(
     "The sizes that images have"
     if isinstance(x, np.ndarray):
         return {x.shape[2:0:-1]}
-    some = x.take(np.arange(min(16, len(x)))) if isinstance(x, ParquetColumn) else x[:: max(1, len(x) // 50)]
+    some = x[:: max(1, len(x) // 50)] if isinstance(x, _IN_MEMORY) else x.take(np.arange(min(16, len(x))))
     return {_size_of(o) for o in some}
 
 
