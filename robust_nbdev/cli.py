@@ -1182,6 +1182,8 @@ def _seen_in_training(found, images, dl, data, checkpoint):
         return ['these are the images in the folder train: a model looks better on images that it was trained on']
     if checkpoint is None or isinstance(images.src.splits[images.split][0], np.ndarray):
         return []
+    if images.held:
+        return ['which images the model was trained on is not known: these were held out of the training of others']
     if images.valid == 'holdout':
         return ['which images the model was trained on is not known: these are a tenth, or --n, chosen with seed 42']
     return ['all images of the folder are used: if the model was trained in it, take those held out, --valid holdout']
@@ -1202,7 +1204,8 @@ def _only_held_out(found, images):
     others = {'trained on': trained, 'others': ~held & ~trained}
     without = ', '.join(f'{o.sum()} {k}' for k, o in others.items() if o.any())
     src = images.src.only(images.split, np.flatnonzero(held))
-    return images._replace(src=src, name=f'{images.name} (without {without})' if without else images.name, valid='only')
+    name = f'{images.name} (without {without})' if without else images.name
+    return images._replace(src=src, name=name, valid='only', held=True)
 
 
 class _Images(NamedTuple):
@@ -1214,6 +1217,7 @@ class _Images(NamedTuple):
     split: str  # The part that is taken
     size: int  # Pixels that are asked for, or known; None: the model's
     valid: str  # See `eval_images`
+    held: bool = False  # Only those that were held out of the training of a model
 
 
 def _images(s, valid):

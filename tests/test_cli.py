@@ -1000,10 +1000,13 @@ def test_models_are_compared_on_what_was_held_out_of_the_training_of_all(tmp_pat
     a, b = [exported(d, tmp_path / str(n), n_valid=n, seed=n) for n in (12, 18)]
     both = {*a.dls.valid_ds.files} & {*b.dls.valid_ds.files}
     s = eval_settings('smoke', data=str(d), eps=0.02, device='cpu')
-    models = [f'a={tmp_path}/12/few.pkl', f'b={tmp_path}/18/few.pkl']
+    torch.save(timm.create_model('test_resnet', num_classes=6).state_dict(), tmp_path / 'net.pth')
+    models = [f'a={tmp_path}/12/few.pkl', f'b={tmp_path}/18/few.pkl', f'c=test_resnet@{tmp_path}/net.pth']
     found = run_compare(s, models, [FGSM(0.02)], valid='holdout')
     assert len(found.first.verdicts['clean']) == len(both) > 1
-    assert not any('trained on' in o for o in found.warnings)
+    assert [o for o in found.warnings if 'trained on' in o] == [
+        'c: which images the model was trained on is not known: these were held out of the training of others'
+    ]
 
 
 def test_an_export_with_a_class_of_a_module_that_is_missing_names_the_module(tmp_path, monkeypatch):
