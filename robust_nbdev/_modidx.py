@@ -1008,6 +1008,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'robust_nbdev/compare.py'),
                                       'robust_nbdev.compare.judge': ('compare.html#judge', 'robust_nbdev/compare.py'),
                                       'robust_nbdev.compare.learned': ('compare.html#learned', 'robust_nbdev/compare.py'),
+                                      'robust_nbdev.compare.over_seeds': ('compare.html#over_seeds', 'robust_nbdev/compare.py'),
                                       'robust_nbdev.compare.paired': ('compare.html#paired', 'robust_nbdev/compare.py'),
                                       'robust_nbdev.compare.paired_reports': ('compare.html#paired_reports', 'robust_nbdev/compare.py'),
                                       'robust_nbdev.compare.report_verdicts': ('compare.html#report_verdicts', 'robust_nbdev/compare.py')},

@@ -168,3 +168,21 @@ def test_the_worst_case_is_over_the_same_attacks():
 def test_an_attack_that_cannot_be_read_is_told():
     with pytest.warns(UserWarning, match='may not have been the same'):
         paired_reports(attacked(['PGD'], ['']), attacked(['PGD'], ['']))
+
+
+def test_numbers_of_runs_are_compared_seed_by_seed():
+    "As scipy's paired t-test has the interval; a single run has none"
+    from scipy.stats import ttest_rel
+
+    a, b = [0.5, 0.7, 0.4, 0.65], [0.45, 0.5, 0.42, 0.5]
+    found, known = over_seeds(a, b, 100), ttest_rel(a, b).confidence_interval(0.95)
+    assert [found.low, found.high] == pytest.approx([known.low, known.high]) and (found.wins, found.losses) == (3, 1)
+    for one in ([0.5], [[0.5, 0.6]]):
+        with pytest.raises(ValueError, match='of two runs at least'):
+            over_seeds(one, one, 100)
+
+
+def test_the_reason_names_the_smallest_effect_of_several_readings():
+    big, small = [Difference(v, v - 0.01, v + 0.01, 100, 3, 9, 1) for v in (0.2, 0.03)]
+    for readings in (dict(a=big, b=small), dict(b=small, a=big)):
+        assert 'smaller than the 10 points that matter' in judge(Claim('it helps', least=0.1), readings).why
