@@ -4,7 +4,9 @@ comparable."""
 import numpy as np, pytest
 from scipy.stats import bootstrap
 from robust_nbdev.compare import (
+    over_seeds,
     Claim,
+    Difference,
     above_chance,
     judge,
     learned,
