@@ -235,6 +235,15 @@ class AutoAttack(AttackBase):
         # raises for members with another threat model
         WorstCase([APGD(self.eps, norm=self.norm), *self.members(10)])
 
+    def eot(
+        self,
+        n: int,  # Gradients to average
+    ) -> 'AutoAttack':  # Itself, for 1
+        "Raises ValueError: `version='rand'` averages 20 draws by itself, and the other versions average none"
+        if n != 1 and self.version == 'rand':
+            raise ValueError(f"AutoAttack's version 'rand' averages 20 draws by itself: leave eot({n}) out")
+        return super().eot(n)
+
     def but(
         self,
         **kw,  # Fields to change; attacks that are members change with it

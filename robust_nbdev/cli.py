@@ -14,6 +14,7 @@ __all__ = ['demo_vit', 'demo_train', 'demo_table', 'both_right', 'demo_figure', 
 import argparse, ast, difflib, inspect, operator, os, re, sys, time, warnings
 import timm
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from importlib import import_module
 from collections.abc import Mapping
@@ -1198,8 +1199,8 @@ def _only_held_out(found, images):
     if not held.any():
         raise ValueError(
             f'of these {len(keys)} images none was held out when the model was trained, {trained.sum()} were trained '
-            'on (an image is known by the folder, name and size of its file): if the model never saw this folder, '
-            'leave --valid holdout out'
+            'on (a photo is known by the folder, name and size of its file): if the model never saw these, and no '
+            'other copies of them, leave --valid holdout out'
         )
     others = {'trained on': trained, 'others': ~held & ~trained}
     without = ', '.join(f'{o.sum()} {k}' for k, o in others.items() if o.any())
@@ -1597,6 +1598,8 @@ def _named_models(models, images, mean, std):
     for label, spec in map(_labelled, models):
         if label in named:
             raise ValueError(f'two models are called {label}: give each a label, first={spec}')
+        if '@' not in spec and (mean is not None or std is not None):
+            warnings.warn(f'{label}: --mean and --std go with NAME@FILE, and are not used for this model')
         with _named_in_errors(label):
             named[label] = named_model(spec, len(images.src.vocab), size=images.size, mean=mean, std=std)
             if is_holdout:
@@ -1634,7 +1637,7 @@ def run_compare(  # noqa: PLR0913
     from robust_nbdev.compare import compare
 
     named, images = _named_models(models, _images(s, valid), mean, std)
-    nets, dl, says = {}, None, []
+    nets, dl, says = {}, None, {}
     for (label, was), spec in zip(named.items(), models):
         with _named_in_errors(label):
             found, said = _compared(was, images, s, s.size if dl is None else dl.one_batch()[0].shape[-1])
@@ -1643,13 +1646,13 @@ def run_compare(  # noqa: PLR0913
             own_weights = '@' in spec or spec.endswith('.pkl')
             said += _seen_in_training(found, images, dl, s.data, own_weights or None)
             said += _same_classes(found.net, dl, None, found.vocab) + _other_cut(found, images, dl)
-        nets[label], says = found.net, says + [f'{label}: {o}' for o in said]
+        nets[label], says[label] = found.net, said
         say(f'{label}: {found.what}')
     dl.about = line
     same = dict(seed=s.seed, bs=s.bs, out=out, overwrite=overwrite, progress=bar, say=say)
     res = compare(nets, dl, attacks, corruptions, severities, **same)
-    res.notes += says
-    if out is not None and says:
+    res.sides = [replace(o, warnings=(*says[o.name], *o.warnings)) for o in res.sides]
+    if out is not None and any(says.values()):
         res.save(out)
     return res
 

@@ -535,11 +535,12 @@ def _best(self: Comparison, sides):
 @patch
 def _uneven(self: Comparison):
     "A sentence for each model whose worst case counts attacks that the others were not shown"
+    of_all = set.intersection(*[{*s.own} for s in self.sides])
+    own = {s.name: [o for o in s.own if o not in of_all] for s in self.sides}
     return [
-        f'{s.name} is ranked by a worst case that counts {", ".join(s.own)} too, an attack on this model alone: '
-        'the others were not attacked in ways of their own'
-        for s in self.sides
-        if s.own
+        f'{k} is ranked by a worst case that counts {", ".join(o)} too, which some of the others were not shown'
+        for k, o in own.items()
+        if o
     ]
 
 
@@ -682,11 +683,11 @@ def save(
     plt.close(fig)
 
 # %% ../nbs/01f_compare.ipynb #7e9eaa29
-def _entry(o, data):
+def _entry(o, data, n=None):
     """What was given, as an `Entry` of networks, and what there is to say of them; where they and the images have
     class names, in the order of the images'"""
     e = o if isinstance(o, Entry) else Entry(o)
-    net, moved, says = _in_order(e.model, data)
+    net, moved, says = _in_order(e.model, data, n)
     other = None if e.surrogate is None else _in_order(e.surrogate, data)[0]
     if moved and other is not None and other is e.surrogate:
         raise ValueError(
@@ -699,25 +700,25 @@ def _entry(o, data):
     return replace(e, model=net, surrogate=other, step=step), says
 
 
-def _network(o, names, data):
+def _network(o, names, data, n):
     "The network of a module, a `Learner` or a name, its class names where it has some, and sentences about it"
     if isinstance(o, (str, Path)):
         from robust_nbdev.cli import named_model
 
         found = named_model(str(o), len(names) or None)
-        return found.net, found.vocab, _trained_again(found.seen, data)
+        return found.net, found.vocab, _trained_again(found.seen, data, n)
     if isinstance(o, Learner):
         o.model.to(o.dls.device)
-        return get_model(o.model), getattr(o.dls, 'vocab', None), _learner_doubts(o, data)
+        return get_model(o.model), getattr(o.dls, 'vocab', None), _learner_doubts(o, data, n)
     return o, None, []
 
 
-def _in_order(o, data):
+def _in_order(o, data, n=None):
     "A network with its outputs in the order of the images' classes, whether that moved them, and sentences about it"
     from robust_nbdev.cli import _otherwise, of_imagenet, outputs_by_name
 
     names = list(_names(data) or ())
-    net, vocab, says = _network(o, names, data)
+    net, vocab, says = _network(o, names, data, n)
     if not names:
         return net, False, says
     what, kept = '', net
@@ -756,8 +757,15 @@ def _attack_on(attack, entry):
     "The attack as it is made on this model"
     if entry.surrogate is not None:
         return Transfer(entry.surrogate, attack)
+    return _averaged(attack, entry.draws) if entry.draws > 1 else attack
+
+
+def _averaged(attack, draws):
+    "An attack, or the attacks of a worst case, with mean gradients where it has gradients and no mean of its own"
+    if isinstance(attack, WorstCase):
+        return attack.around([_averaged(a, draws) for a in attack.attacks])
     averages = isinstance(attack, Attack) and attack.averages and attack.draws == 1
-    return attack.eot(entry.draws) if entry.draws > 1 and averages else attack
+    return attack.eot(draws) if averages else attack
 
 
 def _folders(names, out):
@@ -796,6 +804,7 @@ class _Comparing:
     n: int  # Images; None: all
     how: dict  # Options that both reports take
     extra: dict  # Name of a model -> attacks on it alone
+    doubts: dict  # Name of a model -> sentences about it
 
     def on(self, name):
         "The attacks on a model"
@@ -820,7 +829,7 @@ class _Comparing:
         report, corrupted = reports
         verdicts = {row_name(a): report.verdicts[row_name(_attack_on(a, entry))] for a in self.on(name)}
         own = tuple(map(row_name, self.extra.get(name, [])))
-        says = [*report.warnings, *(corrupted.warnings if corrupted else [])]
+        says = [*self.doubts.get(name, []), *report.warnings, *(corrupted.warnings if corrupted else [])]
         under = {k: v for k, v in corrupted.verdicts.items() if k != 'clean'} if corrupted else {}
         verdicts = {'clean': report.verdicts['clean'], **verdicts}
         return Side(name, verdicts, entry.threat, under, warnings=tuple(dict.fromkeys(says)), own=own, **costs)
@@ -869,15 +878,15 @@ def _extra_attacks(extra, attacks, models):
     return {str(k): _attacks_of_one_ball([*attacks, *L(o)])[len(attacks) :] for k, o in extra.items()}
 
 
-def _entries(models, data):
-    "The models as `Entry`s by their names, each looked at before the first is attacked, and sentences about them"
+def _entries(models, data, n):
+    "The models as `Entry`s by their names, each looked at before the first is attacked, and sentences about each"
     if not isinstance(models, dict) or not models:
         got = 'none' if isinstance(models, dict) else f'a {type(models).__name__}'
         raise ValueError(f'models to compare are given by name, such as dict(plain=model, mine=learn), got {got}')
-    found = {str(k): _entry(o, data) for k, o in models.items()}
+    found = {str(k): _entry(o, data, n) for k, o in models.items()}
     entries = {k: e for k, (e, _) in found.items()}
     _check_random(entries, data)
-    return entries, [f'{k}: {o}' for k, (_, says) in found.items() for o in says]
+    return entries, {k: says for k, (_, says) in found.items()}
 
 
 def compare(  # noqa: PLR0913
@@ -897,14 +906,14 @@ def compare(  # noqa: PLR0913
 ) -> Comparison:  # A row per model
     """Models side by side on the same images, by `robust_report` and `corruption_report`;
     raises ValueError for what cannot be compared"""
-    attacks, (entries, says) = _attacks_of_one_ball(attacks), _entries(models, data)
+    attacks, (entries, says) = _attacks_of_one_ball(attacks), _entries(models, data, n)
     extra = _extra_attacks(extra or {}, attacks, models)
     if corruptions is not None and not hasattr(corruptions, 'pick'):
         check_corruptions(corruptions, severities, seed)  # before the first attack
     folders, base, sides = _folders(entries, out), first(entries), []
     forward, known = _forward(entries[base], _first_images(data, entries[base].model)), []
     how = dict(seed=seed, bs=bs, overwrite=overwrite, progress=progress)
-    same = _Comparing(data, attacks, corruptions, severities, n, how, extra)
+    same = _Comparing(data, attacks, corruptions, severities, n, how, extra, says)
     for name, entry in entries.items():
         say(name)
         reports = same.reports(name, entry, folders[name])
@@ -917,7 +926,7 @@ def compare(  # noqa: PLR0913
         res = Comparison(
             sides, about, _alexnet(reports[1]), _short_names([*attacks, *(a for o in extra.values() for a in o)])
         )
-        res.images, res.notes, res.asked = data_id, says, len(entries)
+        res.images, res.asked = data_id, len(entries)
         if out is not None:
             res.save(out)
     _say_what_was_known(known, out, say)

@@ -287,11 +287,34 @@ class ImageSource:
         return f'ImageSource({sizes}; {len(self.vocab)} classes)'
 
 # %% ../nbs/00b_data.ipynb #0943a152
+_RAW = {'.bmp', '.ppm', '.pgm', '.tif', '.tiff'}  # formats whose files may all have one size
+
+
+def _middle(path):
+    "4 KB from the middle of a file"
+    with open(path, 'rb') as f:
+        f.seek(os.path.getsize(path) // 2)
+        return f.read(4096)
+
+
+def _folder_and_name(o):
+    "The folder and name of a file; empty for an image without a file"
+    return f'{Path(o).parent.name}/{Path(o).name}'.encode() if isinstance(o, (Path, str)) else b''
+
+
 def _told_by(o):
     "What tells an image from others: of a file its folder, name and size, else its content"
-    if isinstance(o, (Path, str)):
-        return f'{Path(o).parent.name}/{Path(o).name} {os.path.getsize(o)}'.encode()
-    return o if isinstance(o, bytes) else np.ascontiguousarray(o).tobytes()
+    if not isinstance(o, (Path, str)):
+        return o if isinstance(o, bytes) else np.ascontiguousarray(o).tobytes()
+    size = os.path.getsize(o) if os.path.exists(o) else 'missing'
+    return _folder_and_name(o) + f' {size}'.encode() + (_middle(o) if Path(o).suffix.lower() in _RAW else b'')
+
+
+def _numbers(told):
+    "A 64-bit number for each text [n]; 0 for an empty one"
+    return np.array(
+        [int.from_bytes(hashlib.blake2b(o, digest_size=8).digest(), 'little') * bool(o) for o in told], np.uint64
+    )
 
 
 def image_keys(
@@ -299,12 +322,18 @@ def image_keys(
     split: str,  # `'train'`, `'val'` or `'test'`
     idxs,  # Positions
 ) -> np.ndarray:  # [n] uint64, one number an image
-    """Numbers by which images are known again: made from the folder, name and size of a file, from pixels or encoded
-    bytes, and in a parquet file from the number of the row"""
+    """Numbers by which images are known again: made from the folder, name and size of a file (and some of its content
+    in formats without compression), from pixels or encoded bytes, and in a parquet file from the number of the row"""
     x = src.splits[split][0]
-    told = map(_told_by, _take(x, idxs)) if isinstance(x, _IN_MEMORY) else x.told_by(idxs)
-    numbers = [int.from_bytes(hashlib.blake2b(o, digest_size=8).digest(), 'little') for o in told]
-    return np.array(numbers, np.uint64)
+    return _numbers(map(_told_by, _take(x, idxs)) if isinstance(x, _IN_MEMORY) else x.told_by(idxs))
+
+
+def _name_keys(src, split, idxs):
+    "Numbers of the folder and name of files [n] uint64; 0 where an image has no file of its own"
+    x = src.splits[split][0]
+    return (
+        _numbers(map(_folder_and_name, _take(x, idxs))) if isinstance(x, (list, L)) else np.zeros(len(idxs), np.uint64)
+    )
 
 
 class Seen(NamedTuple):
@@ -312,6 +341,7 @@ class Seen(NamedTuple):
 
     trained: np.ndarray  # [N] uint64
     valid: np.ndarray  # [n] uint64
+    named: np.ndarray  # [N] uint64, of the folder and name of files that were trained on alone
 
     def __repr__(self):
         return f'Seen({len(self.trained)} trained, {len(self.valid)} valid)'
@@ -793,6 +823,7 @@ class ImageDatasets(Datasets):
 
     files = None  # A list of str, or None
     keys = None  # [N] uint64
+    named = None  # [N] uint64, of folders and names alone
 
     def subset(
         self,
@@ -801,7 +832,8 @@ class ImageDatasets(Datasets):
         "One side"
         res = super().subset(i)
         res.files = self.files and [self.files[j] for j in self.splits[i]]
-        res.keys = None if self.keys is None else self.keys[self.splits[i]]
+        if self.keys is not None:
+            res.keys, res.named = self.keys[self.splits[i]], self.named[self.splits[i]]
         return res
 
 
@@ -968,8 +1000,9 @@ def image_dls(  # noqa: PLR0913
     options = dict(pct=pct, interp=interp, crop_mode=crop_mode)
     fit, parts = _fitted(parts, src, mode, _hw(size), options, untouched)
     keys = [image_keys(src, *o) for o in picks]
-    ds = _datasets(*parts, src, mode, None if valid == 'only' else Seen(*keys))
-    ds.keys = np.concatenate(keys)
+    named = [_name_keys(src, *o) for o in picks]
+    ds = _datasets(*parts, src, mode, None if valid == 'only' else Seen(*keys, named[0]))
+    ds.keys, ds.named = np.concatenate(keys), np.concatenate(named)
     names = [src.files(*o) for o in picks]
     ds.files = None if None in names else sum(names, [])
     items, batches = _tfms(item_tfms, batch_tfms, mode, fit)
@@ -1157,9 +1190,11 @@ class ParquetColumn:
         self,
         idxs: np.ndarray,  # Positions
     ) -> list:  # Of bytes, see `image_keys`
-        "What tells rows from others: the names and sizes of the files, and the number of the row"
-        where = ' '.join(f'{Path(f).name} {os.path.getsize(f)}' for f in self.files)
-        return [f'{where} {i}'.encode() for i in self.rows[idxs]]
+        "What tells rows from others: the name and size of their file, and their number in it"
+        ends = np.cumsum([_pq().ParquetFile(f).metadata.num_rows for f in self.files])
+        rows, names = self.rows[idxs], [f'{Path(f).name} {os.path.getsize(f)}' for f in self.files]
+        of = np.searchsorted(ends, rows, side='right')
+        return [f'{names[k]} {i - (ends[k - 1] if k else 0)}'.encode() for k, i in zip(of, rows)]
 
     def _batches(self):
         for f in self.files:

@@ -236,16 +236,37 @@ def _loader(data, bs=64):
     return zip(x.split(bs), y.split(bs))
 
 
-def _trained_again(seen, dl):
-    "A sentence where a model is shown images that it was trained on; `seen`: of `seen_by`"
-    images = getattr(dl, 'dataset', None)
-    keys = images.keys if isinstance(images, ImageDatasets) else None
-    again = 0 if seen is None or keys is None else int(np.isin(keys, seen.trained).sum())
-    if not again:
+class _Overstated(str):
+    "A warning that robust accuracy may be lower than the number: a comparison never marks such a number as the best"
+
+
+def _keys_of(dl, n):
+    "The `image_keys` of the images that are taken, and of their files without the size; None where they have none"
+    if not isinstance(getattr(dl, 'dataset', None), ImageDatasets) or dl.dataset.keys is None:
+        return None
+    at = fair(dl, n)[1]
+    return dl.dataset.keys[slice(n) if at is None else at], dl.dataset.named[slice(n) if at is None else at]
+
+
+def _trained_again(seen, dl, n=None):
+    "A sentence where a model is shown images that it was trained on, or copies; `seen`: of `seen_by`"
+    found = None if seen is None else _keys_of(dl, n)
+    if found is None:
+        return []
+    keys, named = found
+    again, alike = np.isin(keys, seen.trained).sum(), np.isin(named[named > 0], seen.named).sum()
+    if again:
+        return [
+            _Overstated(
+                f'the model was trained on {again} of these {len(keys)} images, and on such it looks better than it '
+                'is: give those that were held out (robust-eval: --valid holdout)'
+            )
+        ]
+    if alike <= len(keys) / 2 or np.isin(keys, seen.valid).any():
         return []
     return [
-        f'the model was trained on {again} of these {len(keys)} images, and on such it looks better than it is: give '
-        'those that were held out (robust-eval: --valid holdout)'
+        f'{alike} of these {len(keys)} images have the folder and the name of images that the model was trained on, '
+        'and another size: if they are copies of them, the model looks better than it is'
     ]
 
 

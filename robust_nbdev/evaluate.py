@@ -31,6 +31,7 @@ from robust_nbdev.eval_data import (
     _in_order,
     _loader,
     _names,
+    _Overstated,
     _refuse_shuffled,
     _tensors,
     _trained_again,
@@ -85,10 +86,6 @@ def _ball(attack):
     return threat(attack)[0], getattr(attack, 'eps', None)
 
 # %% ../nbs/01b_evaluate.ipynb #34adc821
-class _Overstated(str):
-    "A warning that robust accuracy may be lower than the number: a comparison never marks such a number as the best"
-
-
 def _about_row(name, warning):
     "A warning with the name of its row before it, of the same type"
     return type(warning)(f'{name}: {warning}')
@@ -1462,8 +1459,8 @@ def _as_guessed(found, outputs):
     if n < 30 or right > chance + 2 * math.sqrt(chance * (1 - chance) / n):
         return []
     return [
-        f'{right:.1%} of the clean images are right, and guessing gives {chance:.1%}: does the model number its '
-        'classes as the images do, and are images normalised as in its training?'
+        f'{right:.1%} of the {n} clean images are right, which cannot be told from guessing ({chance:.1%}): does the '
+        'model number its classes as the images do, and are images normalised as in its training?'
     ]
 
 
@@ -2185,9 +2182,17 @@ def _model_and_images(learn, ds_idx, dl):
 
 def _own_in_prediction(learn):
     "Callbacks of the user's that may change what a Learner predicts"
-    known, events = {'fastai', 'robust_nbdev'}, {'before_batch', 'after_pred'}
-    active = [cb for cb in learn.cbs if cb.run and cb.run_valid and events & {*dir(type(cb))}]
+    known, events = {'fastai', 'robust_nbdev'}, {'before_validate', 'before_batch', 'after_pred'}
+    active = [cb for cb in learn.cbs if cb.run and cb.run_valid and events & {*dir(type(cb)), *vars(cb)}]
     return [cb for cb in active if type(cb).__module__.split('.')[0] not in known]
+
+
+def _with_callbacks(learn, cbs, x):
+    "What a model predicts with these callbacks, copies of which stand in a Learner of their own"
+    probe = Learner(learn.dls, learn.model, loss_func=noop, cbs=[copy(cb) for cb in cbs])
+    probe.remove_cb(Recorder)
+    with probe.no_bar(), probe.no_logging():
+        return probe.get_preds(dl=DataLoader([(o,) for o in x], bs=len(x)), act=noop, inner=True, reorder=False)[0]
 
 
 def _left_out(learn, dl):
@@ -2195,22 +2200,29 @@ def _left_out(learn, dl):
     cbs = _own_in_prediction(learn)
     if not cbs:
         return []
-    with no_random(0), learn.no_bar(), learn.no_logging():
-        _, x, y = (o[:32] for o in next(_batches(dl, None, 32, learn.dls.device)))
+    names = ', '.join(type(cb).__name__ for cb in cbs)
+    with no_random(0), attack_mode(learn.model):
+        x = next(_batches(dl, None, 32, learn.dls.device))[1][:32]
         z = _answer(learn.model, x)[0]
-        theirs = learn.get_preds(dl=[(x, y)], act=noop)[0].to(z)
+        try:
+            theirs = _with_callbacks(learn, cbs, x).to(z)
+        except Exception as e:
+            why = f'{type(e).__name__}: {e}'
+            return [
+                f'attacks see the model without callbacks of the Learner ({names}); what they change is open ({why})'
+            ]
     if torch.allclose(theirs, z, rtol=1e-3, atol=1e-3 * z.abs().max().item()):
         return []
-    names, others = ', '.join(type(cb).__name__ for cb in cbs), int((_classes(theirs) != _classes(z)).sum())
+    others = int((_classes(theirs) != _classes(z)).sum())
     return [
         f'callbacks of the Learner ({names}) change what it predicts, {others} of {len(x)} images otherwise, and are '
         'no part of the model that was attacked: put what they do into the model, as a Wrapper'
     ]
 
 
-def _learner_doubts(learn, data):
+def _learner_doubts(learn, data, n=None):
     "Sentences where a Learner is shown images that it was trained on, or predicts otherwise than its model does"
-    return [_Overstated(o) for o in _trained_again(seen_by(learn.dls), data)] + _left_out(learn, data)
+    return _trained_again(seen_by(learn.dls), data, n) + _left_out(learn, data)
 
 
 @patch
@@ -2229,8 +2241,8 @@ def robust_report(
     bs = kw.pop('bs', getattr(dl, 'bs', None) or 64)
     if progress is None:
         progress = hasattr(self, 'progress')
+    says = _learner_doubts(self, dl, kw.get('n')) if given else _left_out(self, dl)
     rep = robust_report(model, dl, attacks, bs=bs, progress=progress, **kw)
-    says = _learner_doubts(self, dl) if given else _left_out(self, dl)
     rep.warnings += says
     out = None if rank_distrib() else kw.get('out')
     if pictures and out is not None:

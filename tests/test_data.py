@@ -979,8 +979,19 @@ def test_an_array_is_known_by_its_pixels():
     assert (D.image_keys(a, 'train', [0, 1]) == D.image_keys(b, 'test', [1, 0])).all()
 
 
+def test_photos_without_compression_are_known_by_content_too(tmp_path):
+    "All of their files have one size, and cameras number them from the start"
+    for side, level in dict(train=10, test=90).items():
+        (tmp_path / side / 'bag').mkdir(parents=True)
+        for i in range(3):
+            Image.new('RGB', (16, 16), (level + i,) * 3).save(tmp_path / side / 'bag' / f'{i}.bmp')
+    src = D.read_folders(tmp_path)
+    a, b = [D.image_keys(src, o, range(3)) for o in ('train', 'test')]
+    assert len({*a, *b}) == 6
+
+
 def test_both_sides_are_kept_with_a_learner(photos, tmp_path):
     dls = image_dls(photos, size=32, n_valid=5)
     seen = D.seen_by(pickle.loads(pickle.dumps(dls.new_empty())))
-    assert sorted(map(len, seen)) == [5, 15] and not {*seen.trained} & {*seen.valid}
+    assert list(map(len, seen)) == [15, 5, 15] and not {*seen.trained} & {*seen.valid}
     assert (seen.valid == dls.valid_ds.keys).all() and D.seen_by(image_dls(photos, size=32, valid='only')) is None
