@@ -355,8 +355,8 @@ ENTRIES = {
 }
 # A number of something else (restarts, tokens, epochs), images that are made, those of a dataset, or without labels
 OTHER = set(
-    """Around.restart Around.eot Attack.restart Attack.eot AttackBase.eot Wraps.eot AttnScales.__init__
-    ExtraTokens.__init__ PatchFool.choose
+    """Around.restart Around.eot Attack.restart Attack.eot AttackBase.eot AutoAttack.eot Wraps.eot AttnScales.__init__
+    ExtraTokens.__init__ PatchFool.choose over_seeds
     RandomTokens.__init__ Replay.__init__ XcitRecipe.in_epochs add_tokens check_logits gaussian_images interval
     n_occluded planted_images random_keep sketch token_sets unfair camvid cifar10 cifar100 fashion_mnist imagenet
     imagenet100 imagenette find_source Difference.__init__ above_chance check_rows confirm_rows
