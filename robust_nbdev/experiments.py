@@ -650,9 +650,7 @@ def published_table(
     name: str,  # Of an experiment
     profile=None,  # Section of settings.ini, or `RunSettings`
     out=None,  # Folder of all results
-) -> (
-    pd.DataFrame
-):  # A row per setting of `by`, one where it is empty: means over seeds, the number of seeds, and the paper's numbers
+) -> pd.DataFrame:  # A row per setting of `by`, or one: means over seeds, their number, and the paper's numbers
     "Our rows beside the published ones"
     (e,) = _named(name)
     df = rows(name, profile, out)
