@@ -22,7 +22,7 @@ from typing import NamedTuple
 from .core import *
 from .vit import *
 from .datasets import *
-from .datasets import _few, _online, _places, _valid_split
+from .datasets import _few, _online, _places, _sizes, _valid_split
 from .eval_data import _trained_again
 from .attacks import *
 from .autoattack import *
@@ -991,7 +991,7 @@ def eval_images(  # noqa: PLR0913
 
 def _is_cut(x, fit):
     "Whether images are brought to size: those that have it are left as they are"
-    return fit is not None and sizes(x) != {fit.size[::-1]}
+    return fit is not None and _sizes(x) != {fit.size[::-1]}
 
 
 def _cut_line(x, fit):
@@ -1173,7 +1173,7 @@ def _at_size(net, what, size):
     return net, f'{what}, position embedding resized from {now} to {size} pixels'
 
 
-def _seen_in_training(found, images, dl, data, checkpoint):
+def _seen_in_training(found, images, dl, data, own_weights):
     "Sentences where the model was trained on images that it is shown, or may have been"
     if found.seen is not None:
         return _trained_again(found.seen, dl)
@@ -1181,7 +1181,7 @@ def _seen_in_training(found, images, dl, data, checkpoint):
         return []
     if images.valid != 'holdout' and _trained_on(data, images.split):
         return ['these are the images in the folder train: a model looks better on images that it was trained on']
-    if checkpoint is None or isinstance(images.src.splits[images.split][0], np.ndarray):
+    if not own_weights or isinstance(images.src.splits[images.split][0], np.ndarray):
         return []
     if images.held:
         return ['which images the model was trained on is not known: these were held out of the training of others']
@@ -1284,7 +1284,7 @@ def run_eval(  # noqa: PLR0913
     found = _prepared(found, s, s.size, images.src.vocab if n_classes is None else None)
     found = _of_these_images(found, images.src.vocab, n_classes)
     dl, line = _loaded(images, found, s, **cut)
-    says = _seen_in_training(found, images, dl, s.data, checkpoint)
+    says = _seen_in_training(found, images, dl, s.data, checkpoint is not None)
     if any(v is not None for v in cut.values()) and not _is_cut(*_before_and_fit(images, dl)):
         says.append('--crop-pct, --interpolation and --crop-mode have no effect: the images have their size already')
     says += _same_classes(found.net, dl, n_classes, found.vocab)
@@ -1535,12 +1535,13 @@ def named_model(
     **kw,  # For `find_model`, where the weights are a file or timm's own: mean, std, size, in_chans
 ) -> Found:  # The model, a line about it, and what is known
     "A finished model by its name; raises ValueError or OSError for what cannot be had"
-    if Path(spec).suffix == '.pkl':
-        return find_model(checkpoint=spec)
+    is_export = Path(spec).suffix == '.pkl'
+    if is_export or small_key(spec) or Path(spec).expanduser().is_dir():
+        if kw.get('mean') is not None or kw.get('std') is not None:
+            warnings.warn(f'{spec} has a mean and std of its own: --mean and --std are not used for it')
+        return find_model(checkpoint=spec) if is_export else find_model(spec)
     if Path(spec).suffix in ('.pth', '.pt', '.safetensors') and '@' not in spec:
         raise ValueError(f'{spec} has weights, and which model they are of is not known: write NAME@{spec}')
-    if small_key(spec) or Path(spec).expanduser().is_dir():
-        return find_model(spec)
     name, _, file = spec.partition('@')
     return find_model(name, file or None, pretrained=not file, classes=classes, **kw)
 
@@ -1598,8 +1599,6 @@ def _named_models(models, images, mean, std):
     for label, spec in map(_labelled, models):
         if label in named:
             raise ValueError(f'two models are called {label}: give each a label, first={spec}')
-        if '@' not in spec and (mean is not None or std is not None):
-            warnings.warn(f'{label}: --mean and --std go with NAME@FILE, and are not used for this model')
         with _named_in_errors(label):
             named[label] = named_model(spec, len(images.src.vocab), size=images.size, mean=mean, std=std)
             if is_holdout:
@@ -1644,7 +1643,7 @@ def run_compare(  # noqa: PLR0913
             if dl is None:
                 dl, line = _loaded(images, found, s)
             own_weights = '@' in spec or spec.endswith('.pkl')
-            said += _seen_in_training(found, images, dl, s.data, own_weights or None)
+            said += _seen_in_training(found, images, dl, s.data, own_weights)
             said += _same_classes(found.net, dl, None, found.vocab) + _other_cut(found, images, dl)
         nets[label], says[label] = found.net, said
         say(f'{label}: {found.what}')
@@ -1671,7 +1670,7 @@ def robust_compare(  # noqa: PLR0913
     seed: int = None,  # Of attacks and corruptions (default: the profile's)
     bs: int = None,  # Batch size (default: 64)
     size: int = None,  # Pixels, for all models (default: the dataset's, else the first model's)
-    # Of the models NAME@FILE, a number or one per channel: 0.485,0.456,0.406 (default: the file's, else timm's)
+    # Of models of timm, a number or one per channel: 0.485,0.456,0.406 (default: those of the file, else timm's)
     mean: numbers = None,
     std: numbers = None,  # As mean
     device: str = None,  # cpu, cuda, cuda:1, mps (default: a GPU where there is one)

@@ -18,8 +18,8 @@ from .vit import _unfused
 from .attacks import *
 from .evaluate import *
 from .evaluate import _as_html, _as_markdown, _as_text, _atomic, _comments, _device, _distinct
-from .evaluate import _learner_doubts, _notes_below, _Overstated, _short, _tex
-from .eval_data import _batches, _names, _trained_again
+from .evaluate import _learner_doubts, _notes_below, _short, _tex
+from .eval_data import _batches, _names, _overstated, _trained_again
 from .corruptions import *
 
 # %% ../nbs/01f_compare.ipynb #1ba489f2
@@ -340,7 +340,7 @@ class Side:
     @property
     def overstated(self):
         "Those of the warnings by which robust accuracy may be lower than the numbers say"
-        return [o for o in self.warnings if isinstance(o, _Overstated)]
+        return _overstated(self.warnings)
 
     @property
     def attacks(self):
@@ -1089,12 +1089,9 @@ def judge(
     if unfair := first(filter(None, (_unfair(o, cost) for o in words.values()))):
         return Verdict(claim, 'not testable here', unfair, effect, needs)
     if len(set(words.values())) == 1:
-        shown = (
-            min(readings.values(), key=lambda o: o.value)
-            if first(words.values()) == 'holds'
-            else first(readings.values())
-        )
-        return Verdict(claim, first(words.values()), _why(claim, shown), effect, needs)
+        word, smallest = first(words.values()), min(readings.values(), key=lambda o: o.value)
+        why = _why(claim, smallest if word == 'holds' else first(readings.values()))
+        return Verdict(claim, word, why, effect, needs)
     return Verdict(
         claim,
         'not decided',

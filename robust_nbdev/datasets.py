@@ -6,7 +6,7 @@
 __all__ = ['FASHION', 'IMAGENETTE', 'CAMVID', 'RunSettings', 'settings', 'numeric', 'by_value', 'class_notice', 'ImageSource',
            'image_keys', 'Seen', 'seen_by', 'embedded_fashion', 'balanced', 'class_sorted', 'choose_images',
            'open_image', 'OpenImage', 'ClassNumber', 'CenterFit', 'timm_fit', 'CropFlip', 'ClampImage', 'BatchDL',
-           'to_ram', 'MaskClasses', 'ImageDatasets', 'sizes', 'image_dls', 'read_folders', 'same_names', 'renumbered',
+           'to_ram', 'MaskClasses', 'ImageDatasets', 'image_dls', 'read_folders', 'same_names', 'renumbered',
            'ParquetColumn', 'mask_lut', 'read_parquet', 'read_idx', 'read_cifar', 'read_camvid', 'read_images',
            'find_images', 'fashion_mnist', 'cifar10', 'cifar100', 'imagenette', 'imagenet', 'imagenet100', 'camvid',
            'dataset', 'profile_dls', 'find_source', 'canonical']
@@ -853,10 +853,8 @@ def _size_of(o):
         return im.size[::-1] if is_turned else im.size
 
 
-def sizes(
-    x,  # Images of an `ImageSource`
-) -> set:  # (width, height) of some fifty of them, of the first sixteen of a parquet file
-    "The sizes that images have"
+def _sizes(x):
+    "The sizes (width, height) of some fifty images of an `ImageSource`, of the first sixteen of a parquet file"
     if isinstance(x, np.ndarray):
         return {x.shape[2:0:-1]}
     some = x[:: max(1, len(x) // 50)] if isinstance(x, _IN_MEMORY) else x.take(np.arange(min(16, len(x))))
@@ -865,7 +863,7 @@ def sizes(
 
 def _one_size(*parts):
     "Raises ValueError if images without a given `size` have several sizes"
-    found = set().union(*(sizes(x) for x in parts if not isinstance(x, np.ndarray)))
+    found = set().union(*(_sizes(x) for x in parts if not isinstance(x, np.ndarray)))
     if len(found) < 2:
         return
     two = ' and '.join(f'{w}x{h}' for w, h in sorted(found)[:2])
@@ -904,11 +902,11 @@ def _content(f):
 
 def _copies(a, b):
     "Pairs of files of two lists that have the same content; only files of equal size are read"
-    sizes = [groupby(filter(Path.is_file, o), lambda f: f.stat().st_size) for o in (a, b)]
+    one, other = [groupby(filter(Path.is_file, o), lambda f: f.stat().st_size) for o in (a, b)]
     pairs = []
-    for size in sizes[0].keys() & sizes[1].keys():
-        same = {_content(f): f for f in sizes[0][size]}
-        pairs += [(same[o], f) for f in sizes[1][size] if (o := _content(f)) in same]
+    for size in one.keys() & other.keys():
+        same = {_content(f): f for f in one[size]}
+        pairs += [(same[o], f) for f in other[size] if (o := _content(f)) in same]
     return sorted(pairs)
 
 

@@ -240,6 +240,11 @@ class _Overstated(str):
     "A warning that robust accuracy may be lower than the number: a comparison never marks such a number as the best"
 
 
+def _overstated(warnings):
+    "Those of several warnings by which robust accuracy may be lower than the numbers say"
+    return [o for o in warnings if isinstance(o, _Overstated)]
+
+
 def _keys_of(dl, n):
     "The `image_keys` of the images that are taken, and of their files without the size; None where they have none"
     if not isinstance(getattr(dl, 'dataset', None), ImageDatasets) or dl.dataset.keys is None:

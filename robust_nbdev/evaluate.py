@@ -24,18 +24,8 @@ from .datasets import ImageDatasets, class_notice, seen_by
 from .identity import *
 from .identity import _digest, _version
 from .eval_data import *
-from robust_nbdev.eval_data import (
-    _at_positions,
-    _batches,
-    _images_of,
-    _in_order,
-    _loader,
-    _names,
-    _Overstated,
-    _refuse_shuffled,
-    _tensors,
-    _trained_again,
-)
+from .eval_data import _at_positions, _batches, _images_of, _in_order, _loader, _names
+from .eval_data import _Overstated, _overstated, _refuse_shuffled, _tensors, _trained_again
 from fastai.basics import *
 from fastai.vision.core import show_image
 from fastprogress.fastprogress import progress_bar
@@ -133,7 +123,7 @@ class Report:
     @property
     def overstated(self):
         "Those of the warnings by which robust accuracy may be lower than the numbers say"
-        return [o for o in self.warnings if isinstance(o, _Overstated)]
+        return _overstated(self.warnings)
 
     @property
     def df(self):
@@ -373,7 +363,7 @@ def _names_of(rep):
 def _all_overstated(rep):
     "All warnings of a report and of its rows by which robust accuracy may be lower than the numbers say"
     of_rows = [o for r in rep.rows for o in r.get('warnings', [])]
-    return [o for o in dict.fromkeys([*rep.warnings, *of_rows]) if isinstance(o, _Overstated)]
+    return _overstated(dict.fromkeys([*rep.warnings, *of_rows]))
 
 
 @patch

@@ -992,6 +992,10 @@ def test_the_statistics_of_the_input_are_said(tmp_path):
     said, s = [], eval_settings('smoke', data=str(d), eps=0.02, device='cpu')
     run_compare(s, [f'{SPEC}@{tmp_path}/vit.pth'], [FGSM(0.02)], say=said.append, mean=[0.25], std=[0.5])
     assert any('mean 0.25, std 0.5' in o for o in said)
+    with pytest.warns(
+        UserWarning, match='fashion_mnist_vit has a mean and std of its own: --mean and --std are not used'
+    ):
+        cli.named_model('fashion_mnist_vit', mean=[0.25])
 
 
 def test_models_are_compared_on_what_was_held_out_of_the_training_of_all(tmp_path):
