@@ -1155,6 +1155,13 @@ def _left_by(attack, model, x, y, alive, seed):  # noqa: PLR0913
     return _survivors(attack, model, x, y, alive, seed) if alive.any() else alive
 
 
+def _left_by_all(attacks, model, x, y, alive, seed):  # noqa: PLR0913
+    "Which of the images that are `alive` [B] survive every attack; each sees only what those before it left"
+    for a in attacks:
+        alive = _left_by(a, model, x, y, alive, seed)
+    return alive
+
+
 def _fitted(model, dls, how, cbs, wd=0.05):
     "A Learner after a training without a word, and what `AASTrain` warned of; the seed alone decides what is random"
     with no_random(how['seed']), warnings.catch_warnings(record=True) as said:
@@ -1220,7 +1227,7 @@ _BASES = {
     'XCiT': (_by_trades, 7),
     'ARD/PRM': (_by_ard_prm, 3),
 }
-_ARMS = {'none': None, 'as published': {}, 'floor': dict(floor=0.5), 'reset': dict(reset=True)}
+_ARMS = {'none': None, 'as published': {}, 'floor': dict(floor=0.7), 'reset': dict(reset=True)}
 _OF_ASCENT = 21  # forwards of an image: one for the reference, ten forwards and backwards
 
 
@@ -1246,11 +1253,12 @@ def _epoch_images(how, total):
 
 
 def _drawn(dls, n, seed):
-    "DataLoaders whose epochs have `n` of the training images, each time others"
+    "DataLoaders whose epochs have `n` of the training images, each time others, in the same order for every `n`"
     dl, rng = dls.train, random.Random(seed)
+    total = len(dl.dataset)
 
     def draw():
-        return rng.sample(range(len(dl.dataset)), n)
+        return rng.sample(range(total), total)[:n]
 
     return DataLoaders(dl.new(n=n, shuffle=False, drop_last=False, get_idxs=draw), dls.valid, device=dls.device)
 
@@ -1281,22 +1289,27 @@ def _of_scales(learn):
     }
 
 
-_LAST = dict(apgd=lambda eps, steps: APGD(eps, steps=steps), autoattack=lambda eps, steps: AutoAttack(eps))
+def _apgd_both(eps, steps):
+    "APGD by cross-entropy, then towards three other classes"
+    return [APGD(eps, steps=steps), APGDT(eps, steps=steps, targets=3)]
+
+
+_LAST = dict(apgd=_apgd_both, autoattack=lambda eps, steps: [AutoAttack(eps)])
 
 
 def defended_run(
     **how,  # Key of a run
 ) -> Outcome:  # Verdicts on the model with its own scales; what became of the scales
-    """A method with or without `AASTrain`, for the same number of passes: clean, PGD, the strong attack, PGD with
-    scales, and all of them together"""
+    """A method with or without `AASTrain`, for the same number of passes: clean, PGD, PGD and AAS (on the model, and on
+    the scaled model as in the paper), the strong attack, PGD with all scalings, and everything together"""
     model, (x, y), numbers, notes = _defended(how)
     first, pgd = 10 * how['seed'], PGD(how['eps'], steps=how['steps'])
-    clean = _right_on(model, x, y)
-    right = dict(clean=clean, pgd=_left_by(pgd, model, x, y, clean, first))
-    right['strong'] = _left_by(_LAST[how['attack']](how['eps'], how['steps']), model, x, y, clean, first)
-    right['scaled'] = right['pgd']
-    for a in with_scales(pgd).attacks[1:]:
-        right['scaled'] = _left_by(a, model, x, y, right['scaled'], first)
+    found = _on_two(model, x, y, AAS(pgd), first)
+    right = dict(clean=found['clean'], pgd=found['plain'])
+    right |= {'aas worst': found['worst'], 'aas on_scaled': found['on_scaled']}
+    right['strong'] = _left_by_all(_LAST[how['attack']](how['eps'], how['steps']), model, x, y, right['clean'], first)
+    others = [Scaled(pgd, 0.5), Scaled(pgd, 2.0), GapScaled(pgd)]
+    right['scaled'] = _left_by_all(others, model, x, y, right['aas worst'], first)
     right['worst'] = right['scaled'] & right['strong']
     numbers['largest gap'] = _gap(model, x)
     found = _found(numbers, right, f'{how["dataset"]} test, {len(x)} images')
@@ -1363,7 +1376,7 @@ def _pushed(how, model):
 def pushed_run(
     **how,  # Key of a run
 ) -> Outcome:  # Verdicts of each attack on the unscaled model, as in `saturated_run`
-    """Starts and scales at equal cost, on a model that was trained until its attention is saturated: the robust ViT,
+    """Starts, scales and double precision on a model that was trained until its attention is saturated: the robust ViT,
     trained on while its queries grow"""
     begun, (x, y), (xh, yh) = _small(how['dataset'], how['n'], how['held'])
     model = _pushed(how, begun)
@@ -1373,15 +1386,16 @@ def pushed_run(
     starts = [_left_by(pgd, model, x, y, clean, first)]
     for i in range(1, 5):
         starts.append(_left_by(pgd, model, x, y, starts[-1], first + i))
-    plain = scaled = starts[0]
-    for o in scales:
-        scaled = _left_by(Scaled(pgd, o), model, x, y, scaled, first)
+    plain = starts[0]
     right = dict(
         clean=clean,
         plain=plain,
         **{f'starts_{i}': o for i, o in enumerate(starts[1:], 2)},
-        scales=scaled,
+        scales=_left_by_all([Scaled(pgd, o) for o in scales], model, x, y, plain, first),
+        limits=_left_by_all(with_scales(pgd).attacks[1:], model, x, y, plain, first),
         gap=_left_by(GapScaled(pgd), model, x, y, plain, first),
+        aas=_left_by(AAS(pgd), model, x, y, plain, first),
+        float64=_left_by(Float64(pgd), model, x, y, clean, first),
     )
     numbers = {
         'largest gap': _gap(model, x),
@@ -1426,6 +1440,8 @@ def scaled_run(
 ) -> Outcome:  # Verdicts of two attackers on two models, as in `two_models`
     "An attack and the same attack on the scaled model, each judged on the model and on the scaled model"
     model, eps, x, y = _victim(how)
+    if how['times'] != 1:
+        model = louder(model, how['times'])
     right = _on_two(model, x, y, _wrapped(_INNER[how['attack']](eps, how['steps']), how), 10 * how['seed'])
     numbers = {'largest gap': _gap(model, x), 'blocks': len(vit_blocks(model))}
     return _found(numbers, right, f'{how["dataset"]} test, {len(x)} images')
@@ -1433,15 +1449,16 @@ def scaled_run(
 
 def matrix_run(
     **how,  # Key of a run
-) -> Outcome:  # Verdicts: starts of the attack on the model; with a scale and with `AAS`, on both models
-    "A row of Table 3: an attack, the paper's scale and `AAS`, and what more starts find"
+) -> Outcome:  # Verdicts: the attack, twice, and longer; with a scale and with `AAS`, on both models
+    "A row of Table 3: an attack, the paper's scale and `AAS`, and what the attack finds for the same number of passes"
     model, eps, x, y = _victim(how)
     seed, inner = 10 * how['seed'], _INNER[how['attack']](eps, how['steps'])
     columns = dict(clean='clean', plain='plain')
     found = _on_two(model, x, y, AAS(inner), seed)
     right = {k: found[v] for k, v in columns.items()}
     right['starts_2'] = _left_by(inner, model, x, y, right['plain'], seed + 1)
-    right['starts_3'] = _left_by(inner, model, x, y, right['starts_2'], seed + 2)
+    longer = inner.but(steps=inner.steps + 11) if inner.steps > 1 else PGD(eps, steps=12)
+    right['longer'] = _left_by(longer, model, x, y, right['plain'], seed + 1)
     right |= {f'aas {k}': v for k, v in found.items() if k not in columns}
     right |= {f'scale {k}': v for k, v in _scale_alone(model, x, y, Scaled(inner, how['scale']), right, seed).items()}
     return _found({'largest gap': _gap(model, x)}, right, f'{how["dataset"]} test, {len(x)} images')
@@ -1481,15 +1498,15 @@ def _defence_trial(key, run, evaluation):
 
 
 def _defence(s, method, arm, seed, **changes):
-    passes = 12000 if s.strong == 'autoattack' else 2 * s.steps
-    return _defence_trial(_defence_key(s, method, arm, seed, **changes), defended_run, 8 * s.steps + passes)
+    passes = 12000 if s.strong == 'autoattack' else 8 * s.steps
+    return _defence_trial(_defence_key(s, method, arm, seed, **changes), defended_run, 10 * s.steps + 21 + passes)
 
 
 def _said(keys, values):
-    return tuple(dict(zip(keys.split(), o)) for o in values)
+    return tuple(dict(zip(keys, o)) for o in values)
 
 
-_T5 = 'method aas clean pgd scaled strong'
+_T5 = ['method', 'aas', 'clean', 'pgd', 'aas on_scaled', 'strong']
 
 
 @experiment(
@@ -1546,7 +1563,7 @@ def _table5(s):
     by=('method', 'aas'),
     needs=('table4_sets',),
     published=_said(
-        'method aas clean strong',
+        ['method', 'aas', 'clean', 'strong'],
         [
             ('PGD-AT', 'none', 68.32, 25.78),
             ('PGD-AT', 'as published', 68.02, 27.32),
@@ -1563,12 +1580,16 @@ def _table4(s):
                     yield _defence(s, method, arm, seed, dataset=data, net=s.table4_net)
 
 
-@experiment('aas.figure5', 'Figure 5a, b: the period', by=('aas', 'period'), needs=('defence_sets',))
+@experiment(
+    'aas.figure5',
+    'Figure 5a, b: other periods than that of Table 5',
+    by=('aas', 'period'),
+    needs=('defence_sets',),
+)
 def _figure5(s):
     for seed in range(s.seeds):
-        yield _defence(s, 'PGD-AT', 'none', seed)
-        for period in sorted({s.period, *[int(o) for o in str(s.periods).split()]}):
-            yield _defence(s, 'PGD-AT', 'as published', seed, period=period)
+        for period in str(s.periods).split():
+            yield _defence(s, 'PGD-AT', 'as published', seed, period=int(period))
 
 
 @experiment('aas.figure5_eps', 'Figure 5c, d: accuracy against eps', by=('aas',), needs=('defence_sets',))
@@ -1598,7 +1619,7 @@ def _trained_saturation(s):
                 key = {k: s[k] for k in _TRAINING} | dict(dataset=data, side=_SIDES[data], grow=grow, decay=decay)
                 key |= dict(eps=_eps_of(data), epochs=s.push_epochs, n=s.n_valid, held=s.held, steps=s.steps, seed=seed)
                 training = (2 * s.train_steps + 3) * s.push_epochs * train_images(key)
-                cost = training + 2 * s.steps * (9 * s.n_valid + 7 * s.held)
+                cost = training + 2 * s.steps * (14 * s.n_valid + 7 * s.held)
                 yield Trial(key, pushed_run, cost, training)
 
 
@@ -1610,17 +1631,18 @@ def _eps_of(data):
 # --- Tables 1 to 3, Figures 3 and 4
 
 
-def _net_training(s, net, data, blocks=0):
+def _net_training(s, net, data, blocks=0, seed=0):  # noqa: PLR0913
     "How a network is trained before it is attacked; nothing for a robust checkpoint as it is"
     if _is_trained(net, data) and not blocks:
         return {}
     key = dict(n_train=s.net_train, bs=s.bs, epochs=s.net_epochs, lr=s.net_lr, train_steps=s.train_steps, eps=s.eps)
-    return key | dict(blocks=blocks or s.blocks or 0, seed=0)
+    return key | dict(blocks=blocks or s.blocks or 0, seed=seed)
 
 
 def _victim_key(s, net, data, seed, blocks=0, **more):  # noqa: PLR0913
     "What decides the model of a run and its images"
-    key = dict(dataset=data, net=net, side=_pixels(net, data), training=_net_training(s, net, data, blocks))
+    training = _net_training(s, net, data, blocks, seed)
+    key = dict(dataset=data, net=net, side=_pixels(net, data), training=training)
     return key | dict(n=s.n_valid, steps=s.steps, seed=seed) | more
 
 
@@ -1635,7 +1657,7 @@ def _victims(s):
 
 def _two(s, net, data, seed, blocks=0, **more):  # noqa: PLR0913
     "A run of `scaled_run`"
-    how = dict(attack='pgd', scale=0.0, climb='eq3', scaled_blocks=None) | more
+    how = dict(attack='pgd', scale=0.0, climb='eq3', scaled_blocks=None, times=1.0) | more
     key = _victim_key(s, net, data, seed, blocks, **how)
     return Trial(key, scaled_run, (4 * key['steps'] + _OF_ASCENT) * (key['n'] or 10000))
 
@@ -1750,9 +1772,19 @@ def _figure3b(s):
             yield _two(s, net, data, seed, blocks=int(depth), depth=int(depth))
 
 
-@experiment('aas.figure4', 'Figure 4: iterations', by=('net', 'steps'), needs=('table_sets',))
+@experiment(
+    'aas.figure4',
+    'Figure 4: iterations; also with queries 100 times as long, by AAS and by a scale of 0.01',
+    by=('net', 'times', 'scale', 'steps'),
+    needs=('table_sets',),
+)
 def _figure4(s):
     net, data = first(_victims(s))
+    lengths = [int(o) for o in str(s.iterations).split()]
+    ends = sorted({max(1, lengths[-1] // 10), lengths[-1]})
     for seed in range(s.table_seeds):
-        for steps in str(s.iterations).split():
-            yield _two(s, net, data, seed, steps=int(steps), n=s.n_iterations)
+        for steps in lengths:
+            yield _two(s, net, data, seed, steps=steps, n=s.n_iterations)
+        for scale in (0.0, 0.01):
+            for steps in ends:
+                yield _two(s, net, data, seed, steps=steps, n=s.n_iterations, times=100.0, scale=scale)

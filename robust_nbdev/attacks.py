@@ -447,7 +447,8 @@ class AttackBase(Value):
             return self
         raise ValueError(
             f'{type(self).__name__} does not average gradients, so eot({n}) would change nothing: for a random model '
-            "use an attack in steps, such as PGD(8/255).eot(20), or AutoAttack(8/255, version='rand')"
+            "use an attack in steps, such as PGD(8/255).eot(20), or AutoAttack(8/255, version='rand'); in a worst case "
+            'average only those that can. A class whose own run averages self.draws gradients declares averages = True'
         )
 
 # %% ../nbs/01_attacks.ipynb #b187694c

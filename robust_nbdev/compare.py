@@ -16,6 +16,7 @@ from .core import *
 from .vit import multiply_adds
 from .vit import _unfused
 from .attacks import *
+from .autoattack import AutoAttack
 from .evaluate import *
 from .evaluate import _as_html, _as_markdown, _as_text, _atomic, _comments, _device, _distinct
 from .evaluate import _learner_doubts, _notes_below, _short, _tex
@@ -761,9 +762,11 @@ def _attack_on(attack, entry):
 
 
 def _averaged(attack, draws):
-    "An attack, or the attacks of a worst case, with mean gradients where it has gradients and no mean of its own"
+    "An attack, or the attacks that it is made of, with mean gradients where it has gradients and no mean of its own"
     if isinstance(attack, WorstCase):
         return attack.around([_averaged(a, draws) for a in attack.attacks])
+    if isinstance(attack, AutoAttack):
+        return attack.but(attacks=tuple(_averaged(a, draws) for a in attack.attacks))
     averages = isinstance(attack, Attack) and attack.averages and attack.draws == 1
     return attack.eot(draws) if averages else attack
 

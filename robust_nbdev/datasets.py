@@ -854,10 +854,10 @@ def _size_of(o):
 
 
 def _sizes(x):
-    "The sizes (width, height) of some fifty images of an `ImageSource`, of the first sixteen of a parquet file"
+    "The sizes (width, height) of up to 4,000 images of an `ImageSource`, of the first sixteen of a parquet file"
     if isinstance(x, np.ndarray):
         return {x.shape[2:0:-1]}
-    some = x[:: max(1, len(x) // 50)] if isinstance(x, _IN_MEMORY) else x.take(np.arange(min(16, len(x))))
+    some = x[:: -(-len(x) // 4000)] if isinstance(x, _IN_MEMORY) else x.take(np.arange(min(16, len(x))))
     return {_size_of(o) for o in some}
 
 
@@ -1084,7 +1084,7 @@ def _only_heic(folder):
 
 def _warn_of_empty(path, vocab):
     "Warn once of folders that would be classes if they held an image that can be read"
-    dirs = {o.name: o for d in _split_dirs(path).values() for o in _subdirs(d) if not o.name.startswith('.')}
+    dirs = {o.name: o for d in _split_dirs(path).values() for o in _subdirs(d) if o.name[:1] not in '._'}
     empty = [k for k, d in dirs.items() if k not in vocab and _only_heic(d)]
     if empty:
         _warn_once(path, f'{path}: no images in {_few(empty)}, so there is no such class: fill the folder or remove it')

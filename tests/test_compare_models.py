@@ -5,11 +5,11 @@ from functools import partial
 import numpy as np, pandas as pd, pytest, torch
 from PIL import Image
 from fastai.basics import AttrDict, Callback, CancelFitException, Learner, load_learner, nn
-from robust_nbdev.all import FGSM, PGD, TRADES, Entry, StepCost, compare, corruption_report, fashion_mnist
+from robust_nbdev.all import FGSM, PGD, TRADES, AutoAttack, Entry, StepCost, compare, corruption_report, fashion_mnist
 from robust_nbdev.all import image_dls, paired, robust_report, small_model
 from robust_nbdev import corruptions
 from robust_nbdev.cli import SomeOutputs, eval_settings, named_model, robust_compare, run_compare, run_eval, timm_model
-from robust_nbdev.compare import Comparison, Side, report_verdicts
+from robust_nbdev.compare import Comparison, Side, _attack_on, report_verdicts
 from robust_nbdev.evaluate import Report
 from robust_nbdev.datasets import FASHION, embedded_fashion
 from robust_nbdev.test_utils import synth_learner, tiny_vit
@@ -115,6 +115,14 @@ def test_a_randomised_model_is_judged_by_the_mean_over_draws(data):
     c = compare({'dice': Entry(Dice(), draws=3)}, data, ATTACKS, n=16)
     assert c.df.threat.tolist() == ['randomised'] and 'mean of 3 draws for dice' in c.about
     assert c.df.loc['dice', 'worst case'] == min(c.df.loc['dice', repr(a)] for a in ATTACKS)
+
+
+def test_own_members_of_an_ensemble_average_on_a_random_model():
+    pgd = PGD(0.1, steps=2)
+    made = _attack_on(AutoAttack(0.1, attacks=['square', pgd]), Entry(Dice(), draws=3))
+    assert made.attacks == ('square', pgd.eot(3)) and _attack_on(AutoAttack(0.1), Entry(Dice(), draws=3)) == AutoAttack(
+        0.1
+    )
 
 
 # --- the folder
