@@ -1410,7 +1410,7 @@ _CLIMBS = dict(eq3=eq3, lpips=lpips_feats, ce=ce, margin=margin, gama=gama)
 _INNER = dict(
     fgsm=lambda eps, steps: FGSM(eps),
     pgd=lambda eps, steps: PGD(eps, steps=steps),
-    long=lambda eps, steps: PGD(eps, steps=5 * steps),
+    long=lambda eps, steps: PGD(eps, steps=steps),
     cw=lambda eps, steps: CWPGD(eps, steps=steps),
     dlr=lambda eps, steps: PGD(eps, steps=steps, loss=dlr),
     gama=lambda eps, steps: GAMAPGD(eps, steps=steps),
@@ -1749,8 +1749,8 @@ def _table3(s):
     for seed in range(s.table_seeds):
         for net, data in _victims(s):
             for attack in s.attacks.split():
-                key = _victim_key(s, net, data, seed, attack=attack, scale=0.01)
-                steps = dict(fgsm=1, long=5 * s.steps).get(attack, s.steps)
+                steps = dict(fgsm=1, pgd=s.steps).get(attack, s.table_steps)
+                key = _victim_key(s, net, data, seed, attack=attack, scale=0.01) | dict(steps=steps)
                 yield Trial(key, matrix_run, (10 * steps + _OF_ASCENT) * (key['n'] or 10000))
 
 
