@@ -927,6 +927,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'robust_nbdev.compare.Difference': ('compare.html#difference', 'robust_nbdev/compare.py'),
                                       'robust_nbdev.compare.Difference.__repr__': ( 'compare.html#difference.__repr__',
                                                                                     'robust_nbdev/compare.py'),
+                                      'robust_nbdev.compare.Difference.allowing': ( 'compare.html#difference.allowing',
+                                                                                    'robust_nbdev/compare.py'),
                                       'robust_nbdev.compare.Difference.p': ('compare.html#difference.p', 'robust_nbdev/compare.py'),
                                       'robust_nbdev.compare.Entry': ('compare.html#entry', 'robust_nbdev/compare.py'),
                                       'robust_nbdev.compare.Entry.__post_init__': ( 'compare.html#entry.__post_init__',

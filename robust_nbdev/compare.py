@@ -44,6 +44,13 @@ class Difference:
         k = self.wins + self.losses
         return float(binomtest(self.wins, k).pvalue) if k else 1.0
 
+    def allowing(
+        self,
+        lost: float,  # How much may be lost, as a share
+    ) -> 'Difference':  # Positive where less is lost
+        "The difference for a claim that something is kept: `lost` is added to it"
+        return replace(self, value=self.value + lost, low=self.low + lost, high=self.high + lost)
+
     def __repr__(self):
         points = f'{100 * self.value:+.1f} [{100 * self.low:+.1f}, {100 * self.high:+.1f}] points'
         return f'{points}, n={self.n}, {self.seeds} seed{"s" if self.seeds > 1 else ""}, {self.wins} : {self.losses}'
