@@ -141,7 +141,7 @@ ALLOWED = dict(
     eval_data={'core', 'datasets'},
     evaluate={'core', 'datasets', 'attacks', 'autoattack', 'identity', 'eval_data'},
     corruptions={'core', 'datasets', 'evaluate', 'identity', 'eval_data'},
-    compare={'core', 'vit', 'attacks', 'eval_data', 'evaluate', 'corruptions', 'cli'},
+    compare={'core', 'vit', 'attacks', 'autoattack', 'eval_data', 'evaluate', 'corruptions', 'cli'},
     experiments={'core', 'datasets', 'models', 'compare'},
     test_utils={'core'},
 )
