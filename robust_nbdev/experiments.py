@@ -504,7 +504,8 @@ def verdicts_of(
     attack,  # As the rows name it: `'clean'`, `'apgd'`, ...; a list of such names, for the mean; a dict of weights
     profile=None,  # Section of settings.ini, or `RunSettings`
     out=None,  # Folder of all results
-    **where,  # Keys and their values: everything but the seed
+    /,
+    **where,  # Keys and their values, such as `attack='pgd'`: everything but the seed
 ) -> np.ndarray:  # [seeds,N] for `paired`: bool, or for several attacks the weighted sum of their verdicts
     "Right or wrong per seed and image; raises ValueError where there are no rows, or rows of different images"
     return _stack(_done(name, profile, out, **where), _weighed(attack), f'{name} {where}')[1]
