@@ -230,6 +230,17 @@ def test_verdicts_come_seed_by_seed(register, tmp_path):
     assert (got == np.stack([luck(0.2, 40, seed).verdicts['clean'] for seed in (0, 1)])).all()
 
 
+def struck(attack, seed):
+    return luck(dict(pgd=0.2, fgsm=0.6)[attack], 40, seed)
+
+
+def test_a_key_of_a_run_may_be_called_attack(register, tmp_path):
+    register('toy.struck', lambda s: [Trial(dict(attack=o, seed=0), struck) for o in ('pgd', 'fgsm')])
+    reproduce('toy.struck', toy, tmp_path)
+    got = verdicts_of('toy.struck', 'clean', toy, tmp_path, attack='fgsm')
+    assert (got[0] == struck('fgsm', 0).verdicts['clean']).all()
+
+
 def test_a_difference_takes_the_seeds_that_both_have(register, tmp_path):
     def trials(s):
         yield from shares(s)
