@@ -1499,7 +1499,9 @@ def _defence_trial(key, run, evaluation):
 
 def _defence(s, method, arm, seed, **changes):
     passes = 12000 if s.strong == 'autoattack' else 8 * s.steps
-    return _defence_trial(_defence_key(s, method, arm, seed, **changes), defended_run, 10 * s.steps + 21 + passes)
+    return _defence_trial(
+        _defence_key(s, method, arm, seed, **changes), defended_run, 10 * s.steps + _OF_ASCENT + passes
+    )
 
 
 def _said(keys, values):
